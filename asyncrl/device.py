@@ -1,0 +1,172 @@
+"""The one place that knows cuda, npu and cpu, and nccl, hccl and gloo.
+
+Called by the learner and by torch engines of producers. Guarantees:
+1. no other file branches on a device type: they ask `supports(feature)` or call a method that does nothing where the
+   device has no such thing;
+2. torch is imported inside the methods, so that contracts stay light;
+3. the CPU is a device like the others, with Gloo as its collective backend.
+It does not move tensors and does not choose kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Capabilities(NamedTuple):
+    """What a device type is known to have: collective backend, variable that hides devices, module, features."""
+
+    dist_backend: str
+    visible_env: str
+    module: str  # imported first so that torch knows the type; empty: built into torch
+    features: frozenset[str]
+
+
+#: Features: fused_adamw, flash_attention, ipc (handles between processes), pin_memory, streams.
+TABLE: dict[str, Capabilities] = {
+    "cpu": Capabilities("gloo", "", "", frozenset({"fused_adamw"})),
+    "cuda": Capabilities(
+        "nccl", "CUDA_VISIBLE_DEVICES", "",
+        frozenset({"fused_adamw", "flash_attention", "ipc", "pin_memory", "streams"}),
+    ),
+    "npu": Capabilities("hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", frozenset({"pin_memory", "streams"})),
+}  # fmt: skip
+
+
+class Device:
+    """One device of this process: `type` (cpu, cuda, npu) and `index`."""
+
+    def __init__(self, kind: str, index: int = 0) -> None:
+        if kind not in TABLE:
+            raise ConfigError("config.type", f"device {kind!r} is not auto or one of {', '.join(TABLE)}")
+        self.type = kind
+        self.index = index
+        self._known = TABLE[kind]
+
+    @staticmethod
+    def find(name: str = "auto", *, index: int = 0) -> Device:
+        """The device of that name (`auto`, `cpu`, `cuda`, `npu`, `cuda:1`); `index` where the name has none.
+
+        Raises `config.type` where torch does not see it. A CUDA or NPU device becomes the current one.
+        """
+        kind, _, number = name.partition(":")
+        if kind == "auto":
+            kind = _accelerator() or "cpu"
+        device = Device(kind, int(number) if number.isdigit() else index)
+        device._activate()
+        return device
+
+    def _activate(self) -> None:
+        if self.type == "cpu":
+            self.index = 0
+            return
+        if self._known.module:
+            try:
+                importlib.import_module(self._known.module)
+            except (ImportError, OSError) as error:
+                raise ConfigError("config.extra", f"device {self.type}: {error}") from error
+        module = self._torch_module()
+        if not module.is_available():
+            raise ConfigError("config.type", f"torch sees no {self.type} device on this host")
+        if self.index >= module.device_count():
+            raise ConfigError("config.type", f"{self}: this host has {module.device_count()} of them")
+        module.set_device(self.index)
+
+    def _torch_module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.type)
+
+    def __repr__(self) -> str:
+        return "cpu" if self.type == "cpu" else f"{self.type}:{self.index}"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """For `tensor.to`."""
+        import torch
+
+        return torch.device(repr(self))
+
+    @property
+    def dist_backend(self) -> str:
+        """The collective backend of tensors on this device."""
+        return self._known.dist_backend
+
+    @property
+    def group_string(self) -> str:
+        """For `init_process_group`: CPU tensors (orders, batches) always go over Gloo."""
+        return "cpu:gloo" if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.dist_backend}"
+
+    @property
+    def visible_env(self) -> str:
+        """The environment variable that chooses which devices a process sees; empty where there is none."""
+        return self._known.visible_env
+
+    @property
+    def pin_memory_ok(self) -> bool:
+        """Whether host memory can be pinned (FSDP's CPU offload raises without an accelerator otherwise)."""
+        return self.supports("pin_memory")
+
+    def supports(self, feature: str) -> bool:
+        """Whether this device has the feature (see `TABLE`)."""
+        return feature in self._known.features
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on the device; nothing on a CPU, where calls return when done."""
+        if self.type != "cpu":
+            self._torch_module().synchronize(self.index)
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back; nothing on a CPU."""
+        if self.type != "cpu":
+            self._torch_module().empty_cache()
+
+    def memory(self) -> dict[str, int]:
+        """`used` and `peak` in bytes: of the allocator on an accelerator, resident memory of this process on a CPU."""
+        if self.type != "cpu":
+            module = self._torch_module()
+            return {"used": module.memory_allocated(self.index), "peak": module.max_memory_allocated(self.index)}
+        import resource
+
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {"used": used, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    def seed_all(self, seed: int) -> None:
+        """Seed torch on the CPU and on every device of this type."""
+        import torch
+
+        torch.manual_seed(seed)  # also seeds the accelerators it knows
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """Generator states, uint8, by name (`cpu`, and the device's own)."""
+        import torch
+
+        states = {"cpu": torch.get_rng_state()}
+        if self.type != "cpu":
+            states[self.type] = self._torch_module().get_rng_state(self.index)
+        return states
+
+    def set_rng_state(self, states: dict[str, torch.Tensor]) -> None:
+        """Undo of `rng_state`; states of other device types are left out."""
+        import torch
+
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"].cpu())
+        if self.type != "cpu" and self.type in states:
+            self._torch_module().set_rng_state(states[self.type].cpu(), self.index)
+
+
+def _accelerator() -> str | None:
+    """The type of this host's accelerator, None without one. (`torch.accelerator.*` raises on a CPU: ask only this.)"""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in TABLE else None

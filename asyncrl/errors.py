@@ -1,0 +1,186 @@
+"""Every error a user can meet: one tree, a stable code and a remedy each.
+
+Called by every role. Guarantees:
+1. each `AsyncRLError` carries a code of `CATALOGUE`, a message, where it happened and what to do;
+2. `exit_code` says what a supervisor does: 2, 75 and 78 are final, the others are restarted within a budget;
+3. `render()` is what the terminal shows; a user error never shows a traceback.
+It does not log and does not exit: the outermost loop of a role does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_UNAVAILABLE = 69
+EXIT_INTERNAL = 70
+EXIT_FENCED = 75
+EXIT_HANDSHAKE = 78
+#: Exit codes after which starting the same process again cannot help.
+FINAL_EXIT_CODES = frozenset({EXIT_OK, EXIT_CONFIG, EXIT_FENCED, EXIT_HANDSHAKE})
+
+
+class ErrorInfo(NamedTuple):
+    """What a code means: a title, what the reader does about it, and the exit code of a role that ends with it."""
+
+    title: str
+    remedy: str
+    exit_code: int
+
+
+CATALOGUE: dict[str, ErrorInfo] = {
+    # configuration
+    "config.file": ErrorInfo("configuration file cannot be read", "check the path and the TOML syntax", EXIT_CONFIG),
+    "config.unknown_key": ErrorInfo("unknown configuration key", "remove the key or correct its name", EXIT_CONFIG),
+    "config.type": ErrorInfo("wrong type or value", "give a value of the type that the message names", EXIT_CONFIG),
+    "config.conflict": ErrorInfo("settings contradict each other", "change one of the named settings", EXIT_CONFIG),
+    "config.missing": ErrorInfo("a required setting is missing", "add the named key", EXIT_CONFIG),
+    "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
+    "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
+    "config.reward": ErrorInfo(
+        "reward function cannot be used", "write it as 'module:function' on the Python path", EXIT_CONFIG
+    ),
+    "config.network": ErrorInfo(
+        "unsafe or impossible address", "bind to loopback, or set network.key_file for CURVE keys", EXIT_CONFIG
+    ),
+    "config.tokenizer": ErrorInfo("tokenizer cannot be used", "give model.path a tokenizer with an EOS", EXIT_CONFIG),
+    "config.extra": ErrorInfo("an optional package is missing", "install the named extra", EXIT_CONFIG),
+    # things outside
+    "net.port_in_use": ErrorInfo("address already in use", "stop the other process or choose another", EXIT_CONFIG),
+    "net.unreachable": ErrorInfo(
+        "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
+    ),
+    "store.unreachable": ErrorInfo(
+        "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
+    ),
+    "store.no_server": ErrorInfo(
+        "no Redis server found",
+        'install redis-server or valkey-server, set buffer.redis_url, or use buffer.store = "sqlite"',
+        EXIT_CONFIG,
+    ),
+    "store.refused": ErrorInfo("the store refused a write", "look at its memory and disk limits", EXIT_UNAVAILABLE),
+    "store.corrupt": ErrorInfo("stored state does not agree", "restart from the last checkpoint", EXIT_INTERNAL),
+    "disk.full": ErrorInfo("no space left", "free space in the run folder", EXIT_UNAVAILABLE),
+    # protocol
+    "wire.prefix": ErrorInfo("not an asyncrl message", "check that the peer speaks this protocol", EXIT_FAILED),
+    "wire.schema": ErrorInfo("another schema version", "install the same minor version on both ends", EXIT_HANDSHAKE),
+    "wire.checksum": ErrorInfo("corrupt frame", "send it again; look at the network if it repeats", EXIT_FAILED),
+    "wire.decode": ErrorInfo("message cannot be decoded", "check the sender's version", EXIT_FAILED),
+    "wire.size": ErrorInfo("message too large", "raise network.max_message_bytes on both ends", EXIT_FAILED),
+    "wire.unexpected": ErrorInfo(
+        "message not expected here", "check the address: is it the right service?", EXIT_FAILED
+    ),
+    "handshake.mismatch": ErrorInfo(
+        "peer runs another model or run", "start it with the same configuration", EXIT_HANDSHAKE
+    ),
+    "fenced": ErrorInfo("another process has taken over this role", "do not restart this one", EXIT_FENCED),
+    "learner.duplicate": ErrorInfo(
+        "a learner is already registered", "stop it first, or start with --takeover", EXIT_FENCED
+    ),
+    "service.duplicate": ErrorInfo("a service already owns this run", "stop it first", EXIT_FENCED),
+    # work
+    "sample.invalid": ErrorInfo(
+        "a sample fails validation", "look at the reason; the group goes to the dead letters", EXIT_FAILED
+    ),
+    "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
+    "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "poison.budget": ErrorInfo(
+        "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_FAILED
+    ),
+    "engine.broken": ErrorInfo("the engine failed", "it is restarted at the last committed version", EXIT_INTERNAL),
+    "sync.failed": ErrorInfo("weights did not arrive", "see the weight-sync log for the member", EXIT_UNAVAILABLE),
+    "sync.plan": ErrorInfo("both ends hold other tensor layouts", "load the same model on both ends", EXIT_HANDSHAKE),
+    "learner.packing": ErrorInfo(
+        "packed rows disagree with single rows", "set learner.packing = false for this model", EXIT_CONFIG
+    ),
+    "learner.checkpoint": ErrorInfo("no usable checkpoint", "remove the damaged folder and start again", EXIT_FAILED),
+    "learner.nonfinite": ErrorInfo(
+        "loss or gradient is not finite", "lower the learning rate or look at the data", EXIT_FAILED
+    ),
+    "hang": ErrorInfo(
+        "no progress within the limit", "see the diagnosis for the role that is waited for", EXIT_INTERNAL
+    ),
+    "internal": ErrorInfo("a bug in asyncrl", "please report it with the log", EXIT_INTERNAL),
+    "role.failed": ErrorInfo("a role ended with an error", "see its log", EXIT_FAILED),
+    "run.missing": ErrorInfo("not a run folder", "give the folder that holds run.json", EXIT_CONFIG),
+    "usage": ErrorInfo("wrong command line", "see asyncrl --help", EXIT_CONFIG),
+}
+
+
+class AsyncRLError(Exception):
+    """The root of the tree. `code` must stand in `CATALOGUE`."""
+
+    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "") -> None:
+        info = CATALOGUE[code]
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.where = where
+        self.remedy = remedy or info.remedy
+        self.exit_code = info.exit_code
+
+    def render(self) -> str:
+        """The text for the terminal: `error[code] where: message` and the remedy below it."""
+        place = f" {self.where}:" if self.where else ""
+        return f"error[{self.code}]{place} {self.message}\n  -> {self.remedy}"
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+class ConfigError(AsyncRLError):
+    """The user must change the configuration."""
+
+
+class Unavailable(AsyncRLError):
+    """Something outside this process does not answer in time."""
+
+
+class WireError(AsyncRLError):
+    """A frame that this process will not accept."""
+
+
+class Fenced(AsyncRLError):
+    """A newer process has taken over; this one must stop writing."""
+
+
+class HandshakeError(AsyncRLError):
+    """The peer belongs to another model, run or schema."""
+
+
+class WorkError(AsyncRLError):
+    """A piece of work (sample, reward, step) failed."""
+
+
+class ConfigErrors(ConfigError):
+    """All mistakes of one configuration at once."""
+
+    def __init__(self, errors: list[AsyncRLError]) -> None:
+        super().__init__(errors[0].code, errors[0].message, where=errors[0].where, remedy=errors[0].remedy)
+        self.errors = errors
+
+    def render(self) -> str:
+        return "\n".join(error.render() for error in self.errors)
+
+
+_KINDS: dict[str, type[AsyncRLError]] = {
+    "config": ConfigError,
+    "usage": ConfigError,
+    "run": ConfigError,
+    "net": Unavailable,
+    "store": Unavailable,
+    "disk": Unavailable,
+    "wire": WireError,
+    "fenced": Fenced,
+    "handshake": HandshakeError,
+}
+
+
+def error_for(code: str, message: str, *, where: str = "", remedy: str = "") -> AsyncRLError:
+    """The error of the right class for a code that arrived over the wire; unknown codes become `internal`."""
+    if code not in CATALOGUE:
+        return AsyncRLError("internal", f"{code}: {message}", where=where, remedy=remedy)
+    kind = _KINDS.get(code.split(".", maxsplit=1)[0], WorkError)
+    return kind(code, message, where=where, remedy=remedy)

@@ -1,0 +1,135 @@
+"""The catalogue of metrics and the JSONL files they are written to.
+
+Called by every role. Guarantees:
+1. a name that is not in `CATALOGUE` is an error where it is written, so that names cannot drift;
+2. a line is written whole or not at all (one `write` call of an append-only file) and carries the wall time;
+3. values are finite numbers; what is not finite is left out and named in `skipped`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Metric(NamedTuple):
+    """What a number is: its unit, the role that writes it, and its meaning."""
+
+    unit: str
+    role: str
+    meaning: str
+
+
+CATALOGUE: dict[str, Metric] = {
+    # learner, one line per step
+    "step": Metric("1", "learner", "optimizer step (a batch of groups), counted from 1"),
+    "version": Metric("1", "learner", "weight version after the step"),
+    "reward_mean": Metric("1", "learner", "mean reward of the samples in the batch"),
+    "reward_std": Metric("1", "learner", "standard deviation of these rewards"),
+    "lag_mean": Metric("steps", "learner", "mean over groups of the version the step starts from minus the oldest"),
+    "lag_max": Metric("steps", "learner", "largest lag in the batch"),
+    "bound_max": Metric("steps", "learner", "largest bound of the groups in the batch"),
+    "over_bound_groups": Metric("groups", "learner", "groups above their own bound (on_late = train only)"),
+    "loss": Metric("1", "learner", "policy loss, aggregated over the batch"),
+    "entropy": Metric("nats", "learner", "mean entropy of the policy over sampled tokens"),
+    "grad_norm": Metric("1", "learner", "global gradient norm before clipping"),
+    "lr": Metric("1", "learner", "learning rate"),
+    "clip_share": Metric("share", "learner", "tokens whose ratio was clipped"),
+    "ratio_max": Metric("1", "learner", "largest exp(proximal - behaviour) before truncation"),
+    "tis_capped_share": Metric("share", "learner", "tokens whose importance weight was truncated"),
+    "ess": Metric("share", "learner", "effective sample size of the importance weights over tokens"),
+    "kl_behaviour": Metric("nats", "learner", "k3 estimate of KL(behaviour || proximal) per token"),
+    "logprob_gap_mean": Metric("nats", "learner", "mean |proximal - behaviour| per token"),
+    "zero_advantage_share": Metric("share", "learner", "groups whose samples all have the same reward"),
+    "tokens": Metric("tokens", "learner", "response tokens trained"),
+    "response_length_mean": Metric("tokens", "learner", "mean response length"),
+    "response_length_max": Metric("tokens", "learner", "longest response"),
+    "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
+    "groups": Metric("groups", "learner", "groups trained in the step"),
+    "micro_batches": Metric("1", "learner", "packed rows of the step over all ranks"),
+    "wait_s": Metric("s", "learner", "time the step waited for its batch"),
+    "train_s": Metric("s", "learner", "time in forward, backward and optimizer"),
+    "publish_s": Metric("s", "learner", "time blocked while weights were copied out"),
+    "checkpoint_s": Metric("s", "learner", "time blocked by a checkpoint"),
+    "step_s": Metric("s", "learner", "wall time of the step"),
+    "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
+    "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),
+    # heartbeats of all workers
+    "busy_share": Metric("share", "all", "share of the last interval spent working rather than waiting"),
+    "generated_tokens": Metric("tokens", "producer", "tokens sampled since the start"),
+    "generated_samples": Metric("samples", "producer", "samples finished since the start"),
+    "groups_in_flight": Metric("groups", "producer", "groups leased and not complete"),
+    "live_slots": Metric("samples", "producer", "samples being decoded now"),
+    "engine_version": Metric("1", "producer", "version of the weights in the engine"),
+    "swaps": Metric("1", "producer", "weight versions taken since the start"),
+    "swap_s": Metric("s", "producer", "time the engine stood still for the last swap"),
+    "refused_samples": Metric("samples", "producer", "samples the buffer refused"),
+    "scored_samples": Metric("samples", "reward", "samples scored since the start"),
+    "failed_rewards": Metric("1", "reward", "reward calls that failed since the start"),
+    "reward_call_s": Metric("s", "reward", "mean time of a call in the last interval"),
+    # buffer, one line per committed step and per second
+    "issued": Metric("groups", "buffer", "prompts ever issued"),
+    "leased": Metric("groups", "buffer", "being generated"),
+    "unscored": Metric("groups", "buffer", "complete, waiting for scores"),
+    "ready": Metric("groups", "buffer", "scored, waiting for the learner"),
+    "claimed": Metric("groups", "buffer", "in the step being trained"),
+    "trained": Metric("groups", "buffer", "trained, not yet in a durable checkpoint"),
+    "retired": Metric("groups", "buffer", "trained and in a durable checkpoint"),
+    "dropped": Metric("groups", "buffer", "dropped, all reasons"),
+    "dead": Metric("groups", "buffer", "quarantined, all reasons"),
+    "outstanding": Metric("groups", "buffer", "leased + unscored + ready + claimed"),
+    "ingest_bytes": Metric("bytes", "buffer", "payload bytes accepted since the start"),
+    "bad_frames": Metric("1", "buffer", "frames refused since the start"),
+    "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
+    # weight sync, one line per round
+    "round": Metric("1", "weightsync", "round number"),
+    "round_s": Metric("s", "weightsync", "from publish to the last acknowledgement"),
+    "round_bytes": Metric("bytes", "weightsync", "bytes of one copy of the weights"),
+    "members_committed": Metric("1", "weightsync", "generators that acknowledged the version with its digest"),
+    "members_left_out": Metric("1", "weightsync", "generators that missed the deadline"),
+}
+
+
+class MetricsLog:
+    """Appends lines of metrics to one JSONL file. Text fields go through `labels`, not through the catalogue."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, values: Mapping[str, float], **labels: Any) -> None:
+        """One line: `t` (seconds since the epoch), the labels, the values. Raises KeyError on an unknown name."""
+        line: dict[str, Any] = {"t": round(time.time(), 4), **labels}
+        skipped = []
+        for name, value in values.items():
+            if name not in CATALOGUE and not name.startswith("reward/"):
+                raise KeyError(f"metric {name!r} is not in asyncrl.metrics.CATALOGUE")
+            if math.isfinite(value):
+                line[name] = value
+            else:
+                skipped.append(name)
+        if skipped:
+            line["skipped"] = skipped
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; a last line cut by a crash is left out. An absent file has none."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_bytes().splitlines():
+        try:
+            lines.append(msgspec.json.decode(text))
+        except msgspec.DecodeError:
+            continue
+    return lines

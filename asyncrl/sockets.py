@@ -1,0 +1,433 @@
+"""All ZeroMQ set-up: addresses, keys, the asking side and the answering side.
+
+Called by the services and by their clients; nobody else opens a socket. DEALER asks, ROUTER answers, every request has
+an application answer. Guarantees:
+1. a request is sent again until it is answered or its deadline passes; services are idempotent, so this is safe;
+2. every wait ends: at the deadline `net.unreachable` names the address and the time waited;
+3. a frame that does not decode is answered with `Refused` where its sender can be told, and counted; it never raises;
+4. an `ipc://` socket is only the owner's (mode 0600 in a 0700 folder); beyond loopback needs CURVE keys.
+It does not know what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import msgspec
+import zmq
+import zmq.auth
+
+from asyncrl.errors import AsyncRLError, ConfigError, Unavailable, WireError, error_for
+from asyncrl.wire import COPY_THRESHOLD_BYTES, REPLY, Buffer, Message, Packet, Refused, decode, encode, request_of
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
+MAX_IPC_PATH = 100  # sun_path holds 108 bytes
+RETRY_S = 0.1  # pause after a send that found no connection
+LOOK_S = 0.25  # how often a wait for an answer asks whether to go on
+LINGER_MS = 2000  # what was sent gets this long to leave; nothing where nobody answered
+DRAIN_LIMIT = 64  # messages taken before the event loop gets a turn
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """CURVE keys of a run, Z85 text. A key file holds all four: whoever can read it may join the run."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+
+def write_keys(path: Path) -> Keys:
+    """Make the keys of a run in a file that only its owner can read."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    keys = Keys(*(text.decode() for text in (server_public, server_secret, client_public, client_secret)))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(keys))
+    return keys
+
+
+def read_keys(path: Path) -> Keys:
+    """The keys of a file. Raises `config.network` where it is missing, damaged or readable by others."""
+    try:
+        mode = path.stat().st_mode & 0o077
+        keys = msgspec.json.decode(path.read_bytes(), type=Keys)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError("config.network", f"key file: {error}", where=str(path)) from None
+    if mode:
+        remedy = f"chmod 600 {path}"
+        raise ConfigError("config.network", "key file is readable by others", where=str(path), remedy=remedy)
+    return keys
+
+
+def ipc_address(folder: Path, name: str) -> str:
+    """An `ipc://` address in the folder, or in a private temporary folder if that is too long."""
+    path = folder.resolve() / f"{name}.sock"
+    if len(os.fsencode(path)) > MAX_IPC_PATH:
+        short = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
+        path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{short}" / f"{name}.sock"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"ipc://{path}"
+
+
+def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> None:
+    """Refuse to listen beyond this host without keys (`config.network`)."""
+    parsed = urlparse(address)
+    if parsed.scheme not in ("ipc", "tcp", "inproc"):
+        raise ConfigError("config.network", f"{address!r} is not ipc:// or tcp://", where="network")
+    if parsed.scheme == "tcp" and parsed.hostname not in LOOPBACK and keys is None and not insecure:
+        raise ConfigError("config.network", f"{address} is reachable from other hosts and has no keys", where="network")
+
+
+def _tune(socket: zmq.Socket[bytes], max_bytes: int) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)
+    # Credits bound what is under way (requests per asker), so the marks need not: a drop at a mark would be silent.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+
+
+def _connect(context: zmq.Context[Any], address: str, keys: Keys | None, max_bytes: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    _tune(socket, max_bytes)
+    socket.setsockopt(zmq.LINGER, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if keys is not None:
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.client_public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.client_secret)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise ConfigError("config.network", f"cannot connect to {address}: {error}") from None
+    return socket
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> bool:
+    """Send without blocking; False while there is no connection to queue on. Large frames are not copied."""
+    last = len(frames) - 1
+    for number, frame in enumerate(frames):
+        flags = zmq.NOBLOCK | (zmq.SNDMORE if number < last else 0)
+        try:
+            socket.send(frame, flags, copy=memoryview(frame).nbytes < COPY_THRESHOLD_BYTES)
+        except zmq.Again:
+            if number:
+                raise  # cannot happen: a message that began is taken whole
+            return False
+    return True
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[Buffer]:
+    """The frames of the next message as memoryviews (large ones without a copy)."""
+    return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+
+
+class Requester:
+    """Asks one service, one request at a time; for code without an event loop. Safe to share between threads.
+
+    `on_silence` hears, a few times a second, for how many seconds an answer is overdue; True gives the request up.
+    """
+
+    def __init__(
+        self, address: str, *, keys: Keys | None = None, max_bytes: int = 1 << 30, resend_s: float = 3.0,
+        on_silence: Callable[[float], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.address = address
+        self.on_silence = on_silence
+        self._answered = True  # the last request
+        self._max_bytes = max_bytes
+        self._resend_s = resend_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = _connect(self._context, address, keys, max_bytes)
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def request(
+        self, message: Message, payloads: Sequence[Buffer] = (), *, timeout_s: float, wait_s: float = 0.0
+    ) -> Packet:
+        """Send and wait for the answer. `wait_s` is how long the service may hold a long poll before it answers.
+
+        Raises:
+            Unavailable: no answer within `timeout_s`.
+            AsyncRLError: the service refused; the class fits its code.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            frames = encode(message, payloads, request=number)
+            self._answered = False
+            started = time.monotonic()
+            deadline = started + timeout_s
+            while (now := time.monotonic()) < deadline:
+                patience = wait_s + self._resend_s if _send(self._socket, frames) else RETRY_S
+                answer = self._await(number, min(deadline, now + patience), due=started + wait_s)
+                if answer is not None:
+                    self._answered = True
+                    return raise_refused(answer)
+                if self._give_up(started + wait_s):
+                    break
+        waited = min(timeout_s, time.monotonic() - started)
+        raise Unavailable(
+            "net.unreachable", f"no answer to {type(message).__name__} within {waited:.3g} s", where=self.address
+        )
+
+    def _give_up(self, due: float) -> bool:
+        overdue = time.monotonic() - due
+        return overdue > 0 and self.on_silence is not None and self.on_silence(overdue)
+
+    def _await(self, number: int, until: float, *, due: float) -> Packet | None:
+        while (left := until - time.monotonic()) > 0:
+            if not self._socket.poll(int(min(left, LOOK_S) * 1000) + 1):
+                if self._give_up(due):
+                    return None
+                continue
+            try:
+                packet = decode(_receive(self._socket), max_bytes=self._max_bytes)
+            except WireError:
+                continue  # the request is sent again
+            if packet.request == number and packet.kind == REPLY:  # older numbers answer a request sent twice
+                return packet
+        return None
+
+    def close(self) -> None:
+        """Close the socket; what was sent gets two seconds to leave, where the service answers."""
+        self._socket.close(LINGER_MS if self._answered else 0)
+        self._context.term()
+
+
+def raise_refused(packet: Packet) -> Packet:
+    """The packet, unless the service refused: then the error of its code."""
+    message = packet.message
+    if isinstance(message, Refused):
+        raise error_for(message.code, message.message, where=message.where)
+    return packet
+
+
+class _Pump:
+    """Moves a ZeroMQ socket by its edge-triggered descriptor on the running event loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[list[Buffer]]], None]) -> None:
+        self._socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._scheduled = False
+        self._open = True
+        self._descriptor: int = socket.FD
+        self._loop.add_reader(self._descriptor, self.wake)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look for messages soon. Needed after every send too, which may have swallowed the descriptor's edge."""
+        if self._open and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        if not self._open:
+            return
+        batch: list[list[Buffer]] = []
+        while len(batch) < DRAIN_LIMIT and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            batch.append(_receive(self._socket))
+        if len(batch) == DRAIN_LIMIT:
+            self.wake()
+        if batch:
+            self._on_frames(batch)
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Queue the frames; never blocks; False while there is no connection."""
+        sent = _send(self._socket, frames)
+        self.wake()
+        return sent
+
+    def close(self, linger_ms: int) -> None:
+        """Stop watching and close the socket."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close(linger_ms)
+
+
+class AsyncRequester:
+    """Asks one service with many requests under way at once. Made and used on one event loop."""
+
+    def __init__(
+        self, address: str, *, keys: Keys | None = None, max_bytes: int = 1 << 30, resend_s: float = 3.0,
+        max_under_way: int = 256,
+    ) -> None:  # fmt: skip
+        self.address = address
+        self.bad_frames = 0
+        self._max_bytes = max_bytes
+        self._resend_s = resend_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pump = _Pump(_connect(self._context, address, keys, max_bytes), self._take)
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Packet]] = {}
+        self._answered = True  # something since the last request that was given up
+        self._credits = asyncio.Semaphore(max_under_way)
+
+    async def request(
+        self, message: Message, payloads: Sequence[Buffer] = (), *, timeout_s: float, wait_s: float = 0.0
+    ) -> Packet:
+        """Like `Requester.request`."""
+        async with self._credits:
+            number = next(self._numbers)
+            frames = encode(message, payloads, request=number)
+            answer: asyncio.Future[Packet] = asyncio.get_running_loop().create_future()
+            self._waiting[number] = answer
+            deadline = time.monotonic() + timeout_s
+            try:
+                while (left := deadline - time.monotonic()) > 0:
+                    patience = wait_s + self._resend_s if self._pump.send(frames) else RETRY_S
+                    done, _ = await asyncio.wait([answer], timeout=min(left, patience))
+                    if done:
+                        return raise_refused(answer.result())
+            finally:
+                del self._waiting[number]
+                self._answered = answer.done()
+        raise Unavailable(
+            "net.unreachable", f"no answer to {type(message).__name__} within {timeout_s:g} s", where=self.address
+        )
+
+    def _take(self, batch: list[list[Buffer]]) -> None:
+        for frames in batch:
+            try:
+                packet = decode(frames, max_bytes=self._max_bytes)
+            except WireError:
+                self.bad_frames += 1  # the request is sent again
+                continue
+            waiting = self._waiting.get(packet.request)
+            if packet.kind == REPLY and waiting is not None and not waiting.done():
+                waiting.set_result(packet)
+
+    def close(self) -> None:
+        """Close the socket; what was sent gets two seconds to leave, where the service answers."""
+        self._pump.close(LINGER_MS if self._answered else 0)
+        self._context.term()
+
+
+class Call:
+    """One request at a service. Answer it once with `reply`, at once or later; `peer` is stable while connected."""
+
+    __slots__ = ("_responder", "checksum", "header", "message", "payloads", "peer", "received", "request")
+
+    def __init__(self, responder: Responder, peer: bytes, packet: Packet) -> None:
+        self._responder = responder
+        self.peer = peer
+        self.request = packet.request
+        self.message = packet.message
+        self.payloads = packet.payloads
+        self.header = packet.header
+        self.checksum = packet.checksum
+        self.received = time.monotonic()
+
+    def reply(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Send the answer; a peer that has gone is counted, not raised."""
+        self._responder.reply(self.peer, self.request, message, payloads)
+
+    def refuse(self, error: AsyncRLError) -> None:
+        """Answer with an error of the catalogue."""
+        self.reply(Refused(error.code, error.message, error.where))
+
+
+class Responder:
+    """Answers requests on a ROUTER socket. `handler` gets the decoded requests of one drain (at most 64) together.
+
+    `counters`: received, bad_frames, gone_peers. Made and used on one event loop.
+    """
+
+    def __init__(
+        self, address: str, handler: Callable[[list[Call]], None], *, keys: Keys | None = None,
+        max_bytes: int = 1 << 30, insecure: bool = False,
+    ) -> None:  # fmt: skip
+        check_bind(address, keys=keys, insecure=insecure)
+        self.counters: Counter[str] = Counter()
+        self._handler = handler
+        self._max_bytes = max_bytes
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = _authenticate(self._context, keys) if keys is not None else None
+        socket = self._context.socket(zmq.ROUTER)
+        _tune(socket, max_bytes)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.server_public)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.server_secret)
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, "asyncrl")
+        self.address = _bind(socket, address)
+        self._pump = _Pump(socket, self._take)
+
+    def _take(self, batch: list[list[Buffer]]) -> None:
+        calls: list[Call] = []
+        for peer, *frames in batch:
+            self.counters["received"] += 1
+            try:
+                calls.append(Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes)))
+            except WireError as error:
+                self.counters["bad_frames"] += 1
+                number = request_of(frames)
+                if number is not None:
+                    self.reply(bytes(peer), number, Refused(error.code, error.message, self.address))
+        if calls:
+            self._handler(calls)
+
+    def reply(self, peer: bytes, request: int, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Send an answer to a peer."""
+        try:
+            if not self._pump.send([peer, *encode(message, payloads, request=request, kind=REPLY)]):
+                self.counters["gone_peers"] += 1
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK):
+                raise
+            self.counters["gone_peers"] += 1
+
+    def close(self) -> None:
+        """Stop answering. Replies that were queued get half a second to leave."""
+        self._pump.close(500)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+def _authenticate(context: zmq.Context[Any], keys: Keys) -> Any:
+    """A ZAP handler in a thread that admits the run's client key alone."""
+    from zmq.auth.thread import ThreadAuthenticator
+
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-zap-"))  # 0700; public keys only
+    public = folder / "client.key"
+    public.write_text(f'metadata\ncurve\n    public-key = "{keys.client_public}"\n')
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve(domain="asyncrl", location=str(folder))
+    return authenticator
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    previous = os.umask(0o177)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        if error.errno == zmq.EADDRINUSE:
+            raise ConfigError("net.port_in_use", f"{address} is in use", where="network") from None
+        raise ConfigError("config.network", f"cannot listen at {address}: {error}", where="network") from None
+    finally:
+        os.umask(previous)
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

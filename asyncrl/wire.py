@@ -1,0 +1,697 @@
+"""Every message that crosses a process, and the one boundary that decodes them.
+
+Called by `asyncrl.sockets` and by the clients and services of `buffers` and `weightsync`. A message on the wire is
+
+    [prefix 32 bytes][header: msgpack of a tagged, array-like, frozen struct][payload]...
+
+The prefix is `magic 4s, schema u8, kind u8, flags u16, request u64, payload_bytes u64, xxh3_64 u64`, little-endian. The
+checksum covers the header and all payload frames. Guarantees:
+1. `decode` is the only decoder; whatever a frame holds, it raises nothing but `WireError` (faults.md F19, F20);
+2. decoding is strict: unknown tags, surplus fields, other schema numbers and sizes over the limit are errors;
+3. no pickle; arrays are raw little-endian buffers that are read without a copy (`numpy.frombuffer`, read-only);
+4. new fields have defaults and go last; golden bytes of every message stand in `tests/unit/golden`.
+It does not validate meaning (token ids, log-probs): `validate_samples` does, at ingest and before batching.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Union
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from asyncrl.errors import WireError
+from asyncrl.versions import Runs, tokens_in
+
+SCHEMA: Final = 1
+MAGIC: Final = b"ARL1"
+PREFIX: Final = struct.Struct("<4sBBHQQQ")
+REQUEST: Final = 0
+REPLY: Final = 1
+ALIGNMENT: Final = 64
+DTYPES: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(f"<{name}") for name in ("i4", "f4", "u1", "i8")}
+MAX_HEADER_BYTES: Final = 16 << 20
+#: A sending copy is cheaper than pyzmq's release bookkeeping below this size (measured crossover 84 KB to 1 MB).
+COPY_THRESHOLD_BYTES: Final = 256 << 10
+
+Buffer = bytes | bytearray | memoryview
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages: frozen, positional on the wire, surplus fields refused."""
+
+
+# ---------------------------------------------------------------- general
+
+
+class Hello(Message, frozen=True, tag=1):
+    """A role introduces itself to a service. Answer: `Welcome` or `Refused`."""
+
+    role: str  # producer | reward | learner | observer
+    name: str
+    pid: int
+    host: str
+    run_id: str = ""  # empty: accept any run
+    fingerprint: str = ""  # model fingerprint; empty: not checked
+    schema: int = SCHEMA
+
+
+class Welcome(Message, frozen=True, tag=2):
+    """The service accepts; `session` is a number of its own for this process."""
+
+    run_id: str
+    service_epoch: int
+    session: int
+    version: int  # newest committed version the service knows
+    endpoints: dict[str, str] = {}  # address of the run's other services by name
+
+
+class Refused(Message, frozen=True, tag=3):
+    """The service did not do it. `code` stands in `asyncrl.errors.CATALOGUE`; nothing was changed."""
+
+    code: str
+    message: str
+    where: str = ""
+
+
+class Ok(Message, frozen=True, tag=4):
+    """Done."""
+
+    detail: str = ""
+
+
+class Heartbeat(Message, frozen=True, tag=5):
+    """Sent every few seconds by every worker; renews its leases. `stats`: metrics by catalogue name. Answer: `Ok`."""
+
+    role: str
+    name: str
+    pid: int
+    host: str
+    waiting_for: str  # empty while it works; else what it waits for
+    stats: dict[str, float] = {}
+
+
+class StatusRequest(Message, frozen=True, tag=6):
+    """Ask a service for its state. Answer: `StatusReply`."""
+
+
+class StatusReply(Message, frozen=True, tag=7):
+    """The state of a service as JSON text (`asyncrl status --json` prints it)."""
+
+    json: str
+
+
+class Stop(Message, frozen=True, tag=8):
+    """Ask a service to end after it has written everything. Answer: `Ok`."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------- producers
+
+
+class LeaseRequest(Message, frozen=True, tag=20):
+    """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`."""
+
+    producer: str
+    engine_version: int
+    max_groups: int
+    wait_s: float
+
+
+class Lease(Message, frozen=True):
+    """One group to generate. `token` fences: an answer under an older token of the group is refused.
+
+    `missing` are the sample indices still wanted (all of them at the first attempt).
+    """
+
+    group: int
+    token: int
+    attempt: int
+    missing: tuple[int, ...]
+    seed: int
+    deadline_version: int
+
+
+class Leases(Message, frozen=True, tag=21):
+    """Granted leases, maybe none; `reason` says what a producer without work waits for, `done` that none will come."""
+
+    leases: tuple[Lease, ...]
+    version: int
+    reason: str = ""
+    done: bool = False
+
+
+class Field(Message, frozen=True):
+    """One array inside a payload buffer."""
+
+    name: str
+    dtype: str  # a key of DTYPES
+    offset: int
+    count: int
+
+
+class SampleHead(Message, frozen=True):
+    """What is known of one sample beside its arrays.
+
+    `length` response tokens; `runs` cover them; `finish` is stop | length | abort.
+    """
+
+    index: int
+    length: int
+    finish: str
+    runs: Runs
+
+
+class Samples(Message, frozen=True, tag=22):
+    """Finished samples of one group. Answer: `SamplesReply`.
+
+    The payload holds `prompt` i4 `[P]`, `response` i4 `[sum T]`, `logprobs` f4 `[sum T]` (of the distribution sampled
+    from) and, where a token was not sampled by the policy, `mask` u1 `[sum T]`.
+    """
+
+    producer: str
+    group: int
+    token: int
+    samples: tuple[SampleHead, ...]
+    digests: dict[int, str]  # version -> digest of the weights that this engine loaded for it
+    fields: tuple[Field, ...]
+    row: str  # JSON of the prompt's row: data_source, ground_truth, extra_info; at the first answer of a lease
+    prompt_tokens: int
+    logprobs_of: str = "processed"  # processed: after temperature; raw: temperature 1
+    rewards: dict[int, float] = {}  # from an environment that scores itself: these samples skip the reward workers
+
+
+class SamplesReply(Message, frozen=True, tag=23):
+    """What became of them: `accepted`, `duplicate`, or refused with a reason per sample index."""
+
+    accepted: tuple[int, ...]
+    duplicate: tuple[int, ...] = ()
+    refused: dict[int, str] = {}
+
+
+class LeaseReturn(Message, frozen=True, tag=24):
+    """A producer gives leases back (it stops, or cannot make them). Answer: `Ok`.
+
+    With `dead` set the group is not tried again: the prompt itself is at fault (too long, not encodable).
+    """
+
+    producer: str
+    groups: tuple[tuple[int, int], ...]  # (group, token)
+    reason: str
+    dead: bool = False
+
+
+# ---------------------------------------------------------------- rewards
+
+
+class RewardRequest(Message, frozen=True, tag=30):
+    """Ask for up to `max_samples` unscored samples; waits up to `wait_s`. Answer: `RewardWork` + one payload each."""
+
+    worker: str
+    max_samples: int
+    wait_s: float
+
+
+class RewardItem(Message, frozen=True):
+    """One sample to score. Its payload holds `prompt` i4 `[P]` and `response` i4 `[T]`."""
+
+    group: int
+    index: int
+    token: int  # fences this reward lease
+    attempt: int
+    row: str  # JSON
+    finish: str
+    fields: tuple[Field, ...]
+
+
+class RewardWork(Message, frozen=True, tag=31):
+    """Samples to score, maybe none."""
+
+    items: tuple[RewardItem, ...]
+    done: bool = False
+
+
+class Score(Message, frozen=True):
+    """The reward of one sample: the weighted sum and its parts by name."""
+
+    group: int
+    index: int
+    token: int
+    reward: float
+    parts: dict[str, float] = {}
+
+
+class RewardFailure(Message, frozen=True):
+    """A reward that could not be computed. Never a reward of 0: the sample is tried again elsewhere."""
+
+    group: int
+    index: int
+    token: int
+    reason: str  # raised | timeout | memory | not_finite | died
+    detail: str = ""
+
+
+class Scores(Message, frozen=True, tag=32):
+    """Scores and failures. Answer: `ScoresReply`."""
+
+    worker: str
+    scores: tuple[Score, ...]
+    failures: tuple[RewardFailure, ...] = ()
+    reward_version: str = ""
+
+
+class ScoresReply(Message, frozen=True, tag=33):
+    """How many were taken; refused ones (old token, unknown group) by `group:index` with a reason."""
+
+    accepted: int
+    refused: dict[str, str] = {}
+
+
+# ---------------------------------------------------------------- learner
+
+
+class Register(Message, frozen=True, tag=40):
+    """The learner starts. `step` and `ledger` come from its checkpoint (0 and empty without one).
+
+    Answer: `Registered`, or `Refused` with `learner.duplicate`.
+    """
+
+    name: str
+    pid: int
+    host: str
+    step: int
+    ledger: str  # JSON of buffers.groups.Ledger as it was saved in the checkpoint
+    takeover: bool = False
+    fingerprint: str = ""
+    digests: dict[int, str] = {}
+
+
+class Registered(Message, frozen=True, tag=41):
+    """`epoch` fences the learner; `replay_to` is the last step whose batch is recorded."""
+
+    epoch: int
+    run_id: str
+    replay_to: int
+    segments: str = ""  # folder of the payloads, for a learner on the same host
+    nonce: str = ""  # content of the file `nonce` there: who reads it sees the same folder
+
+
+class Claim(Message, frozen=True, tag=42):
+    """Ask for the batch of `step`, which starts from `version`; waits up to `wait_s`. Answer: `Batch` or `NotYet`.
+
+    Idempotent: the same step gives the same groups in the same order.
+    """
+
+    epoch: int
+    step: int
+    version: int
+    wait_s: float
+    by_place: bool = False  # answer with places in the segment files instead of payload frames
+
+
+class NotYet(Message, frozen=True, tag=43):
+    """The batch is not complete; `diagnosis` names what is waited for, `late` the groups that are due."""
+
+    diagnosis: str
+    ready: int
+    wanted: int
+
+
+class GroupHead(Message, frozen=True):
+    """One group of a batch. `records` are encoded `Samples`, one payload frame each, in the order of arrival."""
+
+    group: int
+    bound: int  # the largest lag this group may have
+    row: str
+    records: tuple[bytes, ...]
+    rewards: dict[int, float]  # sample index -> reward
+    parts: dict[int, dict[str, float]]
+    times: dict[str, float] = {}  # issued, unscored, ready, claimed: seconds since the epoch
+
+
+class Place(Message, frozen=True):
+    """Where a record lies in a segment file; `checksum` is xxh3_64 of its header and payload."""
+
+    segment: int
+    offset: int
+    header_bytes: int
+    payload_bytes: int
+    checksum: int
+
+
+class Batch(Message, frozen=True, tag=44):
+    """The batch of a step; the payload frames, or their `places`, follow in the order of the records."""
+
+    step: int
+    version: int
+    groups: tuple[GroupHead, ...]
+    replayed: bool = False
+    ledger: dict[str, int] = {}
+    places: tuple[Place, ...] = ()
+
+
+class Commit(Message, frozen=True, tag=45):
+    """The optimizer step is done: the step's groups are TRAINED and the next claim starts from `version`.
+
+    `digest` is that of the weights of `version`. Answer: `Ok`. Idempotent.
+    """
+
+    epoch: int
+    step: int
+    version: int
+    digest: str = ""
+
+
+class Quarantine(Message, frozen=True, tag=46):
+    """Groups of a claimed step that the learner cannot use (validation, packer, loss). Answer: `Ok`; they are DEAD."""
+
+    epoch: int
+    step: int
+    groups: tuple[int, ...]
+    reason: str
+
+
+class LedgerRequest(Message, frozen=True, tag=47):
+    """Ask for the ledger to store in a checkpoint of `step`. Answer: `LedgerReply`."""
+
+    epoch: int
+    step: int
+
+
+class LedgerReply(Message, frozen=True, tag=48):
+    """The ledger as JSON: what `Register` takes back."""
+
+    ledger: str
+
+
+class Checkpointed(Message, frozen=True, tag=49):
+    """A checkpoint that contains `step` is durable: groups trained up to it are RETIRED. Answer: `Ok`."""
+
+    epoch: int
+    step: int
+
+
+class Goodbye(Message, frozen=True, tag=50):
+    """The learner ends; `done` when the run is complete. Answer: `Ok`."""
+
+    epoch: int
+    done: bool
+    reason: str = ""
+
+
+# ---------------------------------------------------------------- weight sync
+
+
+class Tensor(Message, frozen=True):
+    """One tensor of a manifest: where its bytes lie. `dtype` is a safetensors name (F32, BF16, ...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+class Manifest(Message, frozen=True):
+    """What a version consists of. `plan` is the digest of the layout; `digest` that of all bytes in bucket order."""
+
+    version: int
+    plan: str
+    bucket_bytes: tuple[int, ...]
+    bucket_digests: tuple[str, ...]
+    digest: str
+    encoding: str = "full"
+
+
+class Publish(Message, frozen=True, tag=60):
+    """The learner offers `manifest` on the transports of `offers` (name -> address). Answer: `Published`."""
+
+    publisher: str
+    epoch: int
+    manifest: Manifest
+    offers: dict[str, str]
+    tensors: tuple[Tensor, ...] = ()  # sent once per layout
+
+
+class Published(Message, frozen=True, tag=61):
+    """The round that carries it. `needs_tensors`: send again with the layout."""
+
+    round: int
+    needs_tensors: bool = False
+
+
+class RoundRequest(Message, frozen=True, tag=62):
+    """The publisher asks how a round stands, waits up to `wait_s` for a change. Answer: `RoundReply`."""
+
+    epoch: int
+    round: int
+    wait_s: float
+    seen: str = ""  # state that the asker already knows
+    transport_done: str = ""  # "" | sent | failed:<why>
+
+
+class RoundReply(Message, frozen=True, tag=63):
+    """State of a round: preparing | transferring | committed | superseded | failed."""
+
+    round: int
+    state: str
+    generation: int = 0  # of the collective group
+    members: dict[str, str] = {}  # member -> its state
+    ranks: dict[str, int] = {}  # member -> rank in the collective; the publisher is rank 0
+    rendezvous: str = ""
+    detail: str = ""
+
+
+class MemberPoll(Message, frozen=True, tag=64):
+    """A generator reports where it stands and asks what to do; doubles as its heartbeat. Answer: `Instruction`."""
+
+    member: str
+    pid: int
+    host: str
+    fingerprint: str
+    state: str  # joining | stale | prepared | serving
+    version: int
+    digest: str
+    round: int
+    wait_s: float
+    transports: tuple[str, ...] = ()
+    has_plan: str = ""
+    error: str = ""
+
+
+class Instruction(Message, frozen=True, tag=65):
+    """What a generator does next: wait | receive | commit | abort | stop."""
+
+    action: str
+    round: int = 0
+    manifest: Manifest | None = None
+    tensors: tuple[Tensor, ...] = ()
+    transport: str = ""
+    address: str = ""
+    rank: int = 0
+    world_size: int = 0
+    generation: int = 0
+    deadline_s: float = 0.0
+    version: int = -1  # newest committed version
+    detail: str = ""
+
+
+AnyMessage = Union[
+    Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop,
+    LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn,
+    RewardRequest, RewardWork, Scores, ScoresReply,
+    Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
+    Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+_samples_decoder = msgspec.msgpack.Decoder(Samples)
+
+
+class Packet(msgspec.Struct, frozen=True):
+    """A decoded message with its payload frames and the number that joins a reply to its request."""
+
+    message: Any
+    payloads: tuple[Buffer, ...] = ()
+    request: int = 0
+    kind: int = REQUEST
+    header: Buffer = b""
+    checksum: int = 0  # xxh3_64 of header and payloads, verified
+
+
+def encode_header(message: Message) -> bytes:
+    """The msgpack form of one message."""
+    return _encoder.encode(message)
+
+
+def encode(message: Message, payloads: Sequence[Buffer] = (), *, request: int = 0, kind: int = REQUEST) -> list[Buffer]:
+    """The frames of a message: prefix, header, payloads."""
+    header = _encoder.encode(message)
+    digest = xxhash.xxh3_64(header)
+    size = 0
+    for payload in payloads:
+        digest.update(payload)
+        size += memoryview(payload).nbytes
+    prefix = PREFIX.pack(MAGIC, SCHEMA, kind, len(payloads), request, size, digest.intdigest())
+    return [prefix, header, *payloads]
+
+
+def decode(frames: Sequence[Buffer], *, max_bytes: int = 1 << 31) -> Packet:
+    """The message of these frames.
+
+    Raises:
+        WireError: whatever is wrong with them; `code` tells (prefix, schema, size, checksum, decode).
+    """
+    kind, request, checksum = _check_prefix(frames, max_bytes)
+    try:
+        message = _decoder.decode(frames[1])
+    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
+        raise WireError("wire.decode", f"header: {error}") from None
+    return Packet(message, tuple(frames[2:]), request, kind, frames[1], checksum)
+
+
+def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, int]:
+    if len(frames) < 2 or memoryview(frames[0]).nbytes != PREFIX.size:
+        raise WireError("wire.prefix", "a message has a prefix of 32 bytes and a header")
+    magic, schema, kind, count, request, size, checksum = PREFIX.unpack(frames[0])
+    if magic != MAGIC:
+        raise WireError("wire.prefix", f"magic is {magic!r}, not {MAGIC!r}")
+    if schema != SCHEMA:
+        raise WireError("wire.schema", f"schema {schema}, this process speaks {SCHEMA}")
+    if kind not in (REQUEST, REPLY) or count != len(frames) - 2:
+        raise WireError("wire.prefix", f"kind {kind}, {count} payload frames announced, {len(frames) - 2} present")
+    payload_bytes = sum(memoryview(frame).nbytes for frame in frames[2:])
+    header_bytes = memoryview(frames[1]).nbytes
+    if payload_bytes != size:
+        raise WireError("wire.size", f"{size} payload bytes announced, {payload_bytes} present")
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > max_bytes:
+        raise WireError("wire.size", f"header {header_bytes} B, payload {payload_bytes} B, limit {max_bytes} B")
+    digest = xxhash.xxh3_64()
+    for frame in frames[1:]:
+        digest.update(frame)
+    if digest.intdigest() != checksum:
+        raise WireError("wire.checksum", "checksum of header and payload does not match")
+    return kind, request, checksum
+
+
+def request_of(frames: Sequence[Buffer]) -> int | None:
+    """The request number of a prefix that may be damaged elsewhere, so that its sender can be told; else None."""
+    if frames and memoryview(frames[0]).nbytes == PREFIX.size:
+        magic, _, kind, _, request, _, _ = PREFIX.unpack(frames[0])
+        if magic == MAGIC and kind == REQUEST:
+            return int(request)
+    return None
+
+
+def decode_samples(header: Buffer) -> Samples:
+    """A stored `Samples` header. Raises `WireError` like `decode`."""
+    try:
+        return _samples_decoder.decode(header)
+    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
+        raise WireError("wire.decode", f"samples: {error}") from None
+
+
+# ---------------------------------------------------------------- payload arrays
+
+
+def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[tuple[Field, ...], bytes]:
+    """One payload buffer of the arrays in the given order, each start aligned to 64 bytes, and its field table."""
+    fields, parts, offset = [], [], 0
+    for name, array in arrays.items():
+        code = array.dtype.str.lstrip("<|")
+        if code not in DTYPES or array.ndim != 1:
+            raise ValueError(f"{name}: dtype {array.dtype} with {array.ndim} dimensions cannot be sent")
+        fields.append(Field(name, code, offset, array.size))
+        data = array.tobytes()
+        padding = -len(data) % ALIGNMENT
+        parts.append(data + bytes(padding))
+        offset += len(data) + padding
+    return tuple(fields), b"".join(parts)
+
+
+def unpack_arrays(fields: Sequence[Field], payload: Buffer) -> dict[str, npt.NDArray[Any]]:
+    """Read-only views `[count]` into the payload, by name. Raises `WireError` where a field leaves the buffer."""
+    view = memoryview(payload)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for field in fields:
+        dtype = DTYPES.get(field.dtype)
+        if dtype is None or field.name in arrays:
+            raise WireError("wire.decode", f"field {field.name!r}: dtype {field.dtype!r} unknown or name repeated")
+        end = field.offset + field.count * dtype.itemsize
+        if field.offset < 0 or field.count < 0 or end > view.nbytes or field.offset % dtype.itemsize:
+            raise WireError("wire.decode", f"field {field.name!r} leaves its payload of {view.nbytes} bytes")
+        arrays[field.name] = np.frombuffer(view, dtype=dtype, count=field.count, offset=field.offset)
+    return arrays
+
+
+def validate_samples(
+    head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
+) -> str:
+    """Why these samples may not be trained on; the empty string where they may (faults.md F21).
+
+    Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
+    vocabulary (where `vocab_size` is known), no version newer than `newest_version`, no empty response.
+    """
+    try:
+        arrays = unpack_arrays(head.fields, payload)
+    except WireError as error:
+        return f"layout: {error.message}"
+    missing = {"prompt", "response", "logprobs"} - arrays.keys()
+    if missing:
+        return f"layout: field {sorted(missing)[0]} is missing"
+    return _check_heads(head, group_size, newest_version) or _check_arrays(head, arrays, vocab_size)
+
+
+def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> str:
+    if not head.samples:
+        return "empty: no samples"
+    seen: set[int] = set()
+    for sample in head.samples:
+        if not 0 <= sample.index < group_size or sample.index in seen:
+            return f"index: sample {sample.index} of a group of {group_size}"
+        seen.add(sample.index)
+        if sample.length < 1:
+            return f"empty: sample {sample.index} has no tokens"
+        if sample.finish not in ("stop", "length", "abort"):
+            return f"finish: {sample.finish!r}"
+        if any(count < 1 or version < 0 for version, count in sample.runs):
+            return f"runs: sample {sample.index} has an empty run or a negative version"
+        if tokens_in(sample.runs) != sample.length:
+            return f"length: runs of sample {sample.index} cover {tokens_in(sample.runs)} of {sample.length} tokens"
+        newest = max(version for version, _ in sample.runs)
+        if newest_version is not None and newest > newest_version:
+            return f"version: {newest} was never published (newest {newest_version})"
+    return ""
+
+
+def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> str:
+    total = sum(sample.length for sample in head.samples)
+    if arrays["prompt"].size != head.prompt_tokens or head.prompt_tokens < 1:
+        return f"length: {arrays['prompt'].size} prompt tokens, {head.prompt_tokens} announced"
+    for name in ("response", "logprobs", "mask"):
+        if name in arrays and arrays[name].size != total:
+            return f"length: {name} has {arrays[name].size} entries for {total} tokens"
+    wanted = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1"}
+    for field in head.fields:
+        if wanted.get(field.name, field.dtype) != field.dtype:
+            return f"layout: {field.name} is {field.dtype}, not {wanted[field.name]}"
+    logprobs = arrays["logprobs"]
+    # A sum of finite float32 can overflow to inf: only then look at every entry.
+    if not math.isfinite(float(logprobs.sum(dtype=np.float64))) or float(logprobs.max()) > 1e-4:
+        return "logprobs: not finite or above 0"
+    if vocab_size:
+        low = min(int(arrays["prompt"].min()), int(arrays["response"].min()))
+        high = max(int(arrays["prompt"].max()), int(arrays["response"].max()))
+        if low < 0 or high >= vocab_size:
+            return f"vocabulary: token id {low if low < 0 else high} outside 0..{vocab_size - 1}"
+    return ""

@@ -1,0 +1,197 @@
+"""The asking and the answering side over real ZeroMQ: resends, refusals, corrupt and oversized frames, keys, modes."""
+
+import asyncio
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from asyncrl import sockets, wire
+from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+
+
+class Echo:
+    """A service on a thread with a loop of its own; answers with the number of payload bytes."""
+
+    def __init__(self, address: str, **options: object) -> None:
+        self.ignore = 0
+        self._options = options
+        self._started = threading.Event()
+        self._stop: asyncio.Event
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(address)), daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    async def _main(self, address: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.responder = sockets.Responder(address, self._handle, **self._options)  # type: ignore[arg-type]
+        self._started.set()
+        await self._stop.wait()
+        self.responder.close()
+
+    def _handle(self, calls: list[sockets.Call]) -> None:
+        for call in calls:
+            if self.ignore:
+                self.ignore -= 1
+            elif isinstance(call.message, wire.Stop):
+                call.refuse(AsyncRLError("fenced", "no", where="echo"))
+            else:
+                call.reply(wire.Ok(str(sum(len(payload) for payload in call.payloads))), call.payloads)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return sockets.ipc_address(tmp_path, "echo")
+
+
+@pytest.fixture
+def echo(address: str) -> Iterator[Echo]:
+    service = Echo(address, max_bytes=1 << 20)
+    yield service
+    service.close()
+
+
+def test_request_reply_and_payloads_without_loss(echo: Echo, address: str) -> None:
+    asker = sockets.Requester(address)
+    packet = asker.request(wire.Ok("x"), [b"12", b"345"], timeout_s=5)
+    assert packet.message.detail == "5"
+    assert [bytes(payload) for payload in packet.payloads] == [b"12", b"345"]
+    asker.close()
+
+
+def test_lost_answers_are_asked_for_again(echo: Echo, address: str) -> None:
+    echo.ignore = 2
+    asker = sockets.Requester(address, resend_s=0.1)
+    assert asker.request(wire.Ok(), timeout_s=5).message.detail == "0"
+    assert echo.responder.counters["received"] == 3
+    asker.close()
+
+
+def test_refusals_become_the_error_of_their_code(echo: Echo, address: str) -> None:
+    asker = sockets.Requester(address)
+    with pytest.raises(AsyncRLError) as caught:
+        asker.request(wire.Stop("x"), timeout_s=5)
+    assert (caught.value.code, caught.value.exit_code, caught.value.where) == ("fenced", 75, "echo")
+    asker.close()
+
+
+def test_nobody_there_ends_at_the_deadline() -> None:
+    asker = sockets.Requester("tcp://127.0.0.1:9", resend_s=0.1)
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match=r"no answer to Ok within 0\.4 s"):
+        asker.request(wire.Ok(), timeout_s=0.4)
+    assert time.monotonic() - started < 3
+    asker.close()
+
+
+def test_many_requests_under_way_and_nobody_there_async(echo: Echo, address: str) -> None:
+    async def main() -> list[str]:
+        asker = sockets.AsyncRequester(address, max_under_way=32)
+        packets = await asyncio.gather(
+            *(asker.request(wire.Ok(), [bytes(size)], timeout_s=20) for size in range(300))
+        )  # fmt: skip
+        asker.close()
+        nobody = sockets.AsyncRequester("tcp://127.0.0.1:9", resend_s=0.1)
+        with pytest.raises(Unavailable):
+            await nobody.request(wire.Ok(), timeout_s=0.3)
+        nobody.close()
+        return [packet.message.detail for packet in packets]
+
+    assert asyncio.run(main()) == [str(size) for size in range(300)]
+
+
+def raw(address: str) -> tuple[zmq.Context, zmq.Socket]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return context, socket
+
+
+def test_corrupt_frames_are_answered_or_counted_and_harm_nobody(echo: Echo, address: str) -> None:
+    context, socket = raw(address)
+    frames = wire.encode(wire.Ok("abc"), request=7)
+    socket.send_multipart([frames[0], b"\x00" + bytes(frames[1])[1:]])
+    assert socket.poll(5000)
+    refusal = wire.decode(socket.recv_multipart())
+    assert (refusal.request, refusal.message.code) == (7, "wire.checksum")
+    socket.send_multipart([b"GET / HTTP/1.1"])
+    asker = sockets.Requester(address)
+    assert asker.request(wire.Ok(), timeout_s=5).message.detail == "0"
+    assert echo.responder.counters["bad_frames"] == 2
+    asker.close()
+    socket.close(0)
+    context.term()
+
+
+def test_an_oversized_frame_is_dropped_and_the_service_lives(echo: Echo, address: str) -> None:
+    asker = sockets.Requester(address, resend_s=0.2)
+    with pytest.raises(Unavailable):
+        asker.request(wire.Ok(), [bytes(2 << 20)], timeout_s=0.8)
+    asker.close()
+    other = sockets.Requester(address)
+    assert other.request(wire.Ok(), [bytes(100_000)], timeout_s=5).message.detail == "100000"
+    other.close()
+
+
+def test_keys_admit_their_holder_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = sockets.write_keys(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert sockets.read_keys(path) == keys
+    service = Echo("tcp://127.0.0.1:0", keys=keys)
+    stranger_keys = sockets.write_keys(tmp_path / "other.json")
+    mixed = sockets.Keys(keys.server_public, "", stranger_keys.client_public, stranger_keys.client_secret)
+    for wrong in (None, mixed):
+        stranger = sockets.Requester(service.responder.address, keys=wrong, resend_s=0.2)
+        with pytest.raises(Unavailable):
+            stranger.request(wire.Ok(), timeout_s=0.6)
+        stranger.close()
+    friend = sockets.Requester(service.responder.address, keys=keys)
+    assert friend.request(wire.Ok(), timeout_s=5).message.detail == "0"
+    friend.close()
+    service.close()
+    os.chmod(path, 0o644)
+    with pytest.raises(ConfigError, match="readable by others"):
+        sockets.read_keys(path)
+
+
+def test_unsafe_and_impossible_addresses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no keys"):
+        sockets.check_bind("tcp://0.0.0.0:5555", keys=None)
+    with pytest.raises(ConfigError, match="is not ipc"):
+        sockets.check_bind("http://x", keys=None)
+    sockets.check_bind("tcp://127.0.0.1:1", keys=None)
+    sockets.check_bind("tcp://0.0.0.0:1", keys=None, insecure=True)
+    service = Echo("tcp://127.0.0.1:0")
+
+    async def bind_again() -> None:
+        sockets.Responder(service.responder.address, lambda calls: None)
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(bind_again())
+    assert caught.value.code == "net.port_in_use"
+    service.close()
+
+
+def test_ipc_sockets_are_private_and_long_folders_work(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    address = sockets.ipc_address(deep, "buffer")
+    assert len(address) < 108
+    assert address == sockets.ipc_address(deep, "buffer")
+    service = Echo(address)
+    path = Path(address.removeprefix("ipc://"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    service.close()

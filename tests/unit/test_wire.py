@@ -1,0 +1,223 @@
+"""Messages: golden bytes of every one, strict decoding behind one boundary, validation of samples.
+
+`python tests/unit/test_wire.py` writes the golden file again after a deliberate change of the schema.
+"""
+
+import json
+import random
+import struct
+import sys
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl import wire
+from asyncrl.errors import WireError
+
+GOLDEN = Path(__file__).with_name("golden_messages.json")
+FIELDS = (wire.Field("prompt", "i4", 0, 2), wire.Field("response", "i4", 64, 3), wire.Field("logprobs", "f4", 128, 3))
+TENSOR = wire.Tensor("model.embed_tokens.weight", "F32", (4, 2), 0, 0, 32)
+MANIFEST = wire.Manifest(3, "aa", (64,), ("bb",), "cc")
+HEAD = wire.Samples(
+    "producer-0", 7, 2, (wire.SampleHead(1, 3, "stop", ((4, 2), (5, 1))),), {4: "d4", 5: "d5"}, FIELDS,
+    '{"data_source":"add"}', 2, "processed", {1: 0.5},
+)  # fmt: skip
+EXAMPLES: list[wire.Message] = [
+    wire.Hello("producer", "producer-0", 12, "host", "run", "fp"),
+    wire.Welcome("run", 2, 3, 4, {"weightsync": "ipc:///w"}),
+    wire.Refused("fenced", "older epoch", "buffer"),
+    wire.Ok("fine"),
+    wire.Heartbeat("producer", "producer-0", 12, "host", "", {"busy_share": 0.5}),
+    wire.StatusRequest(),
+    wire.StatusReply("{}"),
+    wire.Stop("done"),
+    wire.LeaseRequest("producer-0", 4, 2, 5.0),
+    wire.Leases((wire.Lease(7, 2, 1, (0, 1), 99, 6),), 4, "capacity", False),
+    HEAD,
+    wire.SamplesReply((1,), (2,), {3: "token"}),
+    wire.LeaseReturn("producer-0", ((7, 2),), "stopping", False),
+    wire.RewardRequest("reward-0", 8, 5.0),
+    wire.RewardWork((wire.RewardItem(7, 1, 3, 1, "{}", "stop", FIELDS[:2]),), False),
+    wire.Scores("reward-0", (wire.Score(7, 1, 3, 1.0, {"exact": 1.0}),), (wire.RewardFailure(7, 2, 4, "raised", "x"),)),
+    wire.ScoresReply(1, {"7:2": "token"}),
+    wire.Register("learner", 12, "host", 20, "{}", True, "fp", {20: "d"}),
+    wire.Registered(2, "run", 24, "/run/segments", "n"),
+    wire.Claim(2, 21, 20, 5.0, True),
+    wire.NotYet("step 21 waits", 3, 4),
+    wire.Batch(
+        21,
+        20,
+        (wire.GroupHead(7, 2, "{}", (b"\x01",), {1: 0.5}, {1: {"exact": 0.5}}, {"ready": 1.5}),),
+        False,
+        {"issued": 1},
+        (wire.Place(1, 0, 10, 20, 7),),
+    ),
+    wire.Commit(2, 21, 21, "d"),
+    wire.Quarantine(2, 21, (7,), "nan"),
+    wire.LedgerRequest(2, 20),
+    wire.LedgerReply("{}"),
+    wire.Checkpointed(2, 20),
+    wire.Goodbye(2, True, "done"),
+    wire.Publish("learner", 2, MANIFEST, {"local": "/dev/shm/x"}, (TENSOR,)),
+    wire.Published(5, True),
+    wire.RoundRequest(2, 5, 1.0, "preparing", "sent"),
+    wire.RoundReply(5, "committed", 1, {"producer-0": "serving"}, {"producer-0": 1}, "127.0.0.1:1", ""),
+    wire.MemberPoll("producer-0", 12, "host", "fp", "serving", 3, "cc", 5, 1.0, ("local",), "aa", ""),
+    wire.Instruction("receive", 5, MANIFEST, (TENSOR,), "local", "/dev/shm/x", 1, 2, 1, 30.0, 3, ""),
+]
+NAMES = [type(example).__name__ for example in EXAMPLES]
+
+
+def sample_payload(**changes: np.ndarray) -> tuple[tuple[wire.Field, ...], bytes]:
+    arrays = {
+        "prompt": np.array([1, 2], dtype=np.int32),
+        "response": np.array([3, 4, 5], dtype=np.int32),
+        "logprobs": np.array([-0.5, -0.1, -2.0], dtype=np.float32),
+    }
+    return wire.pack_arrays({**arrays, **changes})
+
+
+def head(**changes: object) -> wire.Samples:
+    return msgspec.structs.replace(HEAD, **changes)
+
+
+def test_every_message_has_an_example() -> None:
+    assert sorted(NAMES) == sorted(kind.__name__ for kind in get_args(wire.AnyMessage))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_golden_bytes(example: wire.Message) -> None:
+    golden = json.loads(GOLDEN.read_text())[type(example).__name__]
+    assert wire.encode_header(example).hex() == golden
+    frames = wire.encode(example, [b"payload"], request=9)
+    packet = wire.decode(frames)
+    assert packet.message == example
+    assert (packet.request, packet.kind, bytes(packet.payloads[0])) == (9, wire.REQUEST, b"payload")
+
+
+def test_tags_are_unique() -> None:
+    tags = [kind.__struct_config__.tag for kind in get_args(wire.AnyMessage)]
+    assert len(set(tags)) == len(tags)
+
+
+def break_prefix(frames: list[bytes], position: int, form: str, value: object) -> list[bytes]:
+    prefix = bytearray(frames[0])
+    struct.pack_into(form, prefix, position, value)
+    return [bytes(prefix), *frames[1:]]
+
+
+def test_what_is_wrong_with_a_frame_is_named() -> None:
+    frames = wire.encode(HEAD, [b"12345"])
+    cases = {
+        "wire.prefix": [[], [b"x"], frames[1:], frames[:2], break_prefix(frames, 0, "<4s", b"HTTP")],
+        "wire.schema": [break_prefix(frames, 4, "<B", wire.SCHEMA + 1)],
+        "wire.size": [[*frames[:2], b"1234"], break_prefix(frames, 16, "<Q", 6)],
+        "wire.checksum": [[*frames[:2], b"12346"], break_prefix(frames, 24, "<Q", 1)],
+    }
+    for code, broken in cases.items():
+        for one in broken:
+            with pytest.raises(WireError) as caught:
+                wire.decode(one)
+            assert caught.value.code == code
+    with pytest.raises(WireError) as caught:
+        wire.decode(frames, max_bytes=4)
+    assert caught.value.code == "wire.size"
+
+
+def reseal(header: bytes) -> list[bytes]:
+    """Frames of a header with a right checksum, so that the decoder behind it is reached."""
+    frames = wire.encode(wire.Ok())
+    prefix = wire.PREFIX.pack(wire.MAGIC, wire.SCHEMA, 0, 0, 1, 0, wire.xxhash.xxh3_64_intdigest(header))
+    return [prefix, header, *frames[2:]]
+
+
+def test_surplus_fields_unknown_tags_and_nesting_are_refused() -> None:
+    encode = msgspec.msgpack.encode
+    nested = b"\x91" * 5000 + b"\xc0"
+    for header in (encode([4, "fine", "surplus"]), encode([999]), encode([4, 5]), encode({}), b"", b"\xc1", nested,
+                   encode([4, "x"])[:-1] + b"\xff", encode([7, b"\xff\xfe".decode("latin1")])[:-1]):  # fmt: skip
+        with pytest.raises(WireError) as caught:
+            wire.decode(reseal(header))
+        assert caught.value.code == "wire.decode"
+
+
+def test_mutated_headers_raise_nothing_else() -> None:
+    """F19: whatever the bytes, WireError or a message. The checksum is made right so that the decoder is reached."""
+    rng = random.Random(0)
+    decoded = 0
+    for round_ in range(20_000):
+        header = bytearray(wire.encode_header(EXAMPLES[round_ % len(EXAMPLES)]))
+        for _ in range(rng.randint(1, 4)):
+            header[rng.randrange(len(header))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del header[rng.randrange(len(header)) :]
+        try:
+            wire.decode(reseal(bytes(header)))
+            decoded += 1
+        except WireError:
+            pass
+    assert 0 < decoded < 20_000
+
+
+def test_arrays_round_trip_aligned_and_read_only() -> None:
+    arrays = {"a": np.arange(5, dtype=np.int32), "b": np.ones(3, dtype=np.float32), "c": np.zeros(0, dtype=np.uint8)}
+    fields, payload = wire.pack_arrays(arrays)
+    assert all(field.offset % wire.ALIGNMENT == 0 for field in fields)
+    back = wire.unpack_arrays(fields, payload)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array)
+    with pytest.raises(ValueError, match="read-only"):
+        back["a"][0] = 1
+    with pytest.raises(ValueError, match="cannot be sent"):
+        wire.pack_arrays({"x": np.zeros(2, dtype=np.float64)})
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        wire.Field("a", "i4", 0, 100), wire.Field("a", "i4", -4, 1), wire.Field("a", "i4", 2, 1),
+        wire.Field("a", "O", 0, 1), wire.Field("a", "i4", 1 << 62, 1), wire.Field("a", "i4", 0, -1),
+    ],
+)  # fmt: skip
+def test_fields_that_leave_the_payload_are_refused(field: wire.Field) -> None:
+    with pytest.raises(WireError):
+        wire.unpack_arrays([field], bytes(64))
+
+
+def test_validation_accepts_good_samples_and_names_each_poison() -> None:
+    fields, payload = sample_payload()
+    good = {"group_size": 4, "vocab_size": 10, "newest_version": 5}
+    assert wire.validate_samples(head(fields=fields), payload, **good) == ""
+
+    def verdict(start: str, change: dict[str, object], **arrays: np.ndarray) -> None:
+        made, data = sample_payload(**arrays)
+        reason = wire.validate_samples(head(**{"fields": made, **change}), data, **good)
+        assert reason.startswith(start + ":"), reason
+
+    f4 = np.float32
+    one = wire.SampleHead(1, 3, "stop", ((4, 3),))
+    verdict("logprobs", {}, logprobs=np.array([-0.5, np.nan, -1], dtype=f4))
+    verdict("logprobs", {}, logprobs=np.array([-0.5, -np.inf, -1], dtype=f4))
+    verdict("logprobs", {}, logprobs=np.array([-0.5, 0.5, -1], dtype=f4))
+    verdict("length", {}, logprobs=np.array([-0.5], dtype=f4))
+    verdict("vocabulary", {}, response=np.array([3, 4, 10], dtype=np.int32))
+    verdict("vocabulary", {}, prompt=np.array([-1, 4], dtype=np.int32))
+    verdict("length", {"prompt_tokens": 3})
+    verdict("length", {"samples": (msgspec.structs.replace(one, length=2),)})
+    verdict("empty", {"samples": ()})
+    verdict("empty", {"samples": (wire.SampleHead(1, 0, "stop", ()),)})
+    verdict("index", {"samples": (one, one)})
+    verdict("index", {"samples": (msgspec.structs.replace(one, index=4),)})
+    verdict("finish", {"samples": (msgspec.structs.replace(one, finish="?"),)})
+    verdict("version", {"samples": (msgspec.structs.replace(one, runs=((6, 3),)),)})
+    verdict("runs", {"samples": (msgspec.structs.replace(one, runs=((4, 3), (5, 0))),)})
+    verdict("layout", {"fields": fields[:2]})
+    verdict("layout", {}, logprobs=np.array([3, 4, 5], dtype=np.int32))
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({type(one).__name__: wire.encode_header(one).hex() for one in EXAMPLES}, indent=0))
+    sys.exit(0)
