@@ -1,0 +1,62 @@
+"""Admission and the schedule: the arithmetic (F), (D) and r(u) of staleness.md, over counts alone.
+
+Called by the state machine. `due` maps a deadline to the number of competing groups (leased, unscored, ready) that have
+it; `v` is the version that the next claim starts from, `batch` is B. Guarantees:
+1. `feasible` is (F): for every u >= v, n(u) <= (u - v + 1) * B; only values of u where n changes are looked at;
+2. `required` gives r(u) = n(u) - (u - v) * B wherever it is positive;
+3. nothing here holds state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+
+def levels(due: Mapping[int, int], v: int, extra: int | None = None) -> Iterator[tuple[int, int]]:
+    """`(u, n(u))` for u = v and every deadline above it, in order; `extra` is the deadline of one more group.
+
+    >>> list(levels({3: 1, 5: 2}, v=4, extra=5))
+    [(4, 1), (5, 4)]
+    """
+    points = {v, *(deadline for deadline in due if deadline > v)}
+    if extra is not None:
+        points.add(max(extra, v))
+    below = sorted(due)
+    count, place = 0, 0
+    for u in sorted(points):
+        while place < len(below) and below[place] <= u:
+            count += due[below[place]]
+            place += 1
+        yield u, count + (1 if extra is not None and extra <= u else 0)
+
+
+def feasible(due: Mapping[int, int], *, v: int, batch: int, extra: int | None = None) -> bool:
+    """(F): the schedule with one more group of deadline `extra` can be met, B groups leaving per step.
+
+    B = 1, eta = 2: three groups leased at version 0 (deadline 2) fit, a fourth does not.
+
+    >>> feasible({2: 2}, v=0, batch=1, extra=2), feasible({2: 3}, v=0, batch=1, extra=2)
+    (True, False)
+    """
+    return all(count <= (u - v + 1) * batch for u, count in levels(due, v, extra))
+
+
+def depth_allows(outstanding: int, *, depth: int, producer_lag: int, batch: int) -> bool:
+    """(D): `outstanding < (depth + 1 - lag) * B`, where `outstanding` also counts the batch being trained.
+
+    >>> depth_allows(7, depth=1, producer_lag=0, batch=4), depth_allows(4, depth=1, producer_lag=1, batch=4)
+    (True, False)
+    """
+    return outstanding < (depth + 1 - max(0, producer_lag)) * batch
+
+
+def required(due: Mapping[int, int], *, v: int, batch: int) -> list[tuple[int, int]]:
+    """`(u, r(u))` where the batch of the claim from `v` must hold r(u) > 0 groups due at u or before.
+
+    Only u = v and deadlines are listed: between two deadlines r falls, so it asks for nothing new there.
+
+    >>> required({2: 2, 4: 1}, v=2, batch=1)
+    [(2, 2), (4, 1)]
+    """
+    wanted = ((u, count - (u - v) * batch) for u, count in levels(due, v))
+    return [(u, number) for u, number in wanted if number > 0]

@@ -1,0 +1,298 @@
+"""The book of the buffer: every group in its state, the indexes derived from it, and what changed since the last look.
+
+Called by the transitions above it (`leasing`, `scoring`, `training`, `groups`); a transition takes a group out of the
+indexes, edits it and puts it back. Guarantees:
+1. indexes and counters are derived: `check` builds them anew and compares (the conservation law);
+2. every edit is noted: `take` gives the rows to persist, the events to log and the payloads that are free, once;
+3. `load` of the persisted rows gives the same book.
+No I/O, no clock: time is passed in, `wall_offset` turns it into wall time for what people read.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError
+from buffers.ledger import COMPETING, Batch, Change, Ended, Group, IdSet, Meta, Record, Settings, State
+
+_encode = msgspec.msgpack.Encoder().encode
+_group = msgspec.msgpack.Decoder(Group).decode
+_ended = msgspec.msgpack.Decoder(Ended).decode
+_batch = msgspec.msgpack.Decoder(Batch).decode
+_meta = msgspec.msgpack.Decoder(Meta).decode
+_ranges = msgspec.msgpack.Decoder(tuple[tuple[int, int], ...]).decode
+_digests = msgspec.msgpack.Decoder(dict[int, tuple[str, ...]]).decode
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What happened since the last `take`."""
+
+    changes: list[Change]
+    events: list[dict[str, Any]]
+    freed: list[Record]
+
+
+class Worker(msgspec.Struct):
+    """A producer, reward worker or learner as the service last saw it. Not persisted: leases are judged anew."""
+
+    name: str
+    pid: int = 0
+    host: str = ""
+    seen: float = 0.0
+    waiting_for: str = ""
+    stats: dict[str, float] = {}
+    answered: int = 0  # last request for work that was answered
+
+
+class RewardLease(msgspec.Struct, frozen=True):
+    """Who scores a sample. Not persisted: after a restart the sample is handed out again."""
+
+    token: int
+    worker: str
+    request: int
+
+
+class Book:
+    """Rows, indexes and changes. `epoch` is that of the service: its tokens are larger than those of any before it."""
+
+    def __init__(self, settings: Settings, *, epoch: int = 1, wall_offset: float = 0.0) -> None:
+        self.settings = settings
+        self.service_epoch = epoch
+        self.wall_offset = wall_offset
+        self.meta = Meta()
+        self.groups: dict[int, Group] = {}
+        self.ended: dict[int, Ended] = {}
+        self.retired = IdSet()
+        self.batches: dict[int, Batch] = {}
+        self.digests: dict[int, tuple[str, ...]] = {}
+        self.counts: Counter[int] = Counter()
+        self.ended_counts: Counter[tuple[int, str]] = Counter()
+        self.quarantined = 0  # dead groups that had been claimed: they used up a place in a batch
+        self.due: Counter[int] = Counter()  # deadline -> competing groups
+        self.ready_order: list[tuple[int, int, int]] = []  # (deadline, sequence, id), earliest first
+        self.pending: dict[int, None] = {}  # leased to nobody: they wait for a producer
+        self.held: dict[str, set[int]] = {}
+        self.to_score: dict[tuple[int, int], None] = {}
+        self.reward_leases: dict[tuple[int, int], RewardLease] = {}
+        self.scoring: dict[str, set[tuple[int, int]]] = {}
+        self.workers: dict[tuple[str, str], Worker] = {}
+        self.poison: deque[str] = deque(maxlen=settings.poison_window)
+        self.fault: tuple[str, str] | None = None  # (code, message): the run ends with it
+        self.forgiven = 0  # rewards that had failed before this service started
+        self.generation = 0  # counts edits: polls are looked at again when it moves
+        self._token = epoch << 24
+        self._dirty: dict[str, None] = {}
+        self._events: list[dict[str, Any]] = []
+        self._freed: list[Record] = []
+
+    # ------------------------------------------------------------ rows
+
+    def load(self, rows: Iterable[tuple[str, bytes]]) -> None:
+        """Take over persisted rows; keys: meta, digests, retired, g<id>, x<id>, b<step>. Others are left alone."""
+        for key, value in rows:
+            if key == "meta":
+                self.meta = _meta(value)
+            elif key == "digests":
+                self.digests = _digests(value)
+            elif key == "retired":
+                self.retired = IdSet(_ranges(value))
+            elif key[0] == "g":
+                group = _group(value)
+                self.groups[group.id] = group
+                self._index(group)
+            elif key[0] == "x":
+                self._note_ended(_ended(value))
+            elif key[0] == "b" and key[1:].isdigit():
+                batch = _batch(value)
+                self.batches[batch.step] = batch
+        self._token = max(self._token, *(group.token for group in self.groups.values()), 0)
+        self.forgiven = self.ended_counts[State.DEAD, "reward_failed"]
+
+    def rows(self) -> list[Change]:
+        """The whole book as rows, for a store that lost its own."""
+        self._dirty = dict.fromkeys(["meta", "digests", "retired"])
+        self._dirty |= dict.fromkeys(f"g{number}" for number in self.groups)
+        self._dirty |= dict.fromkeys(f"x{number}" for number in self.ended)
+        self._dirty |= dict.fromkeys(f"b{number}" for number in self.batches)
+        return self._changes()
+
+    def take(self) -> Taken:
+        """Rows, events and free payloads since the last call."""
+        taken = Taken(self._changes(), self._events, self._freed)
+        self._events, self._freed = [], []
+        return taken
+
+    def _changes(self) -> list[Change]:
+        changes = [Change(key, self._row(key)) for key in self._dirty]
+        self._dirty = {}
+        return changes
+
+    def _row(self, key: str) -> bytes | None:
+        if key[0] == "g":
+            group = self.groups.get(int(key[1:]))
+            return None if group is None else _encode(group)
+        if key == "meta":
+            return _encode(self.meta)
+        if key == "digests":
+            return _encode(self.digests)
+        if key == "retired":
+            return _encode(self.retired.ranges())
+        found: Any = self.ended.get(int(key[1:])) if key[0] == "x" else self.batches.get(int(key[1:]))
+        return None if found is None else _encode(found)
+
+    # ------------------------------------------------------------ edits
+
+    def _touch(self, key: str) -> None:
+        self._dirty[key] = None
+        self.generation += 1
+
+    def _event(self, now: float, name: str, **fields: Any) -> None:
+        self._events.append({"t": round(now + self.wall_offset, 6), "e": name, **fields})
+
+    def _new_token(self) -> int:
+        self._token += 1
+        return self._token
+
+    def _out(self, group: Group) -> None:
+        """Take the group out of every index, to be edited; `_in` puts it back."""
+        self.counts[group.state] -= 1
+        if group.state in COMPETING and group.deadline is not None:
+            left = self.due[group.deadline] - 1
+            if left:
+                self.due[group.deadline] = left
+            else:
+                del self.due[group.deadline]
+        if group.state == State.READY:
+            entry = (group.deadline or 0, group.sequence, group.id)
+            del self.ready_order[bisect.bisect_left(self.ready_order, entry)]
+        elif group.state == State.LEASED:
+            self.pending.pop(group.id, None)
+            if group.holder:
+                self.held[group.holder].discard(group.id)
+
+    def _in(self, group: Group) -> None:
+        self._index(group)
+        self._touch(f"g{group.id}")
+
+    def _index(self, group: Group) -> None:
+        self.counts[group.state] += 1
+        if group.state in COMPETING and group.deadline is not None:
+            self.due[group.deadline] += 1
+        if group.state == State.READY:
+            bisect.insort(self.ready_order, (group.deadline or 0, group.sequence, group.id))
+        elif group.state == State.LEASED:
+            if group.holder:
+                self.held.setdefault(group.holder, set()).add(group.id)
+            else:
+                self.pending[group.id] = None
+        if group.state in (State.LEASED, State.UNSCORED):
+            for index, sample in group.samples.items():
+                if sample.reward is None and (group.id, index) not in self.reward_leases:
+                    self.to_score[group.id, index] = None
+
+    def _forget_samples(self, group: Group) -> None:
+        """Drop what arrived of a group: its payloads are free, its reward leases void."""
+        for index in group.samples:
+            self.to_score.pop((group.id, index), None)
+            lease = self.reward_leases.pop((group.id, index), None)
+            if lease is not None:
+                self.scoring[lease.worker].discard((group.id, index))
+        self._freed.extend(group.records)
+        group.samples, group.records = {}, []
+
+    def _end(self, group: Group, state: State, reason: str, now: float, detail: str = "") -> None:
+        """A group leaves for DROPPED or DEAD."""
+        self._out(group)
+        self._forget_samples(group)
+        del self.groups[group.id]
+        self._touch(f"g{group.id}")
+        self._note_ended(Ended(group.id, state, reason, detail[:500], group.step))
+        self._touch(f"x{group.id}")
+        if state == State.DEAD:
+            self._event(now, "dead", g=group.id, reason=reason, detail=detail[:500])
+        else:
+            self._event(now, "drop", g=group.id, reason=reason)
+
+    def _note_ended(self, ended: Ended) -> None:
+        self.ended[ended.id] = ended
+        self.ended_counts[ended.state, ended.reason] += 1
+        self.quarantined += ended.step > 0
+
+    def _forget_ended(self, number: int) -> None:
+        ended = self.ended.pop(number)
+        self.ended_counts[ended.state, ended.reason] -= 1
+        self.quarantined -= ended.step > 0
+        self._touch(f"x{number}")
+
+    def _retire(self, group: Group) -> None:
+        self._out(group)
+        self._forget_samples(group)
+        del self.groups[group.id]
+        self.retired.add(group.id)
+        self._touch(f"g{group.id}")
+        self._touch("retired")
+
+    # ------------------------------------------------------------ counts
+
+    @property
+    def frontier(self) -> int:
+        """The version that the next new claim starts from: after the committed step and every recorded batch."""
+        return max(self.meta.version, max(self.batches, default=0))
+
+    @property
+    def outstanding(self) -> int:
+        """Groups that compete for a batch, and the newest batch that is not committed."""
+        newest = max(self.batches, default=0)
+        training = len(self.batches[newest].groups) if newest > self.meta.version else 0
+        return sum(self.counts[state] for state in COMPETING) + training
+
+    @property
+    def unclaimed(self) -> int:
+        """Groups of the run's total that no batch holds yet."""
+        taken = self.counts[State.CLAIMED] + self.counts[State.TRAINED] + len(self.retired) + self.quarantined
+        return self.settings.total_groups - taken
+
+    def ledger_counts(self) -> dict[str, int]:
+        """The conservation law as numbers: `issued` is the sum of the others."""
+        named = {state.name.lower(): self.counts[state] for state in State if state < State.RETIRED}
+        reasons: Counter[str] = Counter()
+        for (state, _), number in self.ended_counts.items():
+            reasons[State(state).name.lower()] += number
+        return {
+            "issued": self.meta.cursor,
+            **named,
+            "retired": len(self.retired),
+            "dropped": reasons["dropped"],
+            "dead": reasons["dead"],
+        }
+
+    def reasons(self, state: State) -> dict[str, int]:
+        """How many groups were dropped (or are dead) by reason."""
+        return {reason: number for (kind, reason), number in self.ended_counts.items() if kind == state and number}
+
+    def check(self) -> None:
+        """The conservation law and every derived index against the rows. Raises `internal` where they disagree."""
+        counts = self.ledger_counts()
+        if counts["issued"] != sum(counts.values()) - counts["issued"]:
+            raise AsyncRLError("internal", f"the ledger does not add up: {counts}")
+        known = set(self.groups) | set(self.ended) | set(self.retired)
+        if len(self.groups) + len(self.ended) + len(self.retired) != len(known) or known != set(range(len(known))):
+            raise AsyncRLError("internal", "a prompt is in two states or in none")
+        fresh = Book(self.settings)
+        for group in self.groups.values():
+            fresh._index(group)
+        for name in ("counts", "due"):
+            if +getattr(fresh, name) != +getattr(self, name):
+                raise AsyncRLError("internal", f"{name}: {getattr(self, name)}, the rows say {getattr(fresh, name)}")
+        if fresh.ready_order != self.ready_order or fresh.pending.keys() != self.pending.keys():
+            raise AsyncRLError("internal", "the order of ready or pending groups disagrees with the rows")
+        if {key: ids for key, ids in fresh.held.items() if ids} != {key: ids for key, ids in self.held.items() if ids}:
+            raise AsyncRLError("internal", "the lease holders disagree with the rows")
+        for batch in self.batches.values():
+            if any(self.groups[number].step != batch.step for number in batch.groups):
+                raise AsyncRLError("internal", f"the batch of step {batch.step} disagrees with its groups")

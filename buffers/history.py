@@ -1,0 +1,61 @@
+"""history.jsonl: every transition once, in order, also over kills of the service.
+
+Called by the service. The lines of a drain travel with the drain's rows into the store (row `hist`), and only then into
+the file. Guarantees:
+1. a line stands in the file exactly if its transition is in the store: on open, lines that a kill kept from the file
+   are
+   appended from the row;
+2. lines are written whole; a last line cut by a loss of power is completed or removed on open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+KEY = "hist"
+_encode = msgspec.json.Encoder().encode_lines
+
+
+def lines_of(events: Sequence[dict[str, Any]]) -> bytes:
+    """The lines of some events."""
+    return _encode(events)
+
+
+class History:
+    """The file. `last` is the row that the store held on open."""
+
+    def __init__(self, path: Path, *, last: bytes = b"") -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._complete(last)
+
+    def _complete(self, last: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        tail = os.pread(self._file, 1 << 20, max(0, size - (1 << 20)))
+        torn = len(tail) - (tail.rfind(b"\n") + 1)
+        if torn:
+            os.ftruncate(self._file, size - torn)
+            tail = tail[:-torn]
+        if last and not tail.endswith(last[-(1 << 20) :]):
+            # After a torn line some lines of the row may be there already: append only what is missing.
+            done = next((cut for cut in _line_ends(last) if tail.endswith(last[:cut])), 0)
+            os.write(self._file, last[done:])
+
+    def write(self, lines: bytes) -> None:
+        """Append the lines."""
+        if lines:
+            os.write(self._file, lines)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def _line_ends(text: bytes) -> list[int]:
+    """Where the lines of the text end, the last one first (and not the end of the text itself)."""
+    ends = [place + 1 for place, byte in enumerate(text) if byte == 10]
+    return sorted((end for end in ends if end < len(text)), reverse=True)

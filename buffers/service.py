@@ -1,0 +1,429 @@
+"""The buffer service without its process: takes calls, asks the state machine, persists, answers.
+
+Called by `buffers.server` on its event loop. One drain is: decide on up to 64 calls, look at the polls, then payloads
+to
+the segment file, rows to the store, lines to the history, and only then the answers. Guarantees:
+1. nothing is answered that is not persisted;
+2. a long poll waits here without work and is answered once: on capacity, at its deadline or at the stop; the same
+   request
+   sent again takes the place of the first, a newer LeaseRequest of a producer supersedes its older one;
+3. what a peer sends never ends the service: an error of the catalogue is the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl import wire
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, HandshakeError, WireError, error_for
+from asyncrl.metrics import CATALOGUE, MetricsLog
+from asyncrl.rundir import RunDir, endpoint, run_id
+from asyncrl.sockets import Call
+from asyncrl.wire import Buffer, Message
+from buffers.groups import Groups
+from buffers.history import KEY, History, lines_of
+from buffers.ledger import Change, Record, ledger_of
+from buffers.replies import batch_by_place, batch_reply, reward_reply, status_json
+from buffers.segments import Segments
+from buffers.stores.base import Store, StoreLost
+
+MAX_WAIT_S = 30.0
+
+
+class Poll(msgspec.Struct):
+    """A request that waits here."""
+
+    call: Call
+    until: float
+
+
+class BufferService:
+    """See the module."""
+
+    def __init__(
+        self, config: Config, *, groups: Groups, store: Store, segments: Segments, history: History,
+        process_gone: Callable[[int, str], bool],
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.groups = groups
+        self.store = store
+        self.segments = segments
+        self.history = history
+        self.stop_reason = ""
+        self.bad_frames = 0
+        self.counters: Counter[str] = Counter()
+        run = RunDir(config.run_dir)
+        self._roles_log = MetricsLog(run.metrics / "roles.jsonl")
+        self._buffer_log = MetricsLog(run.metrics / "buffer.jsonl")
+        self._process_gone = process_gone
+        self._fingerprint = ("", "")  # of whom, which
+        self._sessions = 0
+        self._replies: list[tuple[Call, Message, Sequence[Buffer]]] = []
+        self._lease_polls: dict[str, Poll] = {}
+        self._reward_polls: dict[str, Poll] = {}
+        self._claim_poll: Poll | None = None
+        self._registering: Call | None = None
+        self._seen_generation = -1
+        self._handlers: dict[type[Any], Callable[[Call, float], None]] = {
+            wire.Hello: self._hello, wire.Heartbeat: self._heartbeat, wire.StatusRequest: self._status,
+            wire.Stop: self._stop, wire.LeaseRequest: self._lease_request, wire.Samples: self._samples,
+            wire.LeaseReturn: self._lease_return, wire.RewardRequest: self._reward_request, wire.Scores: self._scores,
+            wire.Register: self._register, wire.Claim: self._claim, wire.Commit: self._commit,
+            wire.Quarantine: self._quarantine, wire.LedgerRequest: self._ledger, wire.Checkpointed: self._checkpointed,
+            wire.Goodbye: self._goodbye,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------ the drain
+
+    def handle(self, calls: Sequence[Call]) -> None:
+        """The calls of one drain."""
+        now = time.monotonic()
+        for call in calls:
+            handler = self._handlers.get(type(call.message))
+            try:
+                if handler is None:
+                    raise WireError("wire.unexpected", f"the buffer takes no {type(call.message).__name__}")
+                handler(call, now)
+            except AsyncRLError as error:
+                if error.code == "internal":
+                    raise
+                self._refuse(call, error)
+        self._look_at_polls(now)
+        self.flush()
+
+    def tick(self) -> None:
+        """Called every 0.2 s: leases of the silent, deadlines of polls."""
+        now = time.monotonic()
+        self.groups.tick(now)
+        if self._registering is not None:
+            call, self._registering = self._registering, None
+            try:
+                self._register(call, now)
+            except AsyncRLError as error:
+                self._refuse(call, error)
+        self._look_at_polls(now, clock=True)
+        self.flush()
+
+    def flush(self) -> None:
+        """Payload, index, answer."""
+        self.segments.flush()
+        taken = self.groups.take()
+        lines = lines_of(taken.events) if taken.events else b""
+        changes = [*taken.changes, Change(KEY, lines)] if lines else taken.changes
+        if changes:
+            try:
+                self.store.apply(changes)
+            except StoreLost:
+                print(f"buffer: the {self.store.kind} store lost its state; it is written again", flush=True)
+                self.store.reseed([*self.groups.rows(), Change(KEY, lines)])
+            self.history.write(lines)
+        replies, self._replies = self._replies, []
+        for call, message, payloads in replies:
+            call.reply(message, payloads)
+        if taken.freed:
+            self.segments.release(taken.freed)
+
+    def _answer(self, call: Call, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        self._replies.append((call, message, payloads))
+
+    def _refuse(self, call: Call, error: AsyncRLError) -> None:
+        self.counters[f"refused:{error.code}"] += 1
+        self._answer(call, wire.Refused(error.code, error.message, error.where))
+
+    # ------------------------------------------------------------ polls
+
+    def _look_at_polls(self, now: float, *, clock: bool = False) -> None:
+        """Answer what can be answered. Without a change since the last look, only deadlines can have passed."""
+        changed = self.groups.generation != self._seen_generation
+        if not changed and not clock:
+            return
+        ended = self.groups.meta.done or bool(self.stop_reason)
+        # The learner first: what it takes makes room for the producers; then both could make work for the rewards.
+        if self._claim_poll is not None:
+            self._look_at_claim(self._claim_poll, now)
+        for name, poll in list(self._lease_polls.items()):
+            self._look_at_lease(name, poll, now, ended)
+        for name, poll in list(self._reward_polls.items()):
+            self._look_at_reward(name, poll, now, ended)
+        self._seen_generation = self.groups.generation
+
+    def _look_at_lease(self, name: str, poll: Poll, now: float, ended: bool) -> None:
+        ask: wire.LeaseRequest = poll.call.message
+        leases: tuple[wire.Lease, ...] = ()
+        if not ended and self.groups.fault is None:
+            leases = self.groups.lease(
+                name, engine_version=ask.engine_version, max_groups=ask.max_groups, request=poll.call.request, now=now
+            )
+        if leases or ended or now >= poll.until:
+            del self._lease_polls[name]
+            self._answer_lease(poll.call, leases, ended)
+
+    def _answer_lease(self, call: Call, leases: tuple[wire.Lease, ...], ended: bool = False, why: str = "") -> None:
+        ask: wire.LeaseRequest = call.message
+        self.groups.workers["producer", ask.producer].answered = call.request
+        reason = why or (
+            ""
+            if leases
+            else "the run is complete"
+            if ended
+            else self.groups.fault[1]
+            if self.groups.fault
+            else self.groups.lease_blocked(ask.engine_version)
+        )
+        self._answer(call, wire.Leases(leases, self.groups.meta.version, reason, ended))
+
+    def _look_at_reward(self, name: str, poll: Poll, now: float, ended: bool) -> None:
+        ask: wire.RewardRequest = poll.call.message
+        items = self.groups.reward_lease(name, max_samples=ask.max_samples, request=poll.call.request, now=now)
+        if items or ended or now >= poll.until:
+            del self._reward_polls[name]
+            self.groups.workers["reward", name].answered = poll.call.request
+            work, payloads = reward_reply(items, self.groups, self.segments)
+            self._answer(poll.call, wire.RewardWork(work, ended and not items), payloads)
+
+    def _look_at_claim(self, poll: Poll, now: float) -> None:
+        ask: wire.Claim = poll.call.message
+        self._claim_poll = None
+        try:
+            claimed = self.groups.claim(epoch=ask.epoch, step=ask.step, version=ask.version, now=now)
+            if claimed is not None:
+                self.segments.flush()
+                if ask.by_place:
+                    self._answer(poll.call, batch_by_place(claimed, self.groups))
+                    return
+                batch, payloads, damaged = batch_reply(claimed, self.groups, self.segments)
+                if not damaged:
+                    self._answer(poll.call, batch, payloads)
+                    return
+                self.groups.lose_payloads(damaged, now=now)  # the claim is looked at again at the next tick
+        except AsyncRLError as error:
+            if error.code == "internal":
+                raise
+            self._refuse(poll.call, error)
+            return
+        if now >= poll.until or self.stop_reason:
+            ready = len(self.groups.ready_order)
+            self._answer(poll.call, wire.NotYet(self.groups.diagnosis(now), ready, self.config.buffer.batch_groups))
+        else:
+            self._claim_poll = poll
+
+    # ------------------------------------------------------------ general messages
+
+    def _check_fingerprint(self, who: str, fingerprint: str) -> None:
+        owner, known = self._fingerprint
+        if not fingerprint:
+            return
+        if known and fingerprint != known:
+            raise HandshakeError("handshake.mismatch", f"{who} runs model {fingerprint}, {owner} runs {known}")
+        self._fingerprint = (owner or who, fingerprint)
+
+    def _hello(self, call: Call, now: float) -> None:
+        hello: wire.Hello = call.message
+        mine = run_id(self.config)
+        if hello.schema != wire.SCHEMA:
+            raise HandshakeError(
+                "wire.schema", f"{hello.name} speaks schema {hello.schema}, this service {wire.SCHEMA}"
+            )
+        if hello.run_id and hello.run_id != mine:
+            raise HandshakeError("handshake.mismatch", f"{hello.name} belongs to run {hello.run_id}, this is {mine}")
+        if hello.role not in ("producer", "reward", "learner", "observer"):
+            raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
+        self._check_fingerprint(hello.name, hello.fingerprint)
+        self._sessions += 1
+        if hello.role in ("producer", "reward"):
+            polls = self._lease_polls if hello.role == "producer" else self._reward_polls
+            polls.pop(hello.name, None)
+            self.groups.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=now)
+        endpoints = {"weightsync": endpoint(self.config, "weightsync")}
+        self._answer(
+            call, wire.Welcome(mine, self.groups.service_epoch, self._sessions, self.groups.meta.version, endpoints)
+        )
+
+    def _heartbeat(self, call: Call, now: float) -> None:
+        beat: wire.Heartbeat = call.message
+        if beat.role == "learner":
+            worker = self.groups.workers.get(("learner", beat.name))
+            if self.groups.meta.learner == (beat.name, beat.pid, beat.host) and worker is not None:
+                worker.seen, worker.waiting_for, worker.stats = now, beat.waiting_for, beat.stats
+        else:
+            self.groups.heartbeat(
+                beat.role,
+                beat.name,
+                pid=beat.pid,
+                host=beat.host,
+                now=now,
+                waiting_for=beat.waiting_for,
+                stats=beat.stats,
+            )
+        unknown = [name for name in beat.stats if name not in CATALOGUE and not name.startswith("reward/")]
+        if unknown:
+            raise WireError("wire.unexpected", f"metric {unknown[0]!r} is not in the catalogue")
+        self._roles_log.write(
+            beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=beat.waiting_for
+        )
+        self._answer(call, wire.Ok())
+
+    def _status(self, call: Call, now: float) -> None:
+        extra = {
+            "store": self.store.kind,
+            "run_id": run_id(self.config),
+            "counters": {**self.counters, "bad_frames": self.bad_frames},
+            "endpoints": {name: endpoint(self.config, name) for name in ("buffer", "weightsync")},
+        }
+        self._answer(call, wire.StatusReply(status_json(self.groups, now, extra)))
+
+    def _stop(self, call: Call, now: float) -> None:
+        self.stop_reason = call.message.reason or "asked to stop"
+        self._answer(call, wire.Ok())
+        self._look_at_polls(now, clock=True)
+
+    # ------------------------------------------------------------ producers and rewards
+
+    def _lease_request(self, call: Call, now: float) -> None:
+        ask: wire.LeaseRequest = call.message
+        worker = self.groups.saw("producer", ask.producer, now)
+        waiting = self._lease_polls.get(ask.producer)
+        if waiting is not None and waiting.call.request > call.request:
+            return  # an old request sent again: its asker waits for a newer one by now
+        if waiting is not None and waiting.call.request < call.request:
+            self._answer_lease(waiting.call, (), why="superseded by a newer request")
+        if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
+            self._answer_lease(
+                call,
+                self.groups.lease(
+                    ask.producer, engine_version=ask.engine_version, max_groups=0, request=call.request, now=now
+                ),
+                ended=self.groups.meta.done,
+            )
+            return
+        self._lease_polls[ask.producer] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
+        self._seen_generation = -1
+
+    def _samples(self, call: Call, now: float) -> None:
+        head: wire.Samples = call.message
+        if len(call.payloads) != 1:
+            raise WireError("wire.decode", f"samples come with one payload frame, not {len(call.payloads)}")
+        payload = call.payloads[0]
+        header, checksum = bytes(call.header), call.checksum  # as they came, verified by the decoder
+
+        def invalid() -> str:
+            # A publish is known to producers before the learner's commit arrives here, hence one version more.
+            return wire.validate_samples(
+                head, payload, group_size=self.groups.settings.group_size, newest_version=self.groups.meta.newest + 1
+            )
+
+        def keep() -> Record:
+            self.counters["ingest_bytes"] += memoryview(payload).nbytes
+            return self.segments.append(header, payload, checksum)
+
+        reply = self.groups.samples(head, checksum=checksum, invalid=invalid, keep=keep, now=now)
+        self.counters["duplicates"] += len(reply.duplicate)
+        self.counters["refused_samples"] += len(reply.refused)
+        self._answer(call, reply)
+
+    def _lease_return(self, call: Call, now: float) -> None:
+        self.groups.give_back(call.message, now=now)
+        self._answer(call, wire.Ok())
+
+    def _reward_request(self, call: Call, now: float) -> None:
+        ask: wire.RewardRequest = call.message
+        self.groups.saw("reward", ask.worker, now)
+        waiting = self._reward_polls.get(ask.worker)
+        if waiting is not None and waiting.call.request > call.request:
+            return
+        if waiting is not None and waiting.call.request < call.request:
+            self._answer(waiting.call, wire.RewardWork(()))
+        self._reward_polls[ask.worker] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
+        self._seen_generation = -1
+
+    def _scores(self, call: Call, now: float) -> None:
+        self._answer(call, self.groups.scores(call.message, now=now))
+
+    # ------------------------------------------------------------ learner
+
+    def _register(self, call: Call, now: float) -> None:
+        ask: wire.Register = call.message
+        self._check_fingerprint(ask.name, ask.fingerprint)
+        name, pid, host = self.groups.meta.learner
+        try:
+            epoch = self.groups.register(
+                name=ask.name, pid=ask.pid, host=ask.host, step=ask.step, ledger=ledger_of(ask.ledger),
+                takeover=ask.takeover, now=now, process_gone=bool(name) and self._process_gone(pid, host),
+                digests=ask.digests,
+            )  # fmt: skip
+        except AsyncRLError as error:
+            first = self.groups.workers.get(("learner", name))
+            if error.code != "learner.duplicate" or (first is not None and first.seen > call.received):
+                raise
+            self._registering = call  # whether the first one still lives shows at its next heartbeat, or in 10 s
+            return
+        folder, nonce = self.segments.shown()
+        self._answer(call, wire.Registered(epoch, run_id(self.config), self.groups.replay_to, folder, nonce))
+
+    def _claim(self, call: Call, now: float) -> None:
+        ask: wire.Claim = call.message
+        self.groups.fence(ask.epoch)
+        self.groups.saw_learner(now)
+        if self._claim_poll is not None and self._claim_poll.call.request != call.request:
+            self._answer(self._claim_poll.call, wire.NotYet("superseded by a newer claim", 0, 0))
+        self._claim_poll = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
+        self._seen_generation = -1
+
+    def _commit(self, call: Call, now: float) -> None:
+        ask: wire.Commit = call.message
+        self.groups.commit(epoch=ask.epoch, step=ask.step, version=ask.version, digest=ask.digest, now=now)
+        self.write_metrics(step=ask.step)
+        self._answer(call, wire.Ok())
+
+    def _quarantine(self, call: Call, now: float) -> None:
+        ask: wire.Quarantine = call.message
+        self.groups.quarantine(epoch=ask.epoch, step=ask.step, groups=ask.groups, reason=ask.reason, now=now)
+        self._answer(call, wire.Ok())
+
+    def _ledger(self, call: Call, now: float) -> None:
+        self._answer(
+            call, wire.LedgerReply(self.groups.ledger(epoch=call.message.epoch, step=call.message.step).to_json())
+        )
+
+    def _checkpointed(self, call: Call, now: float) -> None:
+        self.groups.checkpointed(epoch=call.message.epoch, step=call.message.step, now=now)
+        self._answer(call, wire.Ok())
+
+    def _goodbye(self, call: Call, now: float) -> None:
+        ask: wire.Goodbye = call.message
+        self.groups.goodbye(epoch=ask.epoch, done=ask.done, reason=ask.reason, now=now)
+        self._answer(call, wire.Ok())
+
+    # ------------------------------------------------------------ metrics and end
+
+    def write_metrics(self, **labels: Any) -> None:
+        """One line of metrics/buffer.jsonl."""
+        values = {
+            **self.groups.ledger_counts(),
+            "outstanding": self.groups.outstanding,
+            "version": self.groups.meta.version,
+            "ingest_bytes": self.counters["ingest_bytes"],
+            "duplicates": self.counters["duplicates"],
+            "bad_frames": self.bad_frames,
+        }
+        self._buffer_log.write(values, **labels)
+
+    def close(self) -> None:
+        """Answer every poll, write what is left, close."""
+        self.stop_reason = self.stop_reason or "stop"
+        self._look_at_polls(time.monotonic(), clock=True)
+        if self._registering is not None:
+            self._refuse(self._registering, error_for("net.unreachable", "the buffer stops"))
+        self.flush()
+        self.write_metrics()
+        self.history.close()
+        self.segments.close()
+        self.store.close()
+        self._roles_log.close()
+        self._buffer_log.close()

@@ -1,0 +1,27 @@
+"""Every Redis key of asyncrl, in one place.
+
+Called by the Redis store alone. All keys of a run share one hash tag, so they lie in one slot of a cluster.
+
+    arl:{<run>}:head   HASH   epoch: of the service that may write; seq: number of the last applied write
+    arl:{<run>}:rows   HASH   row key -> row (msgpack), see buffers.book
+"""
+
+from __future__ import annotations
+
+
+def head_key(run: str) -> str:
+    """Epoch and sequence number of a run.
+
+    >>> head_key("demo")
+    'arl:{demo}:head'
+    """
+    return f"arl:{{{_plain(run)}}}:head"
+
+
+def rows_key(run: str) -> str:
+    """The rows of a run."""
+    return f"arl:{{{_plain(run)}}}:rows"
+
+
+def _plain(run: str) -> str:
+    return run.replace("{", "(").replace("}", ")")

@@ -1,0 +1,135 @@
+"""A Redis (or Valkey) server of the run's own: unix socket in the run folder, no port, append-only file.
+
+Called by the Redis store. Guarantees:
+1. nobody but the owner reaches it: no TCP port, socket mode 0600 in a 0700 folder;
+2. it dies with the process that started it, also when that one is killed (Linux);
+3. what it answered is in its append-only file: a kill loses nothing, a loss of power what `fsync` says;
+4. it answers within 10 s of `start`, or the end of its log is the error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.errors import Unavailable
+from asyncrl.sockets import ipc_address
+
+READY_S = 10.0
+PR_SET_PDEATHSIG = 1
+
+
+def find_server() -> str | None:
+    """The server program on the PATH."""
+    return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class PrivateServer:
+    """See the module."""
+
+    def __init__(self, program: str, folder: Path, *, fsync: str) -> None:
+        self._program = program
+        self._folder = folder.resolve()
+        self._fsync = {"everysec": "everysec", "always": "always", "never": "no"}[fsync]
+        self._log = self._folder / "redis.log"
+        self._pid_file = self._folder / "redis.pid"
+        self._socket = ipc_address(self._folder, "redis").removeprefix("ipc://")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        self._wait_for_the_last_one()
+        Path(self._socket).unlink(missing_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program, *self._arguments()], cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=_die_with_parent() if sys.platform == "linux" else None,  # noqa: PLW1509 - no threads yet
+                start_new_session=True,
+            )  # fmt: skip
+        self._pid_file.write_text(str(self._process.pid))
+        deadline = time.monotonic() + READY_S
+        while not self._answers():
+            if self.ended() or time.monotonic() > deadline:
+                tail = self._log.read_text(errors="replace")[-400:]
+                raise Unavailable("store.unreachable", f"{self._program} did not get ready: {tail}", where=self._socket)
+            time.sleep(0.01)
+
+    def _arguments(self) -> list[str]:
+        options = {
+            "port": "0", "unixsocket": self._socket, "unixsocketperm": "600", "dir": str(self._folder), "save": "",
+            "appendonly": "yes", "appendfsync": self._fsync, "maxmemory-policy": "noeviction", "daemonize": "no",
+            "protected-mode": "yes", "logfile": "", "aof-load-truncated": "yes", "proto-max-bulk-len": "512mb",
+        }  # fmt: skip
+        return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+    def _wait_for_the_last_one(self) -> None:
+        """A server that an earlier service left dies with it; two must not write one append-only file."""
+        if not self._pid_file.exists() or self.ended():
+            return
+        text = self._pid_file.read_text().strip()
+        command = Path(f"/proc/{text}/cmdline")
+        deadline = time.monotonic() + 5.0
+        while text.isdigit() and _is_server(command):
+            if time.monotonic() > deadline:
+                raise Unavailable("store.unreachable", f"an earlier server (pid {text}) still runs", where=self._socket)
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(1.0)
+                connection.connect(self._socket)
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def ended(self) -> bool:
+        """Whether the server that was started has ended."""
+        return self._process is not None and self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End it; what it holds is on disk."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._pid_file.unlink(missing_ok=True)
+
+
+def _is_server(command: Path) -> bool:
+    try:
+        title = command.read_bytes()
+    except OSError:
+        return False
+    return b"redis" in title or b"valkey" in title
+
+
+def _die_with_parent() -> Callable[[], None]:
+    library = ctypes.CDLL(None)  # loaded before the fork: nothing is allocated after it
+    parent = os.getpid()
+
+    def ask() -> None:
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
