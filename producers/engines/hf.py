@@ -1,0 +1,290 @@
+"""The default engine: a slot sampler on the transformers forward. It runs wherever torch does, a laptop's CPU included.
+
+Called by `producers.main` through `asyncrl.plugins.Engine`. The decode loop owns the model and runs in one thread; the
+event loop talks to it by a queue of closures and gets finished samples back by `call_soon_threadsafe`. Guarantees:
+1. samples of a request come as they finish; those of one step are handed over together;
+2. weights change between two decode steps, by in-place copies into the parameters; `commit_update` answers with the
+   digest of what the model then holds, computed beside the running decode loop;
+3. log-probs are those of the full softmax after temperature, float32; token versions are exact;
+4. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
+Sliding windows and hybrid caches are refused at start (`loading`). What a step does stands in `decoder`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.device import Device
+from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.fingerprint import model_fingerprint
+from asyncrl.plugins import EngineHealth, GenRequest, GenSample
+from asyncrl.wire import Buffer, Manifest, Tensor
+from producers.engines.decoder import Decoder
+from producers.engines.kv import KVStore
+from producers.engines.loading import check_memory, load_model, probe
+from producers.engines.selfcheck import check_decoder
+from producers.engines.slots import SlotTable
+from producers.engines.weights import WeightUpdate
+
+T = TypeVar("T")
+IDLE_WAIT_S = 1.0  # of the decode thread for a command when there is nothing to decode
+SWAP_LIMIT_S = 120.0  # a decode step that takes longer than this is a broken engine
+
+
+class _Outbox:
+    """Where the samples of one request go: an asyncio queue and what is still to come."""
+
+    def __init__(self, request: GenRequest) -> None:
+        self.left = len(request.indices)
+        self.queue: asyncio.Queue[GenSample | AsyncRLError | None] = asyncio.Queue()
+
+
+class HFEngine:
+    """Made by name with the resolved configuration: `find("asyncrl.engines", "hf")(config)`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._max_new = config.sampling.max_new_tokens
+        self._max_len = config.data.max_prompt_tokens + self._max_new
+        self._model: torch.nn.Module | None = None
+        self._decoder: Decoder | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outboxes: dict[str, _Outbox] = {}
+        self._failure: AsyncRLError | None = None
+        self._update: WeightUpdate | None = None
+        self._swap_s = 0.0
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Load the model and start the decode thread; the version is -1 until the first update is committed."""
+        torch.set_num_threads(self._config.producers.threads)
+        self._loop = asyncio.get_running_loop()
+        self._decoder = await asyncio.to_thread(self._build)
+        self._thread = threading.Thread(target=self._run, args=(self._decoder,), name="decode", daemon=True)
+        self._thread.start()
+
+    def _build(self) -> Decoder:
+        config = self._config
+        device = Device.find(config.producers.device).torch_device
+        self._model = load_model(config, device=device, max_len=self._max_len)
+        keys, values = probe(self._model, device=device, where=config.model.path)
+        slots = config.producers.slots
+        check_memory(keys, values, slots=slots, max_len=self._max_len)
+        store = KVStore(keys, values, slots=slots, max_len=self._max_len)
+        table = SlotTable(slots, max_new_tokens=self._max_new, device=device)
+        decoder = Decoder(self._model, store, table, recompute=config.producers.kv_at_swap == "recompute")
+        check_decoder(
+            decoder, vocab=self._vocab(), max_prompt=config.data.max_prompt_tokens, max_new=self._max_new,
+            where=config.model.path,
+        )  # fmt: skip
+        return decoder
+
+    async def close(self, *, grace_s: float) -> None:
+        """Stop the decode thread after its step; iterators under way end with an error."""
+        self._fail(AsyncRLError("engine.broken", "the engine was closed"))
+        self._commands.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, grace_s)
+
+    def health(self) -> EngineHealth:
+        """A snapshot; any thread."""
+        decoder = self._decoder
+        if decoder is None:
+            return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
+        return EngineHealth(
+            alive=self._failure is None, version=decoder.version, running=decoder.table.live, waiting=decoder.waiting,
+            generated_tokens=decoder.generated_tokens, busy_s=decoder.busy_s, swap_s=self._swap_s,
+            detail=self._failure.message if self._failure else "",
+        )  # fmt: skip
+
+    def fingerprint(self) -> str:
+        """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""
+        return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
+
+    # ------------------------------------------------------------ samples
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenSample]:
+        """The samples of the request, each as soon as it has finished.
+
+        Raises:
+            WorkError: the request does not fit the engine's limits (`sample.invalid`).
+            AsyncRLError: the engine has failed (`engine.broken`).
+        """
+        self._check(request)
+        decoder = self._require()
+        outbox = self._outboxes[request.id] = _Outbox(request)
+        self._commands.put(lambda: decoder.submit(request))
+        try:
+            while outbox.left:
+                item = await outbox.queue.get()
+                if isinstance(item, AsyncRLError):
+                    raise item
+                if item is None:  # aborted
+                    return
+                outbox.left -= 1
+                yield item
+        finally:
+            self._outboxes.pop(request.id, None)
+            if outbox.left and self._failure is None:
+                self._commands.put(lambda: _forget(decoder, request.id))
+
+    def _check(self, request: GenRequest) -> None:
+        prompt, config = request.prompt_ids, self._config
+        problem = ""
+        if request.id in self._outboxes:
+            problem = f"request id {request.id!r} is in use"
+        elif not 1 <= len(prompt) <= config.data.max_prompt_tokens:
+            problem = f"prompt of {len(prompt)} tokens, data.max_prompt_tokens = {config.data.max_prompt_tokens}"
+        elif not 1 <= request.max_new_tokens <= self._max_new:
+            problem = f"max_new_tokens = {request.max_new_tokens}, sampling.max_new_tokens = {self._max_new}"
+        elif request.temperature <= 0 or not request.indices:
+            problem = "temperature must be above 0 and indices not empty"
+        elif int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab():
+            problem = f"prompt token {int(prompt.max())} outside the vocabulary of {self._vocab()}"
+        elif self._require().version < 0:
+            problem = "no weights have been committed yet"
+        if problem:
+            raise WorkError("sample.invalid", problem, where=request.id)
+
+    def _vocab(self) -> int:
+        embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
+        return int(embedding.weight.shape[0])
+
+    async def abort(self, ids: Sequence[str] | None) -> int:
+        """Give up these requests (None: all); their iterators end without the missing samples."""
+        decoder = self._require()
+        count = await self._call(lambda: decoder.abort(ids))
+        for name in list(self._outboxes) if ids is None else ids:
+            if name in self._outboxes:
+                self._outboxes[name].queue.put_nowait(None)
+        return count
+
+    # ------------------------------------------------------------ weights
+
+    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Allocate room for a version beside the current one. Raises `sync.plan` where the layout is another's."""
+        self._require()
+        if manifest.encoding != "full":
+            raise AsyncRLError("sync.plan", f"encoding {manifest.encoding!r} is not known to the hf engine")
+        assert self._model is not None
+        self._update = await asyncio.to_thread(WeightUpdate, self._model, manifest, tensors)
+
+    async def apply_bucket(self, number: int, data: Buffer) -> None:
+        """Copy one bucket into the new version."""
+        await asyncio.to_thread(self._under_way().apply, number, data)
+
+    async def commit_update(self) -> str:
+        """Swap between two decode steps; the digest of what the model now holds."""
+        update, decoder = self._under_way(), self._require()
+        update.check_complete()
+        self._update = None
+        try:
+            swapping = self._call(lambda: decoder.swap(update.manifest.version, update.swap))
+            self._swap_s = await asyncio.wait_for(swapping, SWAP_LIMIT_S)
+            # Parameters change at the next commit only, so they can be read while the loop decodes on.
+            return await asyncio.to_thread(update.digest)
+        except TimeoutError:
+            raise self._fail(AsyncRLError("engine.broken", f"no swap within {SWAP_LIMIT_S:g} s")) from None
+
+    async def abort_update(self) -> None:
+        """Forget a begun update; nothing has touched the model."""
+        self._update = None
+
+    def _under_way(self) -> WeightUpdate:
+        if self._update is None:
+            raise AsyncRLError("sync.failed", "no update was begun")
+        return self._update
+
+    # ------------------------------------------------------------ the decode thread
+
+    def _run(self, decoder: Decoder) -> None:
+        """The decode loop: commands first, then a step; to its end."""
+        try:
+            while self._take_commands(decoder):
+                finished = decoder.step()
+                if finished:
+                    self._post(self._deliver, finished)
+        except Exception as error:  # the outermost loop of this thread: whatever it is, nobody may wait for it
+            self._fail(AsyncRLError("engine.broken", f"{type(error).__name__}: {error}"))
+
+    def _take_commands(self, decoder: Decoder) -> bool:
+        """Run what was asked for; wait for it only when there is nothing to decode. False to end."""
+        while True:
+            try:
+                command = self._commands.get(block=decoder.idle, timeout=IDLE_WAIT_S)
+            except queue.Empty:
+                if decoder.idle:
+                    continue
+                return True
+            if command is None:
+                return False
+            command()
+
+    async def _call(self, action: Callable[[], T]) -> T:
+        """Run the action on the decode thread, between two steps. Its exception means a broken engine."""
+        self._require()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            result = action()
+            self._post(settle, result)
+
+        def settle(result: T) -> None:
+            if not answer.done():
+                answer.set_result(result)
+
+        self._commands.put(command)
+        while not answer.done():
+            await asyncio.wait([answer], timeout=IDLE_WAIT_S)
+            if not answer.done():
+                self._require()
+        return answer.result()
+
+    def _deliver(self, samples: list[GenSample]) -> None:
+        for item in samples:
+            outbox = self._outboxes.get(item.id)
+            if outbox is not None:
+                outbox.queue.put_nowait(item)
+
+    def _post(self, action: Callable[..., Any], *args: Any) -> None:
+        """Run on the event loop; nothing where it has been closed (the process is ending)."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(action, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _require(self) -> Decoder:
+        if self._failure is not None:
+            raise self._failure
+        if self._decoder is None:
+            raise AsyncRLError("engine.broken", "the engine was not started")
+        return self._decoder
+
+    def _fail(self, error: AsyncRLError) -> AsyncRLError:
+        """Remember the first failure and end every iterator with it."""
+        self._failure = self._failure or error
+        failure = self._failure
+        if self._loop is not None:
+            self._post(self._tell_all, failure)
+        return failure
+
+    def _tell_all(self, failure: AsyncRLError) -> None:
+        for outbox in self._outboxes.values():
+            outbox.queue.put_nowait(failure)
+
+
+def _forget(decoder: Decoder, request: str) -> None:
+    decoder.abort([request])

@@ -1,0 +1,188 @@
+"""Which sample sits in which row, and what each row needs for its next step.
+
+Called by the decoder, on its thread. A sample has a lane (fixed while it lives: its tokens, log-probs and random
+numbers) and a row (its place in the packed front of the K/V store). Guarantees:
+1. rows `0..live` are exactly the live samples: when rows finish, the last live rows are moved into the holes, so a
+   step costs what is alive (`release` says which rows moved, the K/V store follows);
+2. every live sample gets exactly one token per step, so a token's version follows from its step: no per-token record;
+3. the random numbers of a sample are a function of (seed, index) alone: `uniforms_of`.
+It knows no model and no weights.
+
+Example with capacity 4 and live samples a b c d in rows 0..3: b and c finish. One hole below the new front (row 1)
+is filled by d; row 2 just falls off: a d, moves = ([3], [1]).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.plugins import GenRequest, GenSample
+from asyncrl.versions import Runs
+
+NO_TOKEN = -1
+_MASK = (1 << 64) - 1
+
+# Columns of the integer state of a row.
+LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, STOP = range(7)
+
+
+class Occupant(NamedTuple):
+    """The sample of a lane; `start` is the step that made, or will make, its first token."""
+
+    request: GenRequest
+    sample: int  # its index in the group
+    start: int
+
+
+class Moves(NamedTuple):
+    """Rows that changed place: `sources[i]` went to `holes[i]`; `tokens` positions of K/V are worth copying."""
+
+    sources: list[int]
+    holes: list[int]
+    tokens: int
+
+
+def uniforms_of(seed: int, index: int, count: int) -> npt.NDArray[np.float64]:
+    """The random numbers of one sample, float64 `[count]` in [0, 1): a counter-based stream keyed by both numbers."""
+    key = np.array([seed & _MASK, index & _MASK], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def runs_between(eras: list[tuple[int, int]], start: int, stop: int) -> Runs:
+    """Version runs of the tokens made in steps `start..stop`; `eras` are (first step, version), ascending.
+
+    >>> runs_between([(0, 4), (7, 5)], 5, 9)
+    ((4, 2), (5, 2))
+    """
+    runs: list[tuple[int, int]] = []
+    at = bisect_right(eras, start, key=lambda era: era[0]) - 1
+    while start < stop:
+        until = min(stop, eras[at + 1][0]) if at + 1 < len(eras) else stop
+        if until > start:
+            runs.append((eras[at][1], until - start))
+        start, at = until, at + 1
+    return tuple(runs)
+
+
+class SlotTable:
+    """State of all rows, on `device`. `state` i8 `[slots, 6 + stops]`, `knobs` f4 `[slots, 2]` (temperature, top-p)."""
+
+    def __init__(self, slots: int, *, max_new_tokens: int, device: torch.device, stops: int = 4) -> None:
+        self.slots = slots
+        self.live = 0
+        self.state = torch.zeros((slots, STOP + stops), dtype=torch.int64, device=device)
+        self.knobs = torch.ones((slots, 2), dtype=torch.float32, device=device)
+        self.uniforms = torch.zeros((slots, max_new_tokens), dtype=torch.float64, device=device)
+        self.tokens = torch.zeros((slots, max_new_tokens), dtype=torch.int32, device=device)
+        self.logprobs = torch.zeros((slots, max_new_tokens), dtype=torch.float32, device=device)
+        self.positions = np.zeros(slots, dtype=np.int64)  # host mirror of state[:, POSITION]
+        self.lanes: list[int] = []  # lane of each live row
+        self.occupants: dict[int, Occupant] = {}  # by lane
+        self._free = list(range(slots))
+        self._cuts: set[int] = set()  # lanes that use top-k or top-p
+
+    @property
+    def free(self) -> int:
+        """Rows without a sample."""
+        return self.slots - self.live
+
+    @property
+    def cuts(self) -> bool:
+        """True where some live sample uses top-k or top-p."""
+        return bool(self._cuts)
+
+    def add(self, request: GenRequest, indices: list[int], *, step: int) -> int:
+        """Seat these samples behind the live rows; the first row. The prompt but its last token must be in K/V."""
+        first, count = self.live, len(indices)
+        self._widen(len(request.stop_ids))
+        prompt = request.prompt_ids
+        lanes = [self._free.pop() for _ in indices]
+        width = self.state.shape[1]
+        stops = [*request.stop_ids, *([NO_TOKEN] * (width - STOP - len(request.stop_ids)))]
+        common = [int(prompt[-1]), len(prompt) - 1, 0, request.max_new_tokens, request.top_k, *stops]
+        rows = slice(first, first + count)
+        self.state[rows] = torch.tensor([[lane, *common] for lane in lanes], device=self.state.device)
+        self.knobs[rows] = torch.tensor([request.temperature, request.top_p], device=self.knobs.device)
+        numbers = np.stack([uniforms_of(request.seed, index, request.max_new_tokens) for index in indices])
+        self.uniforms[lanes, : request.max_new_tokens] = torch.from_numpy(numbers).to(self.uniforms.device)
+        self.positions[rows] = len(prompt) - 1
+        for lane, index in zip(lanes, indices, strict=True):
+            self.occupants[lane] = Occupant(request, index, step)
+            if request.top_k or request.top_p < 1.0:
+                self._cuts.add(lane)
+        self.lanes += lanes
+        self.live += count
+        return first
+
+    def _widen(self, stops: int) -> None:
+        missing = STOP + stops - self.state.shape[1]
+        if missing > 0:
+            self.state = torch.nn.functional.pad(self.state, (0, missing), value=NO_TOKEN)
+
+    def numbers(self, state: Tensor) -> Tensor:
+        """The random number of each live row for this step, `[live]`; `state` is `self.state[:live]`."""
+        return self.uniforms[state[:, LANE], state[:, COUNT]]
+
+    def record(self, state: Tensor, tokens: Tensor, logprobs: Tensor) -> list[int]:
+        """Store this step's tokens `[live]` and log-probs; the rows that finished, ascending."""
+        lanes, counts = state[:, LANE], state[:, COUNT]
+        self.tokens[lanes, counts] = tokens.int()
+        self.logprobs[lanes, counts] = logprobs
+        state[:, LAST] = tokens
+        state[:, POSITION : COUNT + 1] += 1
+        self.positions[: self.live] += 1
+        ended = (state[:, STOP:] == tokens[:, None]).any(1) | (state[:, COUNT] >= state[:, LIMIT])
+        rows: list[int] = ended.nonzero()[:, 0].tolist()
+        return rows
+
+    def collect(self, rows: list[int], eras: list[tuple[int, int]]) -> list[GenSample]:
+        """The finished samples of these rows, before they are released."""
+        samples = []
+        for row, count in zip(rows, self.state[rows, COUNT].tolist(), strict=True):
+            lane = self.lanes[row]
+            request, index, start = self.occupants[lane]
+            tokens = self.tokens[lane, :count].cpu().numpy().copy()
+            logprobs = self.logprobs[lane, :count].cpu().numpy().copy()
+            finish = "stop" if int(tokens[-1]) in request.stop_ids else "length"
+            runs = runs_between(eras, start, start + count)
+            samples.append(GenSample(request.id, index, tokens, logprobs, runs, finish))
+        return samples
+
+    def sequence(self, row: int) -> npt.NDArray[np.int32]:
+        """Prompt and response tokens of a row without the last one: what its K/V must hold, i4 `[position]`."""
+        lane = self.lanes[row]
+        prompt = self.occupants[lane].request.prompt_ids
+        made = int(self.positions[row]) - (len(prompt) - 1)
+        response = self.tokens[lane, :made].cpu().numpy()
+        return np.concatenate([prompt, response])[:-1].astype(np.int32)
+
+    def rows_of(self, ids: set[str] | None) -> list[int]:
+        """Live rows of these requests (None: all), ascending."""
+        return [row for row, lane in enumerate(self.lanes) if ids is None or self.occupants[lane].request.id in ids]
+
+    def release(self, rows: list[int]) -> Moves:
+        """Empty these rows and close the gaps with the last live rows."""
+        left = self.live - len(rows)
+        gone = set(rows)
+        holes = [row for row in rows if row < left]
+        sources = [row for row in range(left, self.live) if row not in gone]
+        for row in rows:
+            lane = self.lanes[row]
+            del self.occupants[lane]
+            self._cuts.discard(lane)
+            self._free.append(lane)
+        if holes:
+            self.state[holes] = self.state[sources]
+            self.knobs[holes] = self.knobs[sources]
+            self.positions[holes] = self.positions[sources]
+            for source, hole in zip(sources, holes, strict=True):
+                self.lanes[hole] = self.lanes[source]
+        del self.lanes[left:]
+        self.live = left
+        return Moves(sources, holes, int(self.positions[holes].max()) if holes else 0)

@@ -1,0 +1,240 @@
+"""The producer process: leases groups, generates them with one engine, sends the samples, takes new weights.
+
+Started as `python -m producers.main --config RESOLVED.toml --name NAME [--connect URL --key FILE]`. Guarantees:
+1. it asks for work with the version that its engine holds, never with one it has only heard of (the gate race);
+2. each sample leaves as it finishes, with the digests of the weights that made it;
+3. a lost lease stops its generation; a prompt that cannot be encoded is given back as dead with its reason;
+4. SIGTERM gives the leases back (`stopping`) and ends with 0, within two seconds where the buffer does not answer; so
+   does a finished run. A broken engine ends with 70, a
+   buffer that stays away with 69: the supervisor starts a new process, nothing here is worth saving.
+It owns no state: whatever it held is leased again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from asyncrl import role, rundir
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, Unavailable
+from asyncrl.plugins import Engine, GenRequest, find
+from asyncrl.wire import Lease
+from buffers.client import ProducerClient
+from producers.environments.single_turn import SingleTurn
+from producers.patience import Patience
+from producers.prompts import BadPrompt, Prompts, encode_prompt
+from producers.rollout import Finished, roll_out
+from producers.tokenizer import Tokenizer
+from weightsync.receiver import Receiver
+
+T = TypeVar("T")
+#: A lease request names the engine's version; a swap outdates it. So polls are short: a swap costs at most this much.
+POLL_S = 0.25
+GIVE_BACK_S = 5.0  # at the end of the process
+#: First words of the reasons that say that a lease is gone, as opposed to a sample that is bad.
+LOST = ("token", "gone", "unknown", "poison", "lease", "cancel")
+
+
+class Producer:
+    """One engine and the groups it is working on."""
+
+    def __init__(
+        self, config: Config, *, client: ProducerClient, engine: Engine, receiver: Receiver, patience: Patience
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.patience = patience
+        self.engine = engine
+        self.receiver = receiver
+        self.waiting_for = ""
+        self.leaving = False  # set to end `run` between two requests, so that no granted lease is overlooked
+        self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self.prompts = Prompts(config.data, seed=config.run.seed)
+        self.environment = SingleTurn()
+        self.work: dict[asyncio.Task[None], Lease] = {}
+        self.samples = 0
+        self.refused = 0
+        self._swaps = 0
+        self._version = -1
+        self._last = (time.monotonic(), 0.0)  # (when, busy_s) of the last heartbeat
+
+    async def run(self) -> None:
+        """Keep groups in flight until the run is done."""
+        await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
+        limit = self.config.producers.groups_in_flight(self.config.sampling.group_size)
+        done = False
+        while (self.work or not done) and not self.leaving:
+            if done or len(self.work) >= limit:
+                await asyncio.wait(self.work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                done = await self._ask(limit - len(self.work))
+            for task in [task for task in self.work if task.done()]:
+                del self.work[task]
+                task.result()
+
+    async def _ask(self, groups: int) -> bool:
+        """Lease up to that many groups and start them; True when none will come any more."""
+        asked = time.monotonic()
+        version = self.engine.health().version
+        answer = await self._patiently(
+            lambda: self.client.lease(engine_version=version, max_groups=groups, wait_s=POLL_S)
+        )
+        for lease in answer.leases:
+            self.work[asyncio.create_task(self._group(lease))] = lease
+        self.waiting_for = "" if self.work else answer.reason or "a lease"
+        if not answer.leases and not answer.done:
+            # A service that answers at once (it knows that waiting is futile) must not make this a busy loop.
+            await asyncio.sleep(max(0.0, min(0.05, POLL_S - (time.monotonic() - asked))))
+        return answer.done
+
+    async def _group(self, lease: Lease) -> None:
+        """Generate the missing samples of one leased group."""
+        sampling = self.config.sampling
+        try:
+            row = self.prompts.row_of(lease.group)
+            prompt_ids = encode_prompt(row, self.config.data, self.tokenizer)
+        except BadPrompt as problem:
+            reason = problem.reason
+            await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
+            return
+        request = GenRequest(
+            f"{lease.group}:{lease.token}", prompt_ids, tuple(lease.missing), lease.seed, sampling.max_new_tokens,
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+            stop_ids=self.tokenizer.eos_ids,
+        )  # fmt: skip
+
+        async def deliver(finished: list[Finished]) -> bool:
+            samples = [item.sample for item in finished]
+            versions = {version for sample in samples for version, _ in sample.runs}
+            # A sample can end in the first step after a swap, while the digest of the new weights is being computed.
+            await self.receiver.wait_version(max(versions), timeout_s=self.config.weightsync.timeout_s)
+            reply = await self._patiently(
+                lambda: self.client.submit(
+                    lease, prompt_ids=prompt_ids, samples=samples, row=row,
+                    digests={version: self.receiver.digests[version] for version in versions},
+                    rewards={item.sample.index: item.reward for item in finished if item.reward is not None},
+                )
+            )  # fmt: skip
+            self.samples += len(samples)
+            self.refused += len(reply.refused)
+            return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
+
+        await roll_out(self.engine, self.environment, request, row=row, deliver=deliver)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        def waits(code: str) -> None:
+            self.waiting_for = f"the buffer ({code})"
+
+        return await self.patience.ask(call, on_wait=waits)
+
+    async def heartbeats(self) -> None:
+        """Tell the buffer how it goes; renews the leases."""
+        while True:
+            stats = self.stats()
+            waits = self.receiver.waiting_for if stats["engine_version"] < 0 else self.waiting_for
+            await self._patiently(partial(self.client.heartbeat, stats, waiting_for=waits))
+            await asyncio.sleep(self.config.log.heartbeat_s)
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of the heartbeat, by catalogue name."""
+        health = self.engine.health()
+        now, (then, busy) = time.monotonic(), self._last
+        self._last = (now, health.busy_s)
+        self._swaps += health.version != self._version
+        self._version = health.version
+        return {
+            "busy_share": min(1.0, (health.busy_s - busy) / max(1e-9, now - then)),
+            "generated_tokens": health.generated_tokens, "generated_samples": self.samples,
+            "groups_in_flight": len(self.work), "live_slots": health.running, "engine_version": health.version,
+            "swaps": self._swaps, "swap_s": health.swap_s, "refused_samples": self.refused,
+        }  # fmt: skip
+
+    async def give_back(self, reason: str) -> None:
+        """Cancel what is under way and return its leases; a buffer that is away takes them back by itself."""
+        leases = list(self.work.values())
+        for task in self.work:
+            task.cancel()
+        if self.work:
+            await asyncio.wait(self.work, timeout=GIVE_BACK_S)
+        self.work.clear()
+        if leases and not self.patience.gave_up:
+            try:
+                await asyncio.wait_for(self.client.give_back(leases, reason=reason), GIVE_BACK_S)
+            except (Unavailable, TimeoutError):
+                print(f"{len(leases)} leases could not be given back; they expire", file=sys.stderr, flush=True)
+
+
+async def until_stopped(stop: role.Stop, producer: Producer) -> None:
+    """Wait for SIGTERM and let `run` end by itself; return if it does not."""
+    while not stop.is_set():
+        await asyncio.sleep(0.1)
+    producer.leaving = True
+    await asyncio.sleep(GIVE_BACK_S)
+
+
+async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """Connect, load, work, and leave in order whatever ends it."""
+    keys = role.key_of(args, config)
+    address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
+    patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
+    client = ProducerClient(
+        address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s
+    )
+    engine: Engine = find("asyncrl.engines", config.producers.engine)(config)
+    leave = asyncio.Event()
+    reason = "stopping"
+    producer: Producer | None = None
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        welcome = await patience.ask(lambda: client.hello(engine.fingerprint()))
+        sync = welcome.endpoints.get("weightsync", "") if args.connect else ""
+        receiver = Receiver(
+            sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
+            config=config.weightsync,
+        )  # fmt: skip
+        producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience)
+        await engine.start()
+        print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
+        tasks = [
+            asyncio.create_task(work)
+            for work in (producer.run(), receiver.run(leave), producer.heartbeats(), until_stopped(stop, producer))
+        ]
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    except AsyncRLError as error:
+        reason = error.code
+        if not patience.gave_up:
+            raise
+        print(f"left without a word: {error.message}; its leases expire", flush=True)
+    finally:
+        leave.set()  # the receiver signs off
+        for task in tasks[:1] + tasks[2:]:
+            task.cancel()
+        if producer is not None:
+            await producer.give_back(reason)
+        if tasks:
+            await asyncio.wait(tasks, timeout=GIVE_BACK_S)
+        await engine.close(grace_s=GIVE_BACK_S)
+        client.close()
+
+
+def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """The role's body for `asyncrl.role.run`."""
+    asyncio.run(produce(args, config, stop))
+
+
+def main() -> int:
+    """Entry point of the process."""
+    return role.run("producer", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

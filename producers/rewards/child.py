@@ -1,0 +1,172 @@
+"""The process that runs the user's reward functions, and nothing else: it may be killed at any moment.
+
+Started by `producers.rewards.scorer` as `python -m producers.rewards.child READ_FD WRITE_FD`. Guarantees:
+1. it says `Begin` before every call, so that the parent knows which sample a timeout or a death belongs to;
+2. an exception of a function is a failure of that sample, never a reward;
+3. async functions of a job run together, each within the timeout; a batch function that raises is tried again sample by
+   sample, so that one bad sample does not fail the others;
+4. what functions print goes to the worker's log; the pipes are not stdin or stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.role import die_with_parent
+from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
+from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
+
+
+class Failure(Exception):
+    """A call failed: `reason` of `wire.RewardFailure`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+Outcome = Value | Failure
+
+
+def failure_of(label: str, error: BaseException) -> Failure:
+    """The failure that an exception of the function stands for."""
+    if isinstance(error, NotFinite):
+        return Failure("not_finite", f"{label}: {error}")
+    if isinstance(error, MemoryError):
+        return Failure("memory", f"{label}: MemoryError")
+    if isinstance(error, TimeoutError):
+        return Failure("timeout", f"{label}: {error or 'TimeoutError'}")
+    return Failure("raised", f"{label}: {type(error).__name__}: {error}"[:500])
+
+
+class Scoring:
+    """All functions of the configuration."""
+
+    def __init__(self, setup: Setup, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._timeout_s = setup.timeout_s
+        self._calls = [(spec, RewardCall(spec.function, prompt_key=setup.prompt_key)) for spec in setup.functions]
+
+    def version(self) -> str:
+        """Digest of the files that the functions stand in."""
+        digest = hashlib.blake2b(digest_size=8)
+        for spec, call in self._calls:
+            digest.update(f"{spec.function} {spec.weight} {spec.data_sources}".encode())
+            try:
+                digest.update(Path(inspect.getfile(call.function)).read_bytes())
+            except (OSError, TypeError):  # built in, or an instance: the name has to do
+                continue
+        return digest.hexdigest()
+
+    def score(self, samples: Sequence[RewardSample]) -> None:
+        """Score a job: functions over many samples first, then sample by sample, each reported when done."""
+        together: dict[tuple[int, str], Outcome] = {}
+        for spec, call in self._calls:
+            places = [place for place, sample in enumerate(samples) if applies(spec, sample)]
+            if places and (call.form == "batch" or call.is_async):
+                values = self._together(spec, call, [samples[place] for place in places], places)
+                together |= {(place, spec.label): value for place, value in zip(places, values, strict=True)}
+        for place, sample in enumerate(samples):
+            outcomes: dict[str, Outcome] = {}
+            for spec, call in self._calls:
+                if (place, spec.label) in together:
+                    outcomes[spec.label] = together[place, spec.label]
+                elif applies(spec, sample):
+                    outcomes[spec.label] = self._one(spec, call, sample, place)
+            self._pipe.send(self._result(place, sample, outcomes))
+
+    def _one(self, spec: FunctionSpec, call: RewardCall, sample: RewardSample, place: int) -> Outcome:
+        self._pipe.send(Begin(place, spec.label))
+        try:
+            if call.form == "batch":
+                return call.values(_settle(call.batch([sample])), 1)[0]
+            return value_of(_settle(call.one(sample)))
+        except Exception as error:  # the user's code may raise anything; it is a failure of this sample
+            return failure_of(spec.label, error)
+
+    def _together(
+        self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample], places: list[int]
+    ) -> list[Outcome]:
+        self._pipe.send(Begin(WHOLE_BATCH if len(samples) > 1 else places[0], spec.label))
+        if call.form != "batch":
+            return asyncio.run(self._gather(spec, call, samples))
+        try:
+            return list(call.values(_settle(call.batch(samples)), len(samples)))
+        except Exception as error:  # as in `_one`
+            if len(samples) == 1:
+                return [failure_of(spec.label, error)]
+        return [self._one(spec, call, sample, place) for sample, place in zip(samples, places, strict=True)]
+
+    async def _gather(self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample]) -> list[Outcome]:
+        async def guarded(sample: RewardSample) -> Outcome:
+            try:
+                return value_of(await asyncio.wait_for(call.one(sample), self._timeout_s))
+            except Exception as error:  # as in `_one`
+                return failure_of(spec.label, error)
+
+        return list(await asyncio.gather(*(guarded(sample) for sample in samples)))
+
+    def _result(self, place: int, sample: RewardSample, outcomes: dict[str, Outcome]) -> Result:
+        reward, parts = 0.0, {}
+        used = False
+        for spec, _ in self._calls:
+            outcome = outcomes.get(spec.label)
+            if isinstance(outcome, Failure):
+                return Result(place, reason=outcome.reason, detail=outcome.detail)
+            if outcome is None or outcome.value is None:
+                continue
+            used = True
+            reward += spec.weight * outcome.value
+            parts[spec.label] = outcome.value
+            parts |= {f"{spec.label}/{name}": value for name, value in outcome.parts.items()}
+        if not used:
+            return Result(place, reason="raised", detail=f"no reward function for data_source {sample.data_source!r}")
+        return Result(place, reward, parts)
+
+
+def applies(spec: FunctionSpec, sample: RewardSample) -> bool:
+    """Whether the function is for rows of this source."""
+    return not spec.data_sources or sample.data_source in spec.data_sources
+
+
+def _settle(raw: Any) -> Any:
+    """The result itself where a plain function gave an awaitable."""
+    return asyncio.run(_await(raw)) if inspect.isawaitable(raw) else raw
+
+
+async def _await(raw: Any) -> Any:
+    return await raw
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve jobs until the parent closes the pipe."""
+    die_with_parent()
+    pipe = Pipe(int(argv[0]), int(argv[1]))
+    try:
+        setup = pipe.receive(None)
+        assert isinstance(setup, Setup)
+        try:
+            scoring = Scoring(setup, pipe)
+        except AsyncRLError as error:
+            pipe.send(Ready(f"{error.where}: {error.message}" if error.where else error.message, ""))
+            return error.exit_code
+        pipe.send(Ready("", scoring.version()))
+        while True:
+            job = pipe.receive(None)
+            assert isinstance(job, Job)
+            scoring.score(job.samples)
+            sys.stdout.flush()
+    except Closed:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""The reward worker process: leases unscored samples, scores them in a child process, sends scores and failures.
+
+Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--connect URL --key FILE]`. Guarantees:
+1. functions that cannot be used end the process with `config.reward` (exit code 2) before it asks for work;
+2. a score leaves as soon as it exists, also while the rest of the batch is still being scored;
+3. whatever goes wrong in a function is a failure with its reason (raised | timeout | memory | not_finite | died), which
+   the buffer tries on other workers; it is never a reward;
+4. it goes on sending heartbeats while a function runs; SIGTERM lets the batch under way finish for a few seconds,
+   and waits no longer than two for a buffer that does not answer.
+It imports no torch and runs no function of the user in its own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from asyncrl import role, rundir
+from asyncrl.config import Config
+from asyncrl.errors import Unavailable
+from asyncrl.wire import RewardFailure, Score
+from buffers.client import RewardClient, RewardTask
+from producers.patience import Bell, Patience
+from producers.rewards.functions import RewardSample
+from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.scorer import Scorer
+from producers.tokenizer import Tokenizer
+
+T = TypeVar("T")
+POLL_S = 1.0
+GRACE_S = 5.0  # for the batch under way after SIGTERM
+LOOK_S = 5.0  # every call of a function has its timeout and rings at its end: this is only a net below that
+
+
+def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
+    """What the functions see of a leased sample."""
+    prompt = task.row.get(prompt_key)
+    return RewardSample.of(
+        task.row, prompt=prompt if isinstance(prompt, str) else tokenizer.decode(task.prompt_ids.tolist()),
+        response=tokenizer.decode(task.response_ids.tolist()), prompt_ids=task.prompt_ids.tolist(),
+        response_ids=task.response_ids.tolist(), finish=task.item.finish,
+    )  # fmt: skip
+
+
+class Worker:
+    """One client, one child process."""
+
+    def __init__(
+        self, config: Config, *, client: RewardClient, scorer: Scorer, stop: role.Stop, patience: Patience
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.patience = patience
+        self.scorer = scorer
+        self.stop = stop
+        self.waiting_for = "samples"
+        self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        # One thread for the child's whole life: PR_SET_PDEATHSIG kills it when the *thread* that made it ends.
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self.scored = 0
+        self.failed = 0
+        self._busy_s = 0.0
+        self._calls = 0
+        self._beat = time.monotonic()
+
+    async def run(self) -> None:
+        """Score until the run is done or the process is asked to end."""
+        await asyncio.get_running_loop().run_in_executor(self.thread, self.scorer.start)
+        while not self.stop.is_set():
+            self.waiting_for = "samples"
+            tasks, done = await self._patiently(
+                lambda: self.client.work(max_samples=self.config.reward_workers.batch_samples, wait_s=POLL_S)
+            )
+            if tasks:
+                self.waiting_for = ""
+                await self._score(tasks)
+            elif done:
+                return
+
+    async def _score(self, tasks: Sequence[RewardTask]) -> None:
+        """Score a batch on the scorer's thread, and send what is ready meanwhile."""
+        samples = [sample_of(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
+        loop = asyncio.get_running_loop()
+        ready: list[Result] = []
+        bell = Bell()
+
+        def arrived(result: Result) -> None:
+            ready.append(result)
+            bell.ring()
+
+        started = time.monotonic()
+
+        def hand_over(result: Result) -> None:  # on the scorer's thread
+            loop.call_soon_threadsafe(arrived, result)
+
+        scoring = loop.run_in_executor(self.thread, self.scorer.score, samples, hand_over)
+        scoring.add_done_callback(lambda _: bell.ring())
+        while ready or not scoring.done():
+            await bell.wait(timeout_s=LOOK_S)
+            batch, ready = ready, []
+            if batch:
+                await self._send(tasks, batch)
+        self._busy_s += time.monotonic() - started
+        scoring.result()
+
+    async def _send(self, tasks: Sequence[RewardTask], batch: Sequence[Result]) -> None:
+        scores, failures = [], []
+        for result in batch:
+            item = tasks[result.place].item
+            if result.reason:
+                failures.append(RewardFailure(item.group, item.index, item.token, result.reason, result.detail))
+                print(f"group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
+            else:
+                scores.append(Score(item.group, item.index, item.token, result.reward, result.parts))
+        self.scored += len(scores)
+        self.failed += len(failures)
+        self._calls += len(batch)
+        await self._patiently(lambda: self.client.submit(scores, failures, reward_version=self.scorer.version))
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await self.patience.ask(call)
+
+    async def heartbeats(self) -> None:
+        """Tell the buffer how it goes; renews the leases."""
+        while True:
+            await self._patiently(partial(self.client.heartbeat, self.stats(), waiting_for=self.waiting_for))
+            await asyncio.sleep(self.config.log.heartbeat_s)
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of the heartbeat, by catalogue name."""
+        now = time.monotonic()
+        share = min(1.0, self._busy_s / max(1e-9, now - self._beat))
+        stats = {"busy_share": share, "scored_samples": self.scored, "failed_rewards": self.failed}
+        if self._calls and self._busy_s:  # busy time is known at the end of a batch
+            stats["reward_call_s"] = self._busy_s / self._calls
+            self._calls = 0
+        self._beat, self._busy_s = now, 0.0
+        return stats
+
+
+async def until_stopped(stop: role.Stop) -> None:
+    """Return some seconds after the process was asked to end: `run` usually ends earlier, after its batch."""
+    while not stop.is_set():
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(GRACE_S)
+
+
+async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """Connect, load the functions, score, and kill the child whatever ends it."""
+    address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
+    patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
+    client = RewardClient(
+        address, name=args.name, keys=role.key_of(args, config), max_bytes=config.network.max_message_bytes,
+        timeout_s=limit_s,
+    )  # fmt: skip
+    functions = [FunctionSpec(item.function, item.label, item.weight, item.data_sources) for item in config.reward]
+    scorer = Scorer(functions, prompt_key=config.data.prompt_key, timeout_s=config.reward_workers.timeout_s)
+    worker = Worker(config, client=client, scorer=scorer, stop=stop, patience=patience)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await patience.ask(client.hello)
+        tasks = [asyncio.create_task(part) for part in (worker.run(), worker.heartbeats(), until_stopped(stop))]
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    except Unavailable as error:
+        if not patience.gave_up:
+            raise
+        print(f"left without a word: {error.message}; its leases expire", flush=True)
+    finally:
+        for task in tasks:
+            task.cancel()
+        scorer.stop()  # ends a call under way, so that the scorer's thread returns
+        worker.thread.shutdown(wait=True, cancel_futures=True)
+        scorer.close()
+        client.close()
+
+
+def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """The role's body for `asyncrl.role.run`."""
+    asyncio.run(work(args, config, stop))
+
+
+def main() -> int:
+    """Entry point of the process."""
+    return role.run("reward", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

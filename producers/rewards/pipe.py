@@ -1,0 +1,136 @@
+"""The frames between a reward worker and its child: JSON with a length in front, on two pipes. No pickle.
+
+JSON and not msgpack, because rows may hold integers beyond 64 bits.
+
+Called by `producers.rewards.scorer` (parent) and `producers.rewards.child`. Guarantees: a frame is read whole or not at
+all; what does not decode raises `msgspec.DecodeError`. The parent gives the child untrusted rows as plain JSON values.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from typing import Any, Union
+
+import msgspec
+
+from producers.rewards.functions import RewardSample
+
+LENGTH = struct.Struct("<Q")
+MAX_FRAME_BYTES = 1 << 30
+WHOLE_BATCH = -1
+
+
+class FunctionSpec(msgspec.Struct, frozen=True):
+    """One `[[reward]]`: 'module:name', its label, weight and the data sources it is for (none: all)."""
+
+    function: str
+    label: str
+    weight: float = 1.0
+    data_sources: tuple[str, ...] = ()
+
+
+class Setup(msgspec.Struct, frozen=True, tag=1):
+    """First frame to the child."""
+
+    functions: tuple[FunctionSpec, ...]
+    prompt_key: str
+    timeout_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=2):
+    """First frame from the child: a problem, or the version (digest of the functions' files)."""
+
+    problem: str
+    version: str
+
+
+class Job(msgspec.Struct, frozen=True, tag=3):
+    """Samples to score."""
+
+    samples: tuple[RewardSample, ...]
+
+
+class Begin(msgspec.Struct, frozen=True, tag=4):
+    """A call starts now, for one sample of the job or `WHOLE_BATCH`; the clock of its timeout."""
+
+    place: int
+    label: str
+
+
+class Result(msgspec.Struct, frozen=True, tag=5):
+    """One sample of the job is done: its reward and parts, or a failure `reason` with `detail`."""
+
+    place: int
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    reason: str = ""
+    detail: str = ""
+
+
+Frame = Union[Setup, Ready, Job, Begin, Result]
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Frame] = msgspec.json.Decoder(Frame)
+
+
+class Silence(Exception):
+    """Nothing arrived in time."""
+
+
+class Closed(Exception):
+    """The other end has gone."""
+
+
+class Pipe:
+    """One end: reads frames from `source`, writes them to `sink` (file descriptors)."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source = source
+        self._sink = sink
+        self._held = bytearray()
+        os.set_blocking(sink, False)  # so that a stopped reader cannot block the writer for ever
+
+    def send(self, frame: Frame, timeout_s: float = 60.0) -> None:
+        """Write a frame; waits while the pipe is full. Raises Closed, or Silence when nobody reads for `timeout_s`."""
+        data = _encoder.encode(frame)
+        view = memoryview(LENGTH.pack(len(data)) + data)
+        try:
+            while view:
+                if not select.select([], [self._sink], [], timeout_s)[1]:
+                    raise Silence
+                view = view[os.write(self._sink, view) :]
+        except OSError as error:
+            raise Closed(str(error)) from None
+
+    def receive(self, timeout_s: float | None) -> Any:
+        """The next frame. Raises Silence after `timeout_s` (None: waits), Closed at the end of the pipe."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (frame := self._take()) is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._source], [], [], left)[0]:
+                raise Silence
+            data = os.read(self._source, 1 << 16)
+            if not data:
+                raise Closed("end of the pipe")
+            self._held += data
+        return frame
+
+    def _take(self) -> Frame | None:
+        if len(self._held) < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack_from(self._held)
+        if size > MAX_FRAME_BYTES:
+            raise Closed(f"a frame of {size} bytes")
+        end = LENGTH.size + size
+        if len(self._held) < end:
+            return None
+        frame = _decoder.decode(self._held[LENGTH.size : end])
+        del self._held[:end]
+        return frame
+
+    def close(self) -> None:
+        """Close both descriptors."""
+        os.close(self._source)
+        os.close(self._sink)

@@ -1,0 +1,150 @@
+"""Scores samples in a child process that can be killed: the parent's half.
+
+Called by `producers.rewards.main` from one thread. Guarantees:
+1. a call that takes longer than the timeout is killed with its whole process group, and is a `timeout` of the sample it
+   worked on; a child that exits or crashes is `died`; both start a new child and the other samples go on;
+2. every sample of a job gets exactly one result, in any order, unless the parent itself is stopped;
+3. functions that cannot be loaded are `config.reward`, at the start and at any restart.
+It never makes up a reward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from producers.rewards.functions import RewardSample
+from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup, Silence
+
+IMPORT_LIMIT_S = 120.0  # for the user's modules
+GRACE_S = 1.0  # above the timeout, so that an async function's own timeout comes first
+
+
+class Scorer:
+    """One child process with all reward functions of a configuration."""
+
+    def __init__(self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float) -> None:
+        self.version = ""
+        self.restarts = 0
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Pipe | None = None
+        self._stopped = False
+        self._label = ""  # the function that runs, or ran last
+        self._ending = ""  # how the child ended
+
+    def start(self) -> None:
+        """Start the child and load the functions. Raises `config.reward` where they cannot be used."""
+        to_child, from_child = os.pipe(), os.pipe()
+        self._pipe = Pipe(from_child[0], to_child[1])
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "producers.rewards.child", str(to_child[0]), str(from_child[1])],
+            pass_fds=(to_child[0], from_child[1]), stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        os.close(to_child[0])
+        os.close(from_child[1])
+        names = ", ".join(spec.function for spec in self._setup.functions)
+        try:
+            self._pipe.send(self._setup)
+            ready = self._pipe.receive(IMPORT_LIMIT_S)
+            problem = ready.problem if isinstance(ready, Ready) else f"the child sent {type(ready).__name__}"
+        except Silence:
+            problem = f"{names}: importing took longer than {IMPORT_LIMIT_S:g} s"
+        except (Closed, msgspec.DecodeError):
+            problem = f"{names}: the process ended while importing"
+        if problem:
+            self.close()
+            raise ConfigError("config.reward", problem)
+        self.version = ready.version
+
+    def score(self, samples: Sequence[RewardSample], on_result: Callable[[Result], None]) -> None:
+        """Score all samples; `on_result` gets each result with the sample's place in `samples`, as it is ready."""
+        waiting = [list(range(len(samples)))]  # jobs, as places
+        while waiting:
+            places = waiting.pop(0)
+            left, culprit, reason = self._run(samples, places, on_result)
+            if self._stopped:
+                return
+            if not left:
+                continue
+            # The child is gone. Whoever it worked on has failed; the rest goes on in a new one. Where it worked on
+            # the whole batch, every sample gets a job of its own, to find out which one it was.
+            alone = len(left) == 1
+            if culprit == WHOLE_BATCH and not alone:
+                waiting[:0] = [[place] for place in left]
+            else:
+                failed = left[0] if alone else culprit
+                on_result(Result(failed, reason=reason, detail=self._detail(reason)))
+                rest = [place for place in left if place != failed]
+                waiting[:0] = [rest] if rest else []
+            self._restart()
+
+    def _detail(self, reason: str) -> str:
+        names = ", ".join(spec.label for spec in self._setup.functions)
+        if reason == "timeout":
+            return f"{self._label or names}: no result within {self._setup.timeout_s:g} s"
+        return f"{self._label or names}: its process ended ({self._ending})"
+
+    def _run(
+        self, samples: Sequence[RewardSample], places: list[int], on_result: Callable[[Result], None]
+    ) -> tuple[list[int], int, str]:
+        """Run one job. What is left of it, and whose fault that is: nothing left where all went well."""
+        assert self._pipe is not None
+        left, culprit, self._label, self._ending = list(places), WHOLE_BATCH, "", ""
+        try:
+            self._pipe.send(Job(tuple(samples[place] for place in places)))
+            while left:
+                frame = self._pipe.receive(self._setup.timeout_s + GRACE_S)
+                if isinstance(frame, Begin):
+                    culprit = WHOLE_BATCH if frame.place == WHOLE_BATCH else places[frame.place]
+                    self._label = frame.label
+                elif isinstance(frame, Result):
+                    place = places[frame.place]
+                    left.remove(place)
+                    culprit = WHOLE_BATCH
+                    on_result(Result(place, frame.reward, frame.parts, frame.reason, frame.detail))
+        except Silence:
+            return left, culprit, "timeout"
+        except (Closed, msgspec.DecodeError) as error:
+            self._ending = self._exit_code() or str(error)
+            return left, culprit, "died"
+        return [], WHOLE_BATCH, ""
+
+    def _exit_code(self) -> str:
+        try:
+            assert self._child is not None
+            return f"exit code {self._child.wait(timeout=GRACE_S)}"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def _restart(self) -> None:
+        self.restarts += 1
+        self.close()
+        self.start()
+
+    def stop(self) -> None:
+        """End a call under way without a result, from another thread: `score` returns, nothing is restarted."""
+        self._stopped = True
+        self._kill()
+
+    def close(self) -> None:
+        """Kill the child and everything it started."""
+        self._kill()
+        if self._child is not None:
+            self._child.wait(timeout=10)
+            self._child = None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)

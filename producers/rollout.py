@@ -1,0 +1,62 @@
+"""A rollout: an engine, an environment and one leased group; finished samples leave as soon as they exist.
+
+Called by `producers.main`, once per lease. Guarantees:
+1. samples that finish in the same decode step are delivered in one call; a slow one gathers what finishes meanwhile;
+2. when `deliver` says that the lease is lost, the rest of the group is given up at the engine;
+3. cancelling the rollout gives the group up as well; an error of the engine or environment comes out of it.
+It knows no buffer: `deliver` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from asyncrl.plugins import Engine, GenRequest, GenSample
+from producers.patience import Bell
+
+#: The engine ends its iterator in every case, which rings too: a wait this long is only a net below that promise.
+LOOK_S = 5.0
+
+
+class Finished(NamedTuple):
+    """A finished sample, and its reward where the environment scores itself."""
+
+    sample: GenSample
+    reward: float | None = None
+
+
+class Environment(Protocol):
+    """What happens between prompt and finished sample."""
+
+    def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished]:
+        """The samples of the request, each as it finishes."""
+
+
+async def roll_out(
+    engine: Engine, environment: Environment, request: GenRequest, *, row: Mapping[str, Any],
+    deliver: Callable[[list[Finished]], Awaitable[bool]],
+) -> None:  # fmt: skip
+    """Play one group and deliver its samples; `deliver` answers False once the lease is lost."""
+    ready: list[Finished] = []
+    bell = Bell()
+
+    async def pump() -> None:
+        async for item in environment.play(engine, request, row):
+            ready.append(item)
+            bell.ring()
+
+    pumping = asyncio.create_task(pump())
+    pumping.add_done_callback(lambda _: bell.ring())
+    try:
+        while ready or not pumping.done():
+            await bell.wait(timeout_s=LOOK_S)
+            batch, ready[:] = list(ready), []
+            if batch and not await deliver(batch):
+                await engine.abort([request.id])
+                return
+        pumping.result()
+    finally:
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)  # its own error has come out above, or another one has

@@ -1,0 +1,119 @@
+"""Text to token ids and back, from a model folder, without torch.
+
+Called by producers (prompts) and reward workers (responses). Guarantees:
+1. `tokenizer.json` is read by the `tokenizers` package alone; transformers is imported only for a chat template or for
+   a folder without `tokenizer.json`, and never fetches anything;
+2. `eos_ids` is the union of what `config.json`, `generation_config.json` and the tokenizer call end of sequence;
+   a folder without any is refused (`config.tokenizer`): such a policy could not end an answer;
+3. chat templates are rendered by transformers' sandboxed Jinja.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as FastTokenizer
+
+from asyncrl.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer:
+    """The tokenizer of a model folder."""
+
+    def __init__(self, path: str | Path, *, trust_remote_code: bool = False) -> None:
+        self._folder = Path(path)
+        self._trust = trust_remote_code
+        self._auto: Any = None
+        self._fast = self._load_fast()
+        self.eos_ids = self._find_eos()
+
+    def _load_fast(self) -> FastTokenizer | None:
+        file = self._folder / "tokenizer.json"
+        if not file.exists():
+            self._transformers()
+            return None
+        try:
+            fast = FastTokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare Exception for any damage
+            raise ConfigError("config.tokenizer", str(error), where=str(file)) from None
+        fast.no_truncation()
+        fast.no_padding()
+        return fast
+
+    def _transformers(self) -> Any:
+        if self._auto is None:
+            try:
+                from transformers import AutoTokenizer
+
+                self._auto = AutoTokenizer.from_pretrained(
+                    self._folder, local_files_only=True, trust_remote_code=self._trust
+                )
+            except (ImportError, OSError, ValueError, KeyError) as error:
+                raise ConfigError("config.tokenizer", str(error), where=str(self._folder)) from None
+        return self._auto
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, with a BOS where the tokenizer adds one, never with an EOS behind it."""
+        if self._fast is None:
+            ids = list(self._auto.encode(text))
+            bare = list(self._auto.encode(text, add_special_tokens=False))
+        else:
+            ids = self._fast.encode(text).ids
+            bare = self._fast.encode(text, add_special_tokens=False).ids
+        ends = bool(ids) and ids[-1] in self.eos_ids and ids[-1:] != bare[-1:]
+        return ids[:-1] if ends else ids
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Ids of chat messages by the tokenizer's template, with the opening of the answer."""
+        auto = self._transformers()
+        if not auto.chat_template:
+            raise ConfigError(
+                "config.tokenizer", "the prompts are chat messages and the tokenizer has no chat template",
+                where=str(self._folder), remedy="give the tokenizer a chat template, or the prompts as plain text",
+            )  # fmt: skip
+        text = auto.apply_chat_template([dict(message) for message in messages], tokenize=False,
+                                        add_generation_prompt=True)  # fmt: skip
+        if self._fast is None:
+            return list(auto.encode(text, add_special_tokens=False))
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids without special tokens."""
+        plain = [int(token) for token in ids]
+        if self._fast is None:
+            return str(self._auto.decode(plain, skip_special_tokens=True))
+        return str(self._fast.decode(plain, skip_special_tokens=True))
+
+    def _find_eos(self) -> tuple[int, ...]:
+        found: set[int] = set()
+        for name in ("config.json", "generation_config.json"):
+            tree = self._json(name)
+            for section in (tree, tree.get("text_config") or {}):
+                value = section.get("eos_token_id")
+                found.update(value if isinstance(value, list) else [] if value is None else [value])
+        names = ("tokenizer_config.json", "special_tokens_map.json")
+        token = next((value for name in names if (value := self._json(name).get("eos_token"))), None)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text is not None and self._fast is not None:
+            known = self._fast.token_to_id(text)
+            found.update([] if known is None else [known])
+        if self._auto is not None and self._auto.eos_token_id is not None:
+            found.add(self._auto.eos_token_id)
+        if not found:
+            raise ConfigError("config.tokenizer", "neither the model nor the tokenizer names an end of sequence",
+                              where=str(self._folder))  # fmt: skip
+        return tuple(sorted(int(token) for token in found))
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self._folder / name
+        try:
+            tree = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError("config.tokenizer", str(error), where=str(file)) from None
+        return tree if isinstance(tree, dict) else {}

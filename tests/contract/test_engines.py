@@ -1,0 +1,511 @@
+"""What every engine promises, checked on the hf engine with tiny random models on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
+
+from asyncrl.config import Config, parse
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plugins import GenRequest, GenSample, find
+from asyncrl.versions import expand
+from asyncrl.wire import Manifest, Tensor
+from producers.engines.hf import HFEngine
+from weightsync.digest import digest_tensors
+from weightsync.plan import TensorSpec, plan_buckets
+
+VOCAB = 40
+EOS = 2
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def _qwen3(**more: Any) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=EOS,
+        initializer_range=0.2, **more,
+    )  # fmt: skip
+
+
+def _llama() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=EOS,
+        initializer_range=0.2,
+    )  # fmt: skip
+
+
+def _gpt2() -> GPT2Config:
+    return GPT2Config(vocab_size=VOCAB, n_positions=256, n_embd=32, n_layer=2, n_head=4, eos_token_id=EOS,
+                      bos_token_id=1, initializer_range=0.2)  # fmt: skip
+
+
+def make(shape: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa", dtype=dtype).eval()
+
+
+def save(folder: Path, shape: Any, *, dtype: torch.dtype = torch.float32) -> Path:
+    make(shape, seed=0, dtype=dtype).save_pretrained(folder)
+    Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save(root / name, make_shape()) for name, make_shape in SHAPES.items()}
+
+
+SHAPES: dict[str, Callable[[], Any]] = {"qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2}
+
+
+def config_of(folder: Path, **producers: Any) -> Config:
+    dtype = producers.pop("dtype", "float32")
+    lines = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in producers.items())
+    return parse(f"""
+[model]
+path = "{folder}"
+dtype = "{dtype}"
+[data]
+path = "unused.jsonl"
+max_prompt_tokens = 24
+[sampling]
+max_new_tokens = 64
+[producers]
+device = "cpu"
+{lines}
+[[reward]]
+function = "unused:unused"
+""")
+
+
+def layout(model: PreTrainedModel, *, bucket_bytes: int = 4096) -> tuple[list[Tensor], Manifest, list[bytes]]:
+    """What a publisher sends for these weights: tensors, manifest (without version) and the bucket bytes."""
+    held = dict(model.named_parameters())
+    plan = plan_buckets([TensorSpec(n, NAMES[p.dtype], tuple(p.shape)) for n, p in held.items()],
+                        bucket_bytes=bucket_bytes)  # fmt: skip
+    raw = {name: p.detach().contiguous().flatten().view(torch.uint8).numpy() for name, p in held.items()}
+    buckets = [bytearray(size) for size in plan.bucket_bytes]
+    for tensor in plan.tensors:
+        buckets[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes] = raw[tensor.name].tobytes()
+    digests, whole = digest_tensors(plan.tensors, lambda name: raw[name])
+    manifest = Manifest(0, plan.digest, tuple(plan.bucket_bytes), digests, whole)
+    return list(plan.tensors), manifest, [bytes(bucket) for bucket in buckets]
+
+
+async def push(engine: HFEngine, model: PreTrainedModel, version: int) -> tuple[str, str]:
+    """Send a version; the digests that the publisher and the engine name."""
+    return await stage(engine, model, version), await engine.commit_update()
+
+
+async def stage(engine: HFEngine, model: PreTrainedModel, version: int) -> str:
+    """Send a version without committing it; its digest."""
+    tensors, manifest, buckets = layout(model)
+    manifest = Manifest(version, manifest.plan, manifest.bucket_bytes, manifest.bucket_digests, manifest.digest)
+    await engine.begin_update(manifest, tensors)
+    for number, data in enumerate(buckets):
+        await engine.apply_bucket(number, memoryview(data))
+    return manifest.digest
+
+
+def request(name: str, prompt: list[int], indices: tuple[int, ...] = (0,), *, seed: int = 5, **more: Any) -> GenRequest:
+    settings: dict[str, Any] = {"max_new_tokens": 20, "stop_ids": (EOS,)} | more
+    return GenRequest(name, np.asarray(prompt, dtype=np.int32), indices, seed, **settings)
+
+
+async def tokens_made(engine: HFEngine, count: int) -> None:
+    while engine.health().generated_tokens < count:
+        await asyncio.sleep(0.001)
+
+
+async def all_of(engine: HFEngine, wanted: GenRequest) -> dict[int, GenSample]:
+    return {item.index: item async for item in engine.generate(wanted)}
+
+
+@torch.inference_mode()
+def plain_logprobs(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray, *, temperature: float) -> np.ndarray:
+    ids = torch.tensor([*prompt, *tokens.tolist()])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    table = torch.log_softmax(logits / temperature, -1)
+    return table.gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+
+
+def run(config: Config, body: Callable[[HFEngine], Any], *, start: bool = True) -> Any:
+    async def whole() -> Any:
+        engine = find("asyncrl.engines", "hf")(config)
+        if start:
+            await engine.start()
+        try:
+            return await asyncio.wait_for(body(engine), 60)
+        finally:
+            await engine.close(grace_s=5)
+
+    return asyncio.run(whole())
+
+
+PROMPTS = [[3, 4, 5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [30, 31]]
+
+
+# ---------------------------------------------------------------- log-probs, seeds, slots
+
+
+@pytest.mark.parametrize("family", sorted(SHAPES))
+def test_logprobs_equal_a_plain_forward(folders: dict[str, Path], family: str) -> None:
+    model = make(SHAPES[family](), seed=1)
+
+    async def body(engine: HFEngine) -> list[dict[int, GenSample]]:
+        await push(engine, model, 0)
+        wanted = [request(f"g{n}", prompt, (0, 1, 2), temperature=0.7) for n, prompt in enumerate(PROMPTS)]
+        return list(await asyncio.gather(*(all_of(engine, item) for item in wanted)))
+
+    # 5 slots for 12 samples: rows are refilled and moved on the way.
+    for prompt, group in zip(PROMPTS, run(config_of(folders[family], slots=5), body), strict=True):
+        assert sorted(group) == [0, 1, 2]
+        for item in group.values():
+            assert len(item.token_ids) == len(item.logprobs) == sum(count for _, count in item.runs)
+            assert item.token_ids.dtype == np.int32 and item.logprobs.dtype == np.float32
+            expected = plain_logprobs(model, prompt, item.token_ids, temperature=0.7)
+            assert np.abs(expected - item.logprobs).max() < 1e-4
+            assert item.finish == ("stop" if item.token_ids[-1] == EOS else "length")
+            assert EOS not in item.token_ids[:-1]
+            assert item.finish == "stop" or len(item.token_ids) == 20
+
+
+def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def alone(engine: HFEngine) -> dict[int, GenSample]:
+        await push(engine, model, 0)
+        return await all_of(engine, request("x", PROMPTS[0], (2,), seed=77))
+
+    async def crowded(engine: HFEngine) -> tuple[dict[int, GenSample], dict[int, GenSample]]:
+        await push(engine, model, 0)
+        others = [request(f"o{n}", prompt, tuple(range(4)), seed=n) for n, prompt in enumerate(PROMPTS)]
+        other_seed = request("y", PROMPTS[0], (2,), seed=78)
+        results = await asyncio.gather(
+            all_of(engine, others[0]), all_of(engine, others[1]),
+            all_of(engine, request("x", PROMPTS[0], (0, 1, 2), seed=77)),
+            all_of(engine, others[2]), all_of(engine, others[3]), all_of(engine, other_seed),
+        )  # fmt: skip
+        return results[2], results[5]
+
+    single = run(config_of(folders["qwen3"], slots=1), alone)[2]
+    group, other = run(config_of(folders["qwen3"], slots=6), crowded)
+    assert single.token_ids.tolist() == group[2].token_ids.tolist()
+    assert np.abs(single.logprobs - group[2].logprobs).max() < 1e-4
+    assert group[0].token_ids.tolist() != group[1].token_ids.tolist()
+    assert other[2].token_ids.tolist() != single.token_ids.tolist()
+
+
+def test_top_k_and_top_p_cut_what_is_drawn_but_not_the_logprob(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> list[dict[int, GenSample]]:
+        await push(engine, model, 0)
+        return list(await asyncio.gather(
+            all_of(engine, request("k", PROMPTS[0], tuple(range(8)), top_k=2, stop_ids=())),
+            all_of(engine, request("p", PROMPTS[0], tuple(range(8)), top_p=0.3, stop_ids=())),
+            all_of(engine, request("free", PROMPTS[0], tuple(range(8)), stop_ids=())),
+        ))  # fmt: skip
+
+    cut_k, cut_p, free = run(config_of(folders["qwen3"], slots=24), body)
+    for group, inside in ((cut_k, _inside_top_k), (cut_p, _inside_top_p), (free, None)):
+        outside = 0
+        for item in group.values():
+            expected = plain_logprobs(model, PROMPTS[0], item.token_ids, temperature=1.0)
+            assert np.abs(expected - item.logprobs).max() < 1e-4
+            outside += 0 if inside is None else int((~inside(model, PROMPTS[0], item.token_ids)).sum())
+        assert outside == 0
+    assert not all(_inside_top_k(model, PROMPTS[0], item.token_ids).all() for item in free.values())
+
+
+def _table(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.tensor([*prompt, *tokens.tolist()])
+    with torch.inference_mode():
+        return model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].float().softmax(-1), ids[len(prompt) :, None]
+
+
+def _inside_top_k(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray) -> np.ndarray:
+    probs, ids = _table(model, prompt, tokens)
+    return (probs.topk(2, -1).indices == ids).any(1).numpy()
+
+
+def _inside_top_p(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray) -> np.ndarray:
+    probs, ids = _table(model, prompt, tokens)
+    above = (probs * (probs > probs.gather(1, ids))).sum(-1)
+    return (above < 0.3 + 1e-5).numpy()
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _swap_in_flight(folder: Path, kv: str) -> tuple[PreTrainedModel, PreTrainedModel, dict[int, GenSample], list[Any]]:
+    old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
+
+    async def body(engine: HFEngine) -> tuple[dict[int, GenSample], list[Any]]:
+        digests = [await push(engine, old, 3)]
+        sent = await stage(engine, new, 4)  # beforehand, so that on a busy machine the swap comes in time
+        wanted = request("x", PROMPTS[0], tuple(range(6)), max_new_tokens=64, stop_ids=())
+        going = asyncio.create_task(all_of(engine, wanted))
+        await tokens_made(engine, 4 * 8)
+        digests.append((sent, await engine.commit_update()))
+        return await going, [digests, engine.health()]
+
+    group, rest = run(config_of(folder, slots=4, kv_at_swap=kv), body)
+    return old, new, group, rest
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_swap_in_flight_has_exact_runs(folders: dict[str, Path], kv: str) -> None:
+    old, new, group, (digests, health) = _swap_in_flight(folders["qwen3"], kv)
+    assert [sent == held for sent, held in digests] == [True, True] and digests[0] != digests[1]
+    assert health.version == 4 and health.swap_s > 0
+    mixed = [item for item in group.values() if len(item.runs) == 2]
+    assert len(mixed) >= 4, "the swap came after the samples had ended"
+    for item in group.values():
+        versions = expand(item.runs)
+        assert len(versions) == len(item.token_ids) == 64
+        before = plain_logprobs(old, PROMPTS[0], item.token_ids, temperature=1.0)
+        after = plain_logprobs(new, PROMPTS[0], item.token_ids, temperature=1.0)
+        assert np.abs(before - item.logprobs)[versions == 3].max(initial=0.0) < 1e-4
+        gap = np.abs(after - item.logprobs)[versions == 4]
+        if kv == "recompute" or len(item.runs) == 1:
+            assert gap.max() < 1e-4
+        elif len(item.runs) == 2:
+            assert gap.max() > 1e-3, "old K/V under new weights cannot give the new model's log-probs"
+
+
+def test_an_unfinished_update_changes_nothing(folders: dict[str, Path]) -> None:
+    model, other = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
+
+    async def body(engine: HFEngine) -> tuple[Any, ...]:
+        await push(engine, model, 0)
+        first = await all_of(engine, request("a", PROMPTS[0]))
+        tensors, manifest, buckets = layout(other)
+        await engine.begin_update(manifest, tensors)
+        await engine.apply_bucket(0, buckets[0])
+        with pytest.raises(AsyncRLError, match="without buckets") as early:
+            await engine.commit_update()
+        await engine.abort_update()
+        return first, await all_of(engine, request("b", PROMPTS[0])), early.value.code, engine.health().version
+
+    first, second, code, version = run(config_of(folders["qwen3"], slots=2), body)
+    assert first[0].token_ids.tolist() == second[0].token_ids.tolist()
+    assert (code, version) == ("sync.failed", 0)
+
+
+def test_another_layout_is_refused(folders: dict[str, Path]) -> None:
+    async def body(engine: HFEngine) -> list[str]:
+        tensors, manifest, _ = layout(make(_qwen3(), seed=1))
+        first = tensors[0]
+        renamed = Tensor("nobody.weight", first.dtype, first.shape, first.bucket, first.offset, first.nbytes)
+        reshaped = Tensor(first.name, first.dtype, (1, *first.shape), first.bucket, first.offset, first.nbytes)
+        wider = Tensor(first.name, "F64", first.shape, first.bucket, first.offset, first.nbytes)
+        messages = []
+        for wrong in ([renamed, *tensors[1:]], [reshaped, *tensors[1:]], [wider, *tensors[1:]], tensors[1:]):
+            with pytest.raises(AsyncRLError) as caught:
+                await engine.begin_update(manifest, wrong)
+            assert caught.value.code == "sync.plan"
+            messages.append(caught.value.message)
+        return messages
+
+    unknown, shape, dtype, missing = run(config_of(folders["qwen3"], slots=1), body)
+    assert "nobody.weight" in unknown and "sent" in shape and "float32" in dtype and "lacks 1 " in missing
+
+
+def test_bfloat16_engine_holds_what_was_sent(tmp_path: Path) -> None:
+    folder = save(tmp_path / "m", _qwen3(), dtype=torch.bfloat16)
+    model = make(_qwen3(), seed=1, dtype=torch.bfloat16)
+
+    async def body(engine: HFEngine) -> tuple[tuple[str, str], dict[int, GenSample]]:
+        return await push(engine, model, 0), await all_of(engine, request("x", PROMPTS[0], (0, 1)))
+
+    (sent, held), group = run(config_of(folder, slots=2, dtype="bfloat16"), body)
+    assert sent == held
+    assert all(np.isfinite(item.logprobs).all() for item in group.values())
+
+
+# ---------------------------------------------------------------- requests that end early, or do not fit
+
+
+def test_abort_ends_the_iterator_and_frees_the_slots(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> tuple[Any, ...]:
+        await push(engine, model, 0)
+        long = request("x", PROMPTS[0], tuple(range(9)), max_new_tokens=64, stop_ids=())
+        going = asyncio.create_task(all_of(engine, long))
+        other = asyncio.create_task(all_of(engine, request("y", PROMPTS[1], (0, 1), stop_ids=())))
+        await tokens_made(engine, 8)
+        count = await engine.abort(["x"])
+        got = await asyncio.wait_for(going, 5)
+        kept = await asyncio.wait_for(other, 10)
+        return got, count, kept, await all_of(engine, request("x", PROMPTS[0])), engine.health()
+
+    got, count, kept, again, health = run(config_of(folders["qwen3"], slots=4), body)
+    assert len(got) + count == 9 and count > 0
+    assert sorted(kept) == [0, 1] and sorted(again) == [0]
+    assert (health.running, health.waiting) == (0, 0)
+
+
+def test_leaving_the_iterator_gives_the_request_up(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> Any:
+        await push(engine, model, 0)
+        wanted = request("x", PROMPTS[0], tuple(range(8)), max_new_tokens=64, stop_ids=())
+        going = asyncio.create_task(all_of(engine, wanted))
+        await tokens_made(engine, 8)
+        going.cancel()
+        await asyncio.wait([going])
+        for _ in range(500):
+            if engine.health().running == engine.health().waiting == 0:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    assert run(config_of(folders["qwen3"], slots=2), body)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"prompt": list(range(25))}, "max_prompt_tokens"), ({"max_new_tokens": 65}, "max_new_tokens"),
+     ({"prompt": [VOCAB]}, "vocabulary"), ({"prompt": []}, "0 tokens"), ({"temperature": 0.0}, "temperature")],
+)  # fmt: skip
+def test_a_request_that_does_not_fit_is_refused(folders: dict[str, Path], change: dict[str, Any], words: str) -> None:
+    async def body(engine: HFEngine) -> None:
+        await push(engine, make(_qwen3(), seed=1), 0)
+        settings = dict(change)
+        with pytest.raises(AsyncRLError, match=words):
+            await all_of(engine, request("x", settings.pop("prompt", [3]), **settings))
+
+    run(config_of(folders["qwen3"], slots=1), body)
+
+
+def test_no_samples_before_the_first_weights(folders: dict[str, Path]) -> None:
+    async def body(engine: HFEngine) -> int:
+        with pytest.raises(AsyncRLError, match="no weights"):
+            await all_of(engine, request("x", [3]))
+        return engine.health().version
+
+    assert run(config_of(folders["qwen3"], slots=1), body) == -1
+
+
+def test_a_failing_forward_ends_everything_with_engine_broken(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> tuple[str, str, bool]:
+        await push(engine, model, 0)
+
+        def explode(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("out of memory, say")
+
+        engine._model.forward = explode  # type: ignore[union-attr, method-assign]
+        with pytest.raises(AsyncRLError, match="out of memory") as under_way:
+            await asyncio.wait_for(all_of(engine, request("x", PROMPTS[0])), 10)
+        with pytest.raises(AsyncRLError) as later:
+            await push(engine, model, 1)
+        return under_way.value.code, later.value.code, engine.health().alive
+
+    assert run(config_of(folders["qwen3"], slots=2), body) == ("engine.broken", "engine.broken", False)
+
+
+# ---------------------------------------------------------------- start
+
+
+def _refusal(folder: Path, **producers: Any) -> ConfigError:
+    async def body(engine: HFEngine) -> ConfigError:
+        with pytest.raises(ConfigError) as caught:
+            await engine.start()
+        return caught.value
+
+    return run(config_of(folder, **producers), body, start=False)
+
+
+def test_sliding_windows_are_refused_by_name(tmp_path: Path) -> None:
+    shape = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, sliding_window=16,
+    )  # fmt: skip
+    error = _refusal(save(tmp_path / "m", shape), slots=2)
+    assert error.code == "config.model" and "sliding window of 16" in error.message
+
+
+def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
+    from transformers import MambaConfig
+
+    shape = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+    shape.save_pretrained(tmp_path)
+    assert _refusal(tmp_path, slots=2).code == "config.model"
+
+
+def test_a_model_that_ignores_positions_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from producers.engines import kv
+
+    right = kv.SlotCache.__init__
+
+    def off_by_one(self: Any, store: Any, rows: Any, positions: Any, visible: int) -> None:
+        right(self, store, rows, (positions + 1).clamp(max=visible - 1), visible)
+
+    monkeypatch.setattr(kv.SlotCache, "__init__", off_by_one)
+    error = _refusal(folders["qwen3"], slots=2)
+    assert error.code == "config.model" and "differ" in error.message
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Qwen3Moe", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+        ("GPTNeoX", {}), ("Gemma", {"head_dim": 8}), ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32}),
+    ],
+)  # fmt: skip
+def test_other_families_start_and_pass_the_self_check(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    import transformers
+
+    shape = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=EOS, **more,
+    )  # fmt: skip
+
+    async def body(engine: HFEngine) -> int:
+        return engine.health().version
+
+    assert run(config_of(save(tmp_path / "m", shape), slots=3), body) == -1
+
+
+def test_a_missing_folder_and_too_many_slots_are_configuration_errors(folders: dict[str, Path], tmp_path: Path) -> None:
+    assert _refusal(tmp_path / "nothing", slots=1).code == "config.model"
+    error = _refusal(folders["qwen3"], slots=10**9)
+    assert error.code == "config.conflict" and "producers.slots" in error.message
+
+
+def test_fingerprint_covers_model_tokenizer_and_dtype(folders: dict[str, Path], tmp_path: Path) -> None:
+    same = HFEngine(config_of(folders["qwen3"])).fingerprint()
+    assert same == HFEngine(config_of(folders["qwen3"], slots=9)).fingerprint()
+    other_tokenizer = save(tmp_path / "m", _qwen3())
+    assert HFEngine(config_of(other_tokenizer)).fingerprint() == same  # another folder, the same files
+    (other_tokenizer / "tokenizer.json").write_text("{}")
+    others = {
+        HFEngine(config_of(other_tokenizer)).fingerprint(), HFEngine(config_of(folders["llama"])).fingerprint(),
+        HFEngine(config_of(folders["qwen3"], dtype="bfloat16")).fingerprint(),
+    }  # fmt: skip
+    assert len(others | {same}) == 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

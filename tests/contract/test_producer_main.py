@@ -1,0 +1,282 @@
+"""The producer's main loop with the hf engine, against a buffer that this test plays on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from asyncrl import role, wire
+from asyncrl.config import Config, parse
+from asyncrl.errors import AsyncRLError
+from asyncrl.metrics import CATALOGUE
+from asyncrl.sockets import Call, Responder, ipc_address
+from asyncrl.wire import Manifest
+from producers import main
+from weightsync.digest import digest_tensors
+from weightsync.plan import TensorSpec, plan_buckets
+
+IDS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *"0123456789+="])}
+GROUP = 4
+
+
+class Buffer:
+    """Leases `total` groups, checks and keeps what comes back; `lose` refuses these groups as a lost lease."""
+
+    def __init__(self, total: int, *, lose: tuple[int, ...] = (), down_for: int = 0) -> None:
+        self.total, self.lose, self.down_for = total, lose, down_for
+        self.next = 0
+        self.messages: dict[int, list[tuple[wire.Samples, bytes]]] = {}
+        self.returned: dict[int, tuple[str, bool]] = {}
+        self.asked: list[tuple[int, int]] = []  # version, groups
+        self.beats: list[wire.Heartbeat] = []
+        self.counts: Counter[str] = Counter()
+        self.fingerprint = ""
+
+    def handle(self, calls: list[Call]) -> None:
+        for call in calls:
+            message = call.message
+            self.counts[type(message).__name__] += 1
+            match message:
+                case wire.Hello():
+                    self.fingerprint = message.fingerprint
+                    call.reply(wire.Welcome("run", 1, 1, 0, {"weightsync": "ipc:///none"}))
+                case wire.LeaseRequest():
+                    self._lease(call, message)
+                case wire.Samples():
+                    self._samples(call, message)
+                case wire.LeaseReturn():
+                    self.returned |= {group: (message.reason, message.dead) for group, _ in message.groups}
+                    call.reply(wire.Ok())
+                case wire.Heartbeat():
+                    self.beats.append(message)
+                    call.reply(wire.Ok())
+
+    def _lease(self, call: Call, message: wire.LeaseRequest) -> None:
+        if self.down_for:
+            self.down_for -= 1
+            call.reply(wire.Refused("store.unreachable", "Redis is away"))
+            return
+        self.asked.append((message.engine_version, message.max_groups))
+        count = min(message.max_groups, self.total - self.next, 3)
+        leases = tuple(
+            wire.Lease(group, 70 + group, 1, tuple(range(GROUP)), 1000 + group, 4)
+            for group in range(self.next, self.next + count)
+        )  # fmt: skip
+        self.next += count
+        call.reply(wire.Leases(leases, 0, done=self.next == self.total and not count))
+
+    def _samples(self, call: Call, message: wire.Samples) -> None:
+        payload = bytes(call.payloads[0])
+        assert wire.validate_samples(message, payload, group_size=GROUP, vocab_size=len(IDS)) == ""
+        assert message.token == 70 + message.group
+        self.messages.setdefault(message.group, []).append((message, payload))
+        indices = tuple(item.index for item in message.samples)
+        if message.group in self.lose:
+            call.reply(wire.SamplesReply((), (), dict.fromkeys(indices, "token: the lease was lost")))
+        else:
+            call.reply(wire.SamplesReply(indices))
+
+    def samples_of(self, group: int) -> dict[int, wire.SampleHead]:
+        return {item.index: item for message, _ in self.messages.get(group, []) for item in message.samples}
+
+
+class FakeReceiver:
+    """Commits version 0 at once and then a new one every 30 ms, like a service would."""
+
+    versions = 3
+
+    def __init__(self, address: str, *, engine: Any, name: str, keys: Any, config: Any) -> None:
+        self.engine, self.version, self.digests = engine, -1, {}
+        self.waiting_for = "the first weights"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        for version in range(self.versions):
+            model = make_model(version)
+            raw = {n: p.detach().contiguous().flatten().view(torch.uint8).numpy() for n, p in model.named_parameters()}
+            plan = plan_buckets([TensorSpec(n, "F32", tuple(p.shape)) for n, p in model.named_parameters()],
+                                bucket_bytes=1 << 20)  # fmt: skip
+            data = bytearray(plan.bucket_bytes[0])
+            for tensor in plan.tensors:
+                data[tensor.offset : tensor.offset + tensor.nbytes] = raw[tensor.name].tobytes()
+            digests, whole = digest_tensors(plan.tensors, lambda name, raw=raw: raw[name])
+            manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole)
+            await self.engine.begin_update(manifest, plan.tensors)
+            await self.engine.apply_bucket(0, data)
+            assert await self.engine.commit_update() == whole
+            await asyncio.sleep(0.02)  # the acknowledgement is on its way while samples end under the new version
+            self.version, self.digests[version] = version, whole
+            await asyncio.sleep(0.03)
+        await stop.wait()
+
+    async def wait_version(self, at_least: int, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while self.version < at_least:
+                await asyncio.sleep(0.005)
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=len(IDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=2,
+        ))  # fmt: skip
+
+
+def prepare(tmp_path: Path, rows: list[dict[str, Any]], **limits: Any) -> Config:
+    model = tmp_path / "model"
+    make_model(9).save_pretrained(model)
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.save(str(model / "tokenizer.json"))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return parse(f"""
+[run]
+dir = "{tmp_path}/run"
+[model]
+path = "{model}"
+dtype = "float32"
+[data]
+path = "{tmp_path}/data.jsonl"
+max_prompt_tokens = 8
+shuffle = false
+[sampling]
+group_size = {GROUP}
+max_new_tokens = {limits.pop("max_new_tokens", 40)}
+[producers]
+slots = 8
+device = "cpu"
+[log]
+heartbeat_s = 0.05
+[[reward]]
+function = "none:none"
+""")
+
+
+def produce(tmp_path: Path, config: Config, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, *, stop_when: Any = None,
+            receiver: Any = FakeReceiver) -> None:  # fmt: skip
+    monkeypatch.setattr(main, "Receiver", receiver)
+
+    async def whole() -> None:
+        responder = Responder(ipc_address(tmp_path / "s", "buffer"), buffer.handle)
+        stop = role.Stop()
+        args = role.arguments("producer", ["--config", "x", "--name", "p0", "--connect", responder.address])
+
+        async def watch() -> None:
+            while not stop_when():
+                await asyncio.sleep(0.005)
+            stop.set("SIGTERM")
+
+        watching = asyncio.create_task(watch()) if stop_when is not None else None
+        try:
+            await asyncio.wait_for(main.produce(args, config, stop), 40)
+        finally:
+            if watching is not None:
+                watching.cancel()
+            await asyncio.sleep(0.05)
+            responder.close()
+
+    asyncio.run(whole())
+
+
+ROWS = [{"prompt": f"{number}+1=", "ground_truth": str(number + 1), "data_source": "add"} for number in range(9)]
+
+
+def test_a_whole_run_with_weights_changing_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*ROWS[:4], {"prompt": "1" * 9}, *ROWS[5:]]  # row 4 is too long
+    buffer = Buffer(30)
+    produce(tmp_path, prepare(tmp_path, rows), buffer, monkeypatch)
+    dead = {group for group in range(30) if group % 9 == 4}
+    assert {group: dead for group, (_, dead) in buffer.returned.items()} == dict.fromkeys(dead, True)
+    assert all("too_long" in reason for reason, _ in buffer.returned.values())
+    for group in set(range(30)) - dead:
+        assert sorted(buffer.samples_of(group)) == list(range(GROUP))
+        for message, payload in buffer.messages[group]:
+            assert json.loads(message.row) == rows[group % 9]
+            arrays = wire.unpack_arrays(message.fields, payload)
+            assert arrays["prompt"].tolist() == [IDS[character] for character in rows[group % 9]["prompt"]]
+            versions = {version for item in message.samples for version, _ in item.runs}
+            assert set(message.digests) == versions and all(message.digests.values())
+    runs = [run for group in buffer.messages for item in buffer.samples_of(group).values() for run in item.runs]
+    seen = {version for version, _ in runs}
+    assert 0 in seen and len(seen) > 1
+    assert all(version >= 0 and 1 <= groups <= 4 for version, groups in buffer.asked)  # 2 x 8 slots / 4
+    versions = [version for version, _ in buffer.asked]
+    assert versions == sorted(versions)
+    assert buffer.fingerprint
+    assert buffer.beats and all(set(beat.stats) <= set(CATALOGUE) for beat in buffer.beats)
+    assert buffer.beats[0].waiting_for == "the first weights" and buffer.beats[0].stats["engine_version"] == -1
+
+
+def test_samples_leave_as_they_finish_and_those_of_a_step_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = Buffer(6)
+    produce(tmp_path, prepare(tmp_path, ROWS), buffer, monkeypatch)
+    assert all(sorted(buffer.samples_of(group)) == list(range(GROUP)) for group in range(6))
+    assert any(len(messages) > 1 for messages in buffer.messages.values())  # not held back for the group
+    together = Buffer(6)
+    (tmp_path / "b").mkdir()
+    produce(tmp_path / "b", prepare(tmp_path / "b", ROWS, max_new_tokens=1), together, monkeypatch)
+    assert all(len(messages) == 1 for messages in together.messages.values())  # one token: all end in one step
+
+
+def test_a_lost_lease_ends_its_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = Buffer(8, lose=(1, 2))
+    produce(tmp_path, prepare(tmp_path, ROWS), buffer, monkeypatch)
+    assert all(len(buffer.messages[group]) == 1 for group in (1, 2))
+    assert sum(len(buffer.samples_of(group)) for group in (1, 2)) < 2 * GROUP
+    assert buffer.beats[-1].stats["refused_samples"] >= 0
+    assert all(sorted(buffer.samples_of(group)) == list(range(GROUP)) for group in (0, 3, 4, 5, 6, 7))
+
+
+def test_a_buffer_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = Buffer(4, down_for=3)
+    produce(tmp_path, prepare(tmp_path, ROWS), buffer, monkeypatch)
+    assert all(sorted(buffer.samples_of(group)) == list(range(GROUP)) for group in range(4))
+
+
+def test_a_stop_gives_the_leases_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = Buffer(10**6)
+    produce(tmp_path, prepare(tmp_path, ROWS), buffer, monkeypatch, stop_when=lambda: len(buffer.messages) > 10)
+    complete = {group for group in buffer.messages if len(buffer.samples_of(group)) == GROUP}
+    # Every lease is answered or returned; one whose last answer was under way may be both, which a buffer ignores.
+    assert set(range(buffer.next)) - complete <= set(buffer.returned) <= set(range(buffer.next))
+    assert set(buffer.returned.values()) == {("stopping", False)}
+
+
+def test_a_broken_engine_ends_the_process_and_returns_the_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaks(FakeReceiver):
+        versions = 1
+
+        async def run(self, stop: asyncio.Event) -> None:
+            inner = asyncio.create_task(super().run(stop))
+            await asyncio.sleep(0.3)
+
+            def explode(*_: Any, **__: Any) -> Any:
+                raise RuntimeError("CUDA error, say")
+
+            self.engine._model.forward = explode
+            await inner
+
+    buffer = Buffer(10**6)
+    with pytest.raises(AsyncRLError) as caught:
+        produce(tmp_path, prepare(tmp_path, ROWS), buffer, monkeypatch, receiver=Breaks)
+    assert (caught.value.code, caught.value.exit_code) == ("engine.broken", 70) and "CUDA" in caught.value.message
+    assert buffer.returned and {reason for reason, _ in buffer.returned.values()} == {"engine.broken"}
+
+
+def test_bad_data_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AsyncRLError) as caught:
+        produce(tmp_path, prepare(tmp_path, [{"question": "x"}]), Buffer(1), monkeypatch)
+    assert caught.value.code == "config.data"

@@ -1,0 +1,283 @@
+"""Prompts: files and sources, the mapping from groups to rows, token ids, and what is wrong with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Regex, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as FastTokenizer
+
+from asyncrl.config import DataConfig
+from asyncrl.errors import ConfigError
+from producers.prompts import BadPrompt, Prompts, encode_prompt, plain_value
+from producers.tokenizer import Tokenizer
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= :<>|\n"
+VOCABULARY = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
+
+
+def verl_rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "data_source": "gsm", "prompt": [{"role": "user", "content": f"q{number}"}], "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "extra_info": {"index": number, "split": "train"},
+        }
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def text_rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{number}+1=", "ground_truth": str(number + 1)} for number in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tokenizer(tmp_path / "model")
+
+
+def make_tokenizer(folder: Path, *, bos: bool = False, eos: bool = False, template: str = "") -> Path:
+    folder.mkdir()
+    fast = FastTokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    fast.add_special_tokens(["<pad>", "<bos>", "<eos>"])
+    if bos or eos:
+        single = f"{'<bos> ' if bos else ''}$A{' <eos>' if eos else ''}"
+        fast.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    fast.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>"}
+    if template:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 2}))
+    return folder
+
+
+def ids_of(text: str) -> list[int]:
+    return [VOCABULARY[character] for character in text]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".jsonl", ".json"])
+def test_the_columns_of_verl_come_through_every_kind_of_file(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / f"train{kind}", verl_rows(5))
+    prompts = Prompts(DataConfig(path=str(path), shuffle=False), seed=0)
+    assert [prompts.row_of(group) for group in range(5)] == verl_rows(5)
+    msgspec.json.encode(prompts.row_of(3))
+
+
+def test_several_files_are_one_data_set(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", text_rows(3))
+    second = write(tmp_path / "b.parquet", text_rows(5)[3:])
+    prompts = Prompts(DataConfig(path=f"{first}, {second}", shuffle=False), seed=0)
+    assert [prompts.row_of(group) for group in range(5)] == text_rows(5)
+
+
+def test_parquet_values_become_json(tmp_path: Path) -> None:
+    table = pyarrow.table({
+        "prompt": ["x"], "score": [float("nan")], "image": pyarrow.array([b"\x00\x01"]),
+        "when": pyarrow.array([0], type=pyarrow.timestamp("s")), "vector": [[1.0, 2.0]],
+    })  # fmt: skip
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    row = Prompts(DataConfig(path=str(tmp_path / "a.parquet")), seed=0).row_of(0)
+    assert row == {"prompt": "x", "score": None, "when": "1970-01-01 00:00:00", "vector": [1.0, 2.0]}
+    assert plain_value({"a": np.arange(2), "b": (np.float32(1.0), None)}) == {"a": [0, 1], "b": [1.0, None]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2"), ("a.json", '{"prompt": "x"}', "not a list"),
+     ("a.jsonl", "", "no rows"), ("a.jsonl", '{"question": "x", "answer": "y"}\n', "answer, question"),
+     ("a.jsonl", '"text"\n', "row 0 is a str"), ("a.csv", "prompt\nx\n", ".csv"),
+     ("a.parquet", "not parquet", "a.parquet"),
+     ("a.json", "[1", "a.json")],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        Prompts(DataConfig(path=str(tmp_path / name)), seed=0)
+    assert caught.value.code == "config.data" and words in caught.value.render()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.parquet"):
+        Prompts(DataConfig(path=str(tmp_path / "absent.parquet")), seed=0)
+
+
+# ---------------------------------------------------------------- the mapping
+
+
+def test_every_epoch_is_a_permutation_of_its_own(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl", text_rows(50)))
+    prompts = Prompts(DataConfig(path=path), seed=3)
+    epochs = [[prompts.row_of(50 * epoch + place)["prompt"] for place in range(50)] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(row["prompt"] for row in text_rows(50))
+    assert epochs[0] != epochs[1] != epochs[2]
+    again, other = Prompts(DataConfig(path=path), seed=3), Prompts(DataConfig(path=path), seed=4)
+    backwards = [again.row_of(group)["prompt"] for group in reversed(range(150))][::-1]
+    assert backwards == [prompt for epoch in epochs for prompt in epoch]
+    assert [other.row_of(group)["prompt"] for group in range(50)] != epochs[0]
+
+
+def test_without_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
+    prompts = Prompts(DataConfig(path=str(write(tmp_path / "a.jsonl", text_rows(5))), shuffle=False), seed=3)
+    assert prompts.row_of(12) == text_rows(5)[2]  # 12 = 2 x 5 + 2
+
+
+taken: list[int] = []
+
+
+def endless() -> Iterator[dict[str, Any]]:
+    for number in itertools.count():
+        taken.append(number)
+        yield {"prompt": f"p{number}"}
+
+
+def four() -> Iterator[dict[str, Any]]:
+    yield from text_rows(4)
+
+
+def as_list() -> list[dict[str, Any]]:
+    return text_rows(4)
+
+
+def nothing() -> Iterator[dict[str, Any]]:
+    return iter(())
+
+
+def number() -> int:
+    return 3
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def test_an_endless_source_is_read_as_far_as_needed() -> None:
+    import test_prompts as module
+
+    module.taken.clear()
+    prompts = Prompts(DataConfig(source="test_prompts:endless"), seed=0)
+    assert prompts.row_of(10) == {"prompt": "p10"} and len(module.taken) == 11
+    assert prompts.row_of(3) == {"prompt": "p3"} and len(module.taken) == 11
+
+
+def test_an_iterable_that_ends_starts_again_permuted() -> None:
+    prompts = Prompts(DataConfig(source="test_prompts:four"), seed=1)
+    assert [prompts.row_of(group) for group in range(4)] == text_rows(4)
+    later = [prompts.row_of(group)["prompt"] for group in range(4, 40)]
+    assert all(sorted(later[at : at + 4]) == sorted(r["prompt"] for r in text_rows(4)) for at in range(0, 36, 4))
+    jumped = Prompts(DataConfig(source="test_prompts:four"), seed=1)
+    assert [jumped.row_of(group)["prompt"] for group in range(39, 3, -1)][::-1] == later
+
+
+def test_a_source_with_a_length_is_permuted_from_the_start() -> None:
+    prompts = Prompts(DataConfig(source="test_prompts:as_list"), seed=0)
+    assert sorted(prompts.row_of(group)["prompt"] for group in range(4)) == sorted(r["prompt"] for r in text_rows(4))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("test_prompts:nothing", "no rows"), ("test_prompts:number", "int"), ("test_prompts:absent", "absent"),
+     ("no_such_module:f", "no_such_module")],
+)  # fmt: skip
+def test_what_is_wrong_with_a_source_is_named(source: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Prompts(DataConfig(source=source), seed=0)
+    assert caught.value.code == "config.data" and words in caught.value.render()
+
+
+# ---------------------------------------------------------------- token ids
+
+
+def test_plain_text_is_encoded_as_it_is(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = encode_prompt({"prompt": "12+7="}, DataConfig(path="x"), tokenizer)
+    assert ids.dtype == np.int32 and ids.tolist() == ids_of("12+7=")
+    assert tokenizer.decode([1, *ids.tolist(), 2]) == "1 2 + 7 =" and tokenizer.eos_ids == (2,)
+
+
+def test_a_bos_comes_only_where_the_tokenizer_adds_one_and_an_eos_never(tmp_path: Path) -> None:
+    with_bos = Tokenizer(make_tokenizer(tmp_path / "a", bos=True))
+    with_both = Tokenizer(make_tokenizer(tmp_path / "b", bos=True, eos=True))
+    assert with_bos.encode("1+") == with_both.encode("1+") == [1, *ids_of("1+")]
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}" \
+           "{% if add_generation_prompt %}<assistant>{% endif %}"  # fmt: skip
+
+
+def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_tokenizer(tmp_path / "chat", bos=True, template=TEMPLATE))
+    row = {"prompt": [{"role": "user", "content": "hi"}]}
+    ids = encode_prompt(row, DataConfig(path="x"), tokenizer).tolist()
+    assert ids == ids_of("<user>hi\n<assistant>")  # the template writes all special tokens: no BOS on top
+
+
+def test_chat_messages_without_a_template_or_switched_off_stop_the_run(folder: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(ConfigError, match="no chat template") as caught:
+        encode_prompt(row, DataConfig(path="x"), Tokenizer(folder))
+    assert caught.value.code == "config.tokenizer"
+    with pytest.raises(ConfigError, match="chat_template is off") as caught:
+        encode_prompt(row, DataConfig(path="x", chat_template=False), Tokenizer(folder))
+    assert caught.value.code == "config.data"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("1" * 9, "too_long: 9 tokens"),
+        ("", "no tokens"),
+        (None, "missing"),
+        (7, "a int"),
+        ([], "a list"),
+        (["text"], "a list"),
+    ],
+)
+def test_a_bad_row_has_a_reason(folder: Path, prompt: Any, reason: str) -> None:
+    with pytest.raises(BadPrompt) as caught:
+        encode_prompt({"prompt": prompt}, DataConfig(path="x", max_prompt_tokens=8), Tokenizer(folder))
+    assert reason in caught.value.reason
+
+
+def test_all_ends_of_sequence_count(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 7}}))
+    assert Tokenizer(folder).eos_ids == (2, 5, 7)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="end of sequence") as caught:
+        Tokenizer(folder)
+    assert caught.value.code == "config.tokenizer"
+    (folder / "tokenizer.json").write_text("{}")
+    for place in (folder, tmp_path / "absent"):
+        with pytest.raises(ConfigError) as caught:
+            Tokenizer(place)
+        assert caught.value.code == "config.tokenizer"
