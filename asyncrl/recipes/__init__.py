@@ -1,0 +1,1 @@
+"""Ready-made tasks and data for demonstrations and tests; imports nothing heavy."""

@@ -1,0 +1,103 @@
+"""What the learner asks of a training backend, and the tensors that pass between them.
+
+Called by `learners.loop`, `learners.update` and the tests of every backend. A backend owns the model, the optimizer and
+their layout over ranks; it knows nothing of batches, queues or losses. Guarantees asked of every backend:
+1. the result of a step does not depend on the number of ranks or on how the batch was cut (up to rounding);
+2. `iter_hf_weights` is collective: all ranks run it to its end, rank 0 alone gets the data, in a fixed order, in
+   Hugging Face names, a tied tensor once;
+3. nothing it writes needs pickle to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learners.batch import MicroBatch
+
+
+class Micro(NamedTuple):
+    """A `MicroBatch` on the device."""
+
+    input_ids: Tensor  # i8 [R, W]
+    position_ids: Tensor  # i8 [R, W]
+    positions: Tensor  # i8 [N]
+    targets: Tensor  # i8 [N]
+    sequences: Tensor  # i8 [N]
+    behaviour: Tensor  # f4 [N]
+    mask: Tensor  # bool [N]
+    advantages: Tensor  # f4 [N]
+
+
+class WeightSpec(NamedTuple):
+    """One exported tensor: Hugging Face name, safetensors dtype, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class UpdateInfo(NamedTuple):
+    """`grad_norm` before clipping; `skipped` where it was not finite and the weights were left as they were."""
+
+    grad_norm: float
+    skipped: bool
+
+
+#: (log-probs [N], entropy [N], the micro-batch, its number) -> (this piece's share of the loss, sums for metrics).
+LossFunction = Callable[[Tensor, Tensor, Micro, int], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class Backend(Protocol):
+    """A model that trains. Made by `Backend(config, gang)`; loads the start weights at once."""
+
+    def self_check(self) -> None:
+        """Raise `learner.packing` where rows as they are fed disagree with single sequences."""
+
+    def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch, without gradient. Collective."""
+
+    def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+        """Forward and backward over all micro-batches; gradients add up. This rank's sums for metrics. Collective."""
+
+    def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
+        """Clip, update, forget the gradients. Collective."""
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `iter_hf_weights` gives, in its order."""
+
+    def iter_hf_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Name and bytes of every tensor in `model.dtype`. Collective: every rank must exhaust it."""
+
+    def save(self, folder: Path) -> Path:
+        """Write this rank's part of weights, optimizer and generator states; the file. Collective."""
+
+    def load(self, folder: Path) -> None:
+        """Undo of `save`, from any number of ranks. Collective."""
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder with the tokenizer's files, by rank 0. Collective."""
+
+
+def to_device(micro: MicroBatch, device: torch.device) -> Micro:
+    """The tensors of a micro-batch, on the device."""
+
+    def long(array: npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    return Micro(
+        input_ids=long(micro.input_ids).view(-1, micro.width),
+        position_ids=long(micro.position_ids).view(-1, micro.width),
+        positions=long(micro.positions),
+        targets=long(micro.targets),
+        sequences=long(micro.sequences),
+        behaviour=torch.tensor(micro.behaviour, device=device),
+        mask=torch.tensor(micro.mask, device=device).bool(),
+        advantages=torch.tensor(micro.advantages, device=device),
+    )

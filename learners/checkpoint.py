@@ -1,0 +1,155 @@
+"""Durable checkpoints of the learner: a folder per step, complete or invisible.
+
+Called by `learners.loop` on every rank. A checkpoint `step_000020/` holds one shard file per rank (weights, optimizer,
+generator states), `state.json` (step, ledger of the buffer, digests, configuration) and `manifest.json` (size and
+BLAKE2b of every other file). Guarantees:
+1. it is written under a hidden name, synced, and renamed last: a crash at any point leaves the earlier ones untouched;
+2. `newest` checks every byte against the manifest, skips what is damaged and says why;
+3. the last `keep` are kept, older ones and left-overs of crashes are removed, and only after a new one is durable;
+4. no pickle: safetensors and JSON.
+The folder must be on a file system that all ranks see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.rundir import write_atomic
+from learners.backends.base import Backend
+from learners.gang import Gang
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a learner needs beside its tensors. `ledger` is the buffer's own JSON; `config` the resolved TOML."""
+
+    step: int
+    ledger: str
+    digests: dict[int, str] = {}  # version -> digest of the weights as they were published
+    ranks: int = 1
+    config: str = ""
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and BLAKE2b-256 of one file."""
+
+    bytes: int
+    blake2b: str
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"step_{step:06d}"
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps that have a folder, newest first; whether they are usable is another question."""
+    found = [_NAME.fullmatch(path.name) for path in root.iterdir()] if root.exists() else []
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def save(root: Path, state: State | None, *, step: int, backend: Backend, gang: Gang, keep: int) -> Path:
+    """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable when it returns."""
+    target = folder_of(root, step)
+    temporary = root / f".{target.name}.tmp"
+    if gang.lead:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    gang.barrier()
+    try:
+        path = backend.save(temporary)
+        mine = {path.name: _entry(path)}
+        _sync(path)
+    except OSError as error:
+        raise AsyncRLError("disk.full", f"checkpoint of step {step}: {error}", where=str(root)) from error
+    entries: dict[str, FileEntry] = {}
+    for text in gang.gather(msgspec.json.encode(mine)):
+        entries.update(msgspec.json.decode(text, type=dict[str, FileEntry]))
+    if gang.lead:
+        assert state is not None
+        try:
+            _complete(temporary, target, state, entries)
+        except OSError as error:
+            raise AsyncRLError("disk.full", f"checkpoint of step {step}: {error}", where=str(root)) from error
+        _clean(root, step=step, keep=keep)
+    gang.barrier()
+    return target
+
+
+def _complete(temporary: Path, target: Path, state: State, entries: dict[str, FileEntry]) -> None:
+    """State and manifest, then the rename that makes the checkpoint exist."""
+    write_atomic(temporary / STATE, msgspec.json.encode(state))
+    entries[STATE] = _entry(temporary / STATE)
+    write_atomic(temporary / MANIFEST, msgspec.json.encode(entries, order="sorted"))
+    if target.exists():  # the same step again after a restart, or a damaged one
+        shutil.rmtree(target)
+    os.replace(temporary, target)
+    _sync(target.parent)
+
+
+def newest(root: Path, *, say: Callable[[str], None] = print) -> tuple[State, Path] | None:
+    """The newest checkpoint whose every byte agrees with its manifest; None where there is none at all.
+
+    Raises `learner.checkpoint` where there are some and all are damaged: starting afresh would lose the run silently.
+    """
+    problems = []
+    for step in steps_in(root):
+        folder = folder_of(root, step)
+        why = problem_of(folder)
+        if not why:
+            return msgspec.json.decode((folder / STATE).read_bytes(), type=State), folder
+        problems.append(f"{folder.name}: {why}")
+        say(f"checkpoint {folder.name} is not used: {why}")
+    if problems:
+        raise AsyncRLError("learner.checkpoint", "; ".join(problems), where=str(root))
+    return None
+
+
+def problem_of(folder: Path) -> str:
+    """What is wrong with a checkpoint; the empty string where it is whole."""
+    try:
+        entries = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=dict[str, FileEntry])
+        for name, entry in entries.items():
+            if Path(name).name != name:
+                return f"{name}: not a plain file name"
+            if _entry(folder / name) != entry:
+                return f"{name}: size or digest differs from the manifest"
+        msgspec.json.decode((folder / STATE).read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError) as error:
+        return str(error)
+    return ""
+
+
+def _entry(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
+    return FileEntry(path.stat().st_size, digest.hexdigest())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clean(root: Path, *, step: int, keep: int) -> None:
+    """Keep the newest `keep` up to the step just written. Later ones were found damaged when this run was restored."""
+    kept = [number for number in steps_in(root) if number <= step][:keep]
+    for number in steps_in(root):
+        if number not in kept:
+            shutil.rmtree(folder_of(root, number), ignore_errors=True)
+    for path in root.glob(".step_*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,124 @@
+"""The learner's ranks as one gang: joining, orders from rank 0, and sums over ranks.
+
+Called by `learners.main` and `learners.loop`. Rank 0 alone talks to services; the others follow its orders. Guarantees:
+1. orders and batches are msgpack and raw arrays on CPU tensors over Gloo, never pickled objects;
+2. every wait has the process group's timeout, which is longer than the longest wait for a batch;
+3. without torchrun a process is a gang of one on a free port of loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config import Config
+from asyncrl.device import Device
+
+
+class Gang:
+    """This process among its ranks. `lead` is rank 0."""
+
+    def __init__(self, rank: int, size: int, device: Device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+
+    @property
+    def lead(self) -> bool:
+        """Whether this process talks to the services."""
+        return self.rank == 0
+
+    @staticmethod
+    def join(config: Config) -> Gang:
+        """Join the process group that torchrun (or `learners.main`) describes in the environment."""
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ.setdefault(name, default)
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        device = Device.find(config.learner.device, index=int(os.environ["LOCAL_RANK"]))
+        longest = max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
+        dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest))
+        return Gang(dist.get_rank(), dist.get_world_size(), device)
+
+    def leave(self) -> None:
+        """Wait for the others and leave the group."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier()
+
+    def share(self, data: bytes | None) -> bytes:
+        """The bytes of rank 0, on every rank."""
+        if self.size == 1:
+            return data or b""
+        size = torch.tensor([len(data or b"")], dtype=torch.int64)
+        dist.broadcast(size, 0)
+        content = _tensor(data or b"") if self.lead else torch.empty(int(size), dtype=torch.uint8)
+        if int(size):
+            dist.broadcast(content, 0)
+        return content.numpy().tobytes()
+
+    def scatter(self, shares: Sequence[bytes] | None) -> bytes:
+        """`shares[rank]` of rank 0, on each rank."""
+        if self.size == 1:
+            return (shares or [b""])[0]
+        sizes = torch.tensor([len(part) for part in shares] if shares else [0] * self.size, dtype=torch.int64)
+        dist.broadcast(sizes, 0)
+        if self.lead:
+            assert shares is not None
+            for rank in range(1, self.size):
+                dist.send(_tensor(shares[rank]), rank)
+            return shares[0]
+        content = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+        dist.recv(content, 0)
+        return content.numpy().tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, on every rank; for short texts such as digests."""
+        if self.size == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, _tensor(data + bytes(longest - len(data))))
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def total(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks; of names that end in `_max`, the maximum. Every rank must pass the same names."""
+        if self.size == 1:
+            return dict(sums)
+        result: dict[str, float] = {}
+        for maximum in (False, True):
+            names = sorted(name for name in sums if name.endswith("_max") is maximum)
+            if names:
+                values = torch.tensor([sums[name] for name in names], dtype=torch.float64)
+                dist.all_reduce(values, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+                result.update(zip(names, values.tolist(), strict=True))
+        return result
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def free_port() -> int:
+    """A TCP port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank has gone or does not answer: not this rank's own fault.
+
+    Gloo raises a plain RuntimeError that names its source file; NCCL and the store raise `DistError`.
+    """
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

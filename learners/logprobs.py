@@ -1,0 +1,131 @@
+"""Log-probs and entropy of a causal language model without its logits ever existing whole.
+
+Called by the backends: `PolicyModel` is the root module that is sharded, so that the output head is unsharded while
+it is used here. Guarantees:
+1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
+   logsumexp and the entropy are kept, `[N]` each;
+2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
+3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
+4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers.
+It refuses heads that change their logits (soft caps, scales): see `check_head`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import ConfigError
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """`[n, V]` in float32 or wider, divided by the temperature."""
+    logits = nn.functional.linear(hidden, weight, bias)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps logsumexp and entropy; backward computes the softmax again, chunk by chunk."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - torch passes by position
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
+        for start in range(0, targets.numel(), chunk):
+            part = slice(start, start + chunk)
+            logits = _logits(hidden[part], weight, bias, temperature)
+            lse[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
+            probabilities = (logits - lse[part, None]).exp()
+            entropy[part] = lse[part] - (probabilities * logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
+        for start in range(0, targets.numel(), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logs = _logits(hidden[part], weight, bias, ctx.temperature) - lse[part, None]  # log-softmax
+            # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)
+            grad = -logs.exp() * (grad_logprobs[part, None] + grad_entropy[part, None] * (logs + entropy[part, None]))
+            grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+            grad = grad / ctx.temperature
+            grad_hidden[part] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
+            grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return (
+            grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype),
+            None, None, None,
+        )  # fmt: skip
+
+
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-prob of each target and entropy of each distribution, both `[N]`.
+
+    `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`.
+    """
+    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, chunk_tokens
+    )
+    return result
+
+
+def check_head(config: Any) -> None:
+    """Raise where the model changes its logits after the head, which this module would not reproduce."""
+    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
+        value = getattr(config, name, neutral)
+        if value not in (None, neutral):
+            raise ConfigError("config.model", f"{config.model_type}: {name} = {value} is not supported by the learner")
+
+
+class PolicyModel(nn.Module):
+    """A causal language model of transformers as a function from packed rows to log-probs.
+
+    Tied embeddings need nothing special: the head's weight is read from the module that owns it.
+    """
+
+    def __init__(self, model: Any, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> None:
+        super().__init__()
+        check_head(model.config)
+        self.model: Any = model
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
+
+        Args:
+            input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
+            position_ids: int64 `[R, W]`, starting again at 0 with every sequence.
+            positions: index into the flattened `[R * W]` of the token that predicts the target.
+            targets: token ids.
+            whole: compute full logits by the model's own forward (the start-up check compares both).
+        """
+        if whole:
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
+            return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+        inner = self.model.base_model
+        hidden = inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        return chunked_logprobs(
+            hidden.flatten(0, 1)[positions], head.weight, targets, bias=getattr(head, "bias", None),
+            temperature=self.temperature, chunk_tokens=self.chunk_tokens,
+        )  # fmt: skip

@@ -1,0 +1,134 @@
+"""The learner's process: `python -m learners.main --config run/config.toml`, once per rank under torchrun.
+
+Started by `asyncrl launch` or by hand; without torchrun it is a gang of one. Guarantees:
+1. rank 0 alone connects to services; the other ranks talk to their gang only;
+2. SIGTERM ends the run after the step under way, with a checkpoint, exit code 0; where the buffer does not answer,
+   after a few seconds with exit code 69: its ledger belongs into the checkpoint;
+3. a learner that another one has taken over from ends with exit code 75 (`fenced`).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError
+from asyncrl.role import RoleArgs, Stop, key_of, run
+
+HEARTBEAT_TIMEOUT_S = 4.0
+
+
+def body(args: RoleArgs, config: Config, stop: Stop) -> None:
+    """Join the gang, build the backend, connect (rank 0), train."""
+    import torch
+
+    from asyncrl.plugins import find
+    from learners.gang import Gang, lost_peer
+    from learners.loop import Learner
+    from learners.watchdog import Watchdog
+
+    started = time.monotonic()
+    torch.set_num_threads(config.learner.threads)
+    _quiet()
+    gang = Gang.join(config)
+    gang.device.seed_all(config.run.seed + gang.rank)
+    backend = find("asyncrl.backends", config.learner.backend)(config, gang)
+    backend.self_check()
+    if gang.lead:
+        print(f"learner: {gang.size} x {gang.device}, ready after {time.monotonic() - started:.1f} s", flush=True)
+    services = _connect(args, config, stop, backend) if gang.lead else None
+
+    def diagnosis() -> str:
+        waits = services.waits_for() if services is not None else "an order or a collective of the other ranks"
+        return f"rank {gang.rank} of {gang.size} waits for {waits or 'a collective of the other ranks'}"
+
+    watchdog = Watchdog(config.run.hang_timeout_s, diagnosis=diagnosis)
+    try:
+        learner = Learner(config, gang=gang, backend=backend, services=services, progress=watchdog.progress)
+        reason = learner.run()
+    except RuntimeError as error:
+        if lost_peer(error):
+            what = str(error).splitlines()[0]
+            raise AsyncRLError("role.failed", f"rank {gang.rank} of {gang.size} lost another rank: {what}") from error
+        raise
+    finally:
+        watchdog.stop()
+        if services is not None:
+            services.close()
+    if gang.lead and reason:
+        print(f"learner: ended early: {reason}", flush=True)
+    gang.leave()
+
+
+def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
+    """Clients of the buffer and of weight sync, and the heartbeat thread."""
+    from asyncrl.fingerprint import model_fingerprint
+    from asyncrl.rundir import RunDir, endpoint
+    from buffers.client import LearnerClient
+    from learners.services import Heart, Services, Silence
+    from weightsync.plan import TensorSpec, plan_buckets
+    from weightsync.publisher import Publisher
+
+    keys = key_of(args, config)
+    fingerprint = model_fingerprint(config.model.path, dtype=config.model.dtype)
+    network = config.network
+    buffer_address = args.connect or endpoint(config, "buffer")
+
+    class WatchedClient(LearnerClient):
+        """A client that says when the buffer is silent, and gives up once this process was asked to end."""
+
+        def __init__(self, timeout_s: float, on_silence: Any) -> None:
+            super().__init__(
+                buffer_address, name=args.name, keys=keys, max_bytes=network.max_message_bytes, timeout_s=timeout_s
+            )
+            self._requester.on_silence = self._beats.on_silence = on_silence
+
+    silence = Silence(f"buffer {buffer_address}", limit_s=network.request_timeout_s, stop=stop)
+    buffer: Any = WatchedClient(network.request_timeout_s, silence)
+    pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set())
+    welcome = buffer.hello(fingerprint)
+    address = welcome.endpoints.get("weightsync", "") if args.connect else ""
+    publisher = Publisher(
+        address or endpoint(config, "weightsync"), keys=keys, config=config.weightsync, name=args.name,
+        fingerprint=fingerprint, scratch=RunDir(config.run_dir).root / "weights",
+    )  # fmt: skip
+    specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
+    return Services(
+        config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
+        plan=plan_buckets(specs, bucket_bytes=config.weightsync.bucket_bytes),
+        heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close), decode=_decoder(config),
+    )  # fmt: skip
+
+
+def _decoder(config: Config) -> Any:
+    """Token ids to text for the samples that are kept; ids as text where the folder has no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        print(f"learner: warning: samples are kept as token ids: {error}", flush=True)
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _quiet() -> None:
+    """No progress bars in a log file."""
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process; its exit code."""
+    return run("learner", body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

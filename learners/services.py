@@ -1,0 +1,281 @@
+"""Everything that rank 0 of the learner says to the outside: buffer, weight sync, metrics, samples, heartbeats.
+
+Called by `learners.loop` on rank 0 alone. Guarantees:
+1. weights of a version are staged for the generators before the buffer hears of the version, so that a producer may
+   hold it when the next lease is granted;
+2. a wait for a batch shows the buffer's diagnosis, and ends with it after `learner.batch_timeout_s` (`hang`);
+3. a group that cannot be trained is quarantined with its reason before the step begins;
+4. after a restart nothing is published while recorded batches lead back to a version that generators already hold;
+5. heartbeats come from a thread with a connection of its own: a long poll does not hold them up.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, Unavailable
+from asyncrl.metrics import MetricsLog
+from asyncrl.role import Stop
+from asyncrl.rundir import RunDir
+from asyncrl.wire import NotYet
+from learners.batch import group_lag, unusable
+
+if TYPE_CHECKING:
+    from buffers.client import ClaimedBatch, GroupData
+
+POLL_S = 2.0
+SAY_EVERY_S = 10.0
+SILENT_S = 5.0  # then the service that does not answer is named
+LEAVE_S = 3.0  # how long a request may stay without an answer once the process was asked to end
+
+Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
+
+
+class BufferClient(Protocol):
+    """What this module uses of `buffers.client.LearnerClient`."""
+
+    def register(self, *, step: int, ledger: str, takeover: bool, fingerprint: str, digests: dict[int, str]) -> Any: ...
+    def claim(self, *, step: int, version: int, wait_s: float) -> Any: ...
+    def commit(self, *, step: int, version: int, digest: str) -> None: ...
+    def quarantine(self, *, step: int, groups: Iterable[int], reason: str) -> None: ...
+    def ledger(self, *, step: int) -> str: ...
+    def checkpointed(self, *, step: int) -> None: ...
+    def goodbye(self, *, done: bool, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class WeightPublisher(Protocol):
+    """What this module uses of `weightsync.publisher.Publisher`."""
+
+    digests: dict[int, str]
+
+    def start(self, *, epoch: int) -> None: ...
+    def committed_version(self) -> int: ...
+    def publish(self, version: int, plan: Any, chunks: Weights) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Services:
+    """The outside of the learner. `plan` is the layout of the published weights."""
+
+    def __init__(
+        self, config: Config, *, buffer: BufferClient, publisher: WeightPublisher, plan: Any, stop: Stop,
+        takeover: bool = False, fingerprint: str = "", heart: Heart | None = None, decode: Any = None,
+    ) -> None:  # fmt: skip
+        self.buffer = buffer
+        self.publisher = publisher
+        self.digests: dict[int, str] = {}
+        self._config = config
+        self._plan = plan
+        self._stop = stop
+        self._takeover = takeover
+        self._fingerprint = fingerprint
+        self._heart = heart
+        self._decode = decode or (lambda ids: " ".join(map(str, ids)))
+        self._committed = -1
+        run = RunDir(config.run_dir).create()
+        self._log = MetricsLog(run.metrics / "learner.jsonl")
+        self._samples = run.samples
+        self._tracker = _tracker(config, run.tensorboard)
+
+    # ------------------------------------------------------------ start and end
+
+    def register(self, *, step: int, ledger: str, digests: dict[int, str]) -> bool:
+        """Tell the buffer where this learner starts; whether the weights of `step` are to be published first."""
+        self.digests = dict(digests)
+        answer = self.buffer.register(
+            step=step, ledger=ledger, takeover=self._takeover, fingerprint=self._fingerprint, digests=digests
+        )
+        self.publisher.start(epoch=answer.epoch)
+        self._committed = self.publisher.committed_version()
+        catching_up = answer.replay_to > step and self._committed > step
+        print(f"learner: epoch {answer.epoch}, step {step}, batches recorded up to {answer.replay_to}, "
+              f"generators hold version {self._committed}", flush=True)  # fmt: skip
+        return not catching_up
+
+    def end(self, *, done: bool, reason: str) -> None:
+        """Say goodbye to the buffer. A round of weights under way is given up: nobody needs it any more."""
+        self.buffer.goodbye(done=done, reason=reason)
+
+    def close(self) -> None:
+        """Stop the heart, close connections and files."""
+        if self._heart is not None:
+            self._heart.stop()
+        self.publisher.close()
+        self.buffer.close()
+        self._log.close()
+        if self._tracker is not None:
+            self._tracker.close()
+
+    # ------------------------------------------------------------ one step
+
+    def claim(self, step: int) -> ClaimedBatch | None:
+        """The batch of `step` without its unusable groups; None where the end was asked for while waiting."""
+        started = said = time.monotonic()
+        limit = self._config.learner.batch_timeout_s
+        while not self._stop.is_set():
+            answer = self.buffer.claim(step=step, version=step - 1, wait_s=POLL_S)
+            if not isinstance(answer, NotYet):
+                self._waiting("")
+                return self._usable(answer)
+            now = time.monotonic()
+            diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"
+            self._waiting(diagnosis)
+            if now - started > limit:
+                raise AsyncRLError("hang", f"no batch within {limit:g} s. {diagnosis}", where="learner")
+            if now - said > SAY_EVERY_S:
+                print(f"learner: waits {now - started:.0f} s. {diagnosis}", flush=True)
+                said = now
+        return None
+
+    def _usable(self, batch: ClaimedBatch) -> ClaimedBatch:
+        limit = self._config.learner.micro_batch_tokens
+        bad = dict(batch.invalid)
+        bad.update({g.group: why for g in batch.groups if (why := unusable(g, max_tokens=limit))})
+        for group, why in bad.items():
+            print(f"learner: warning: group {group} of step {batch.step} is quarantined: {why}", flush=True)
+            self.buffer.quarantine(step=batch.step, groups=[group], reason=why)
+        return msgspec.structs.replace(batch, groups=tuple(g for g in batch.groups if g.group not in bad))
+
+    def wants_publish(self, batch: ClaimedBatch) -> bool:
+        """False while a recorded batch leads to a version that the generators already left behind."""
+        return not (batch.replayed and batch.step < self._committed)
+
+    def publish(self, version: int, weights: Weights) -> str:
+        """Stage the weights of a version; their digest. `weights` is exhausted in any case (it is collective)."""
+        rest = iter(weights)
+        try:
+            manifest = self.publisher.publish(version, self._plan, rest)
+        finally:
+            for _ in rest:
+                pass
+        self.digests[version] = manifest.digest
+        for old in sorted(self.digests)[: -2 * self._config.buffer.max_staleness - 4]:
+            del self.digests[old]
+        return str(manifest.digest)
+
+    def commit(self, step: int) -> None:
+        """The step is done: its groups are trained, and version `step` exists."""
+        self.buffer.commit(step=step, version=step, digest=self.digests.get(step, ""))
+
+    # ------------------------------------------------------------ records
+
+    def record(self, values: dict[str, float], batch: ClaimedBatch) -> None:
+        """The step's line of metrics, its samples, the tracker, and one line on the terminal."""
+        step = batch.step
+        self._log.write(values, groups_of_step=[group.group for group in batch.groups])
+        if self._tracker is not None:
+            self._tracker.log(values, step=step)
+        if self._heart is not None:
+            self._heart.stats = {"step": float(step), "version": float(step),
+                                 "busy_share": 1 - values["wait_s"] / max(values["step_s"], 1e-9)}  # fmt: skip
+        with self._samples.open("ab", buffering=0) as file:
+            for line in sample_lines(batch, self._config.log.samples_per_step, self._decode):
+                file.write(msgspec.json.encode(line) + b"\n")
+        wait = 100 * values["wait_s"] / max(values["step_s"], 1e-9)
+        bound = self._config.buffer.max_staleness
+        print(
+            f"step {step}/{self._config.learner.steps} reward {values['reward_mean']:.3f} "
+            f"lag {values['lag_mean']:.1f}/{bound} tok/s {values['tokens_per_s']:.0f} wait {wait:.0f}% "
+            f"loss {values.get('loss', 0.0):.4f} grad {values.get('grad_norm', 0.0):.3f} "
+            f"entropy {values.get('entropy', 0.0):.3f} {values['step_s']:.2f} s"
+            + (" (replayed)" if batch.replayed else ""),
+            flush=True,
+        )
+
+    def waits_for(self) -> str:
+        """What the learner waits for, as its heartbeats say; empty while it works."""
+        return self._heart.waiting_for if self._heart is not None else ""
+
+    def _waiting(self, what: str) -> None:
+        if self._heart is not None:
+            self._heart.waiting_for = what
+
+
+def sample_lines(batch: ClaimedBatch, count: int, decode: Any) -> list[dict[str, Any]]:
+    """The best and the worst samples of the batch as lines of samples.jsonl, `count` in all."""
+    every = [(group, sample) for group in batch.groups for sample in group.samples]
+    every.sort(key=lambda pair: (-pair[1].reward, pair[0].group, pair[1].index))
+    half = -(-count // 2)
+    chosen = every[:half] + every[max(half, len(every) - (count - half)) :]
+    return [_sample_line(batch, group, sample, decode) for group, sample in chosen[:count]]
+
+
+def _sample_line(batch: ClaimedBatch, group: GroupData, sample: Any, decode: Any) -> dict[str, Any]:
+    return {
+        "step": batch.step, "group": group.group, "index": sample.index, "lag": group_lag(group, batch.version),
+        "prompt": decode(group.prompt_ids.tolist()), "response": decode(sample.response.tolist()),
+        "reward": sample.reward, "parts": sample.parts, "length": int(sample.response.size), "finish": sample.finish,
+        "runs": sample.runs,
+    }  # fmt: skip
+
+
+def _tracker(config: Config, folder: Path) -> Any:
+    if not config.log.tensorboard:
+        return None
+    from asyncrl.plugins import find
+
+    return find("asyncrl.trackers", "tensorboard")(folder)
+
+
+class Silence:
+    """What to do while an answer is overdue: name the service once, give up once the process was asked to end."""
+
+    def __init__(self, service: str, *, limit_s: float, stop: Stop) -> None:
+        self._service = service
+        self._limit_s = limit_s
+        self._stop = stop
+        self._said = False
+
+    def __call__(self, overdue_s: float) -> bool:
+        """Whether to give the request up; called again and again while an answer is overdue."""
+        if overdue_s < SILENT_S:
+            self._said = False
+        elif not self._said:
+            self._said = True
+            print(f"learner: warning: the {self._service} does not answer since {SILENT_S:g} s; giving up after "
+                  f"{self._limit_s:g} s", flush=True)  # fmt: skip
+        return self._stop.is_set() and overdue_s >= LEAVE_S
+
+
+class Heart:
+    """A thread that sends heartbeats over its own connection. `beat(stats, waiting_for)` sends one."""
+
+    def __init__(self, beat: Any, *, every_s: float, close: Any = None) -> None:
+        self.stats: dict[str, float] = {}
+        self.waiting_for = "its model to load"
+        self._beat = beat
+        self._close = close
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"heart-{os.getpid()}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            stats = {name: value for name, value in self.stats.items() if math.isfinite(value)}
+            try:
+                self._beat(stats, waiting_for=self.waiting_for)
+            except Unavailable:
+                continue  # the main thread's own request reports it
+            except AsyncRLError as error:
+                print(f"learner: heartbeat refused: {error.message}", flush=True)
+                break
+        if self._close is not None:
+            self._close()
+
+    def stop(self) -> None:
+        """End the thread; waits for a beat under way."""
+        self._ended.set()
+        self._thread.join(timeout=5.0)

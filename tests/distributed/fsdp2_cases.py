@@ -1,0 +1,171 @@
+"""Run by `test_fsdp2.py` under torchrun: all cases of the FSDP2 backend in one launch; rank 0 writes the results.
+
+The process group of one rank that the test itself makes runs the same cases as the reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl import config as configuration
+from learners.backends.fsdp2 import FSDP2Backend, decoder_layers
+from learners.batch import Minibatch, Sample, _minibatch
+from learners.gang import Gang
+from learners.update import train_step
+
+STEPS = 3
+
+
+def make_config(model: Path, *, extra: str = "") -> configuration.Config:
+    overrides = [line for line in extra.split(";") if line]
+    return configuration.parse(
+        f"""
+model.path = "{model}"
+model.dtype = "float32"
+data.source = "a:b"
+data.max_prompt_tokens = 16
+sampling.max_new_tokens = 16
+learner.steps = 3
+learner.micro_batch_tokens = 96
+learner.optim.lr = 1e-3
+learner.optim.max_grad_norm = 0.05
+learner.algorithm.entropy_coeff = 0.01
+[[reward]]
+function = "a:b"
+""",
+        overrides=overrides,
+    )
+
+
+def samples(count: int, seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        prompt, length = int(rng.integers(1, 8)), int(rng.integers(1, 14))
+        mask = (rng.random(length) < 0.9).astype(np.uint8)
+        made.append(Sample(
+            rng.integers(3, 20, prompt + length).astype(np.int32), prompt, -3 * rng.random(length).astype("f4"),
+            mask, float(rng.normal()),
+        ))  # fmt: skip
+    return made
+
+
+def cut(count: int, seed: int, config: configuration.Config, gang: Gang) -> list[Minibatch]:
+    """This rank's mini-batches: the samples in as many parts as the algorithm has mini-batches."""
+    every = samples(count, seed)
+    parts = config.learner.algorithm.minibatches
+    return [
+        _minibatch(every[part::parts], ranks=gang.size, max_tokens=config.learner.micro_batch_tokens,
+                   packing=config.learner.packing)[gang.rank]
+        for part in range(parts)
+    ]  # fmt: skip
+
+
+def digest(backend: FSDP2Backend) -> tuple[dict[str, list[float]], str, list[str]]:
+    """Every exported tensor as numbers, a digest of all bytes, and the names; empty but on rank 0."""
+    total, values, names = hashlib.blake2b(), {}, []
+    for name, data in backend.iter_hf_weights():
+        total.update(data)
+        names.append(name)
+        values[name] = data.view(np.float32).tolist()
+    return values, total.hexdigest(), names
+
+
+def case(model: Path, gang: Gang, *, extra: str, count: int = 14) -> dict[str, Any]:
+    """Three steps: metrics of each and the weights after them."""
+    config = make_config(model, extra=extra)
+    backend = FSDP2Backend(config, gang)
+    backend.self_check()
+    metrics = []
+    for step in range(1, STEPS + 1):
+        share = cut(count, step, config, gang)
+        metrics.append(train_step(share, backend=backend, gang=gang, config=config.learner, step=step).metrics)
+    values, whole, names = digest(backend)
+    specs = [(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
+    return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "specs": specs}
+
+
+CASES = {
+    "plain": "",
+    "small_rows": "learner.micro_batch_tokens=40",
+    "padded": "learner.packing=false",
+    "sequence_mean": "learner.algorithm.aggregation=seq-mean-token-mean",
+    "ppo": "learner.algorithm.loss=ppo",
+    "minibatches": "learner.algorithm.minibatches=2",
+    "checkpointing": "learner.gradient_checkpointing=true",
+    "offload": "learner.cpu_offload=true",
+    "few": "",  # fewer samples than ranks
+}
+
+
+def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
+    """Results by case; checkpoints and an export under `out`."""
+    results = {name: case(model, gang, extra=extra, count=1 if name == "few" else 14)
+               for name, extra in CASES.items()}  # fmt: skip
+    results["half"] = half_precision(model, gang)
+    results["resume"] = resume(model, gang, out / "checkpoint")
+    return results
+
+
+def half_precision(model: Path, gang: Gang) -> dict[str, Any]:
+    """bf16 compute over fp32 master weights: exported bytes are half as many."""
+    config = make_config(model, extra="model.dtype=bfloat16")
+    backend = FSDP2Backend(config, gang)
+    backend.self_check()
+    metrics = train_step(cut(14, 1, config, gang), backend=backend, gang=gang, config=config.learner, step=1).metrics
+    exported = {name: data.nbytes for name, data in backend.iter_hf_weights()}
+    masters = {str(p.dtype) for p in backend._policy.parameters()}
+    return {"metrics": metrics, "bytes": exported, "masters": sorted(masters), "specs": backend.weight_specs()}
+
+
+def resume(model: Path, gang: Gang, folder: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step; then the third step again from the checkpoint in a new backend."""
+    config = make_config(model)
+    backend = FSDP2Backend(config, gang)
+    for step in (1, 2):
+        train_step(cut(14, step, config, gang), backend=backend, gang=gang, config=config.learner, step=step)
+    if gang.lead:
+        folder.mkdir(parents=True)
+    gang.barrier()
+    backend.forward_logprobs(cut(14, 3, config, gang)[0].micro)  # a forward without a backward comes before both
+    backend.save(folder)
+    gang.barrier()
+    saved = digest(backend)[1]
+    third = train_step(cut(14, 3, config, gang), backend=backend, gang=gang, config=config.learner, step=3).metrics
+    after = digest(backend)[1]
+    fresh = FSDP2Backend(config, gang)
+    fresh.self_check()
+    fresh.load(folder)
+    loaded = digest(fresh)[1]
+    again = train_step(cut(14, 3, config, gang), backend=fresh, gang=gang, config=config.learner, step=3).metrics
+    result = {"third": third, "again": again, "digest": after, "digest_again": digest(fresh)[1],
+              "saved": saved, "loaded": loaded,
+              "layers": len(decoder_layers(backend._policy.model))}  # fmt: skip
+    fresh.export_hf(folder.parent / "export")
+    return result
+
+
+def main() -> None:
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    config = make_config(model)
+    gang = Gang.join(config)
+    results = run_all(model, gang, out)
+    results["gather"] = [part.decode() for part in gang.gather(f"rank {gang.rank}".encode() * (gang.rank + 1))]
+    results["share"] = gang.share(b"order" if gang.lead else None).decode()
+    results["scatter"] = gang.gather(gang.scatter([b"a", b"bb"] if gang.lead else None))[1].decode()
+    results["total"] = gang.total({"x": gang.rank + 1.0, "y_max": float(gang.rank)})
+    if gang.lead:
+        (out / "results.json").write_bytes(msgspec.json.encode(results))
+    gang.leave()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,128 @@
+"""Chunked log-probs and entropy against full logits; the policy model on packed and padded rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.errors import ConfigError
+from learners.backends.base import to_device
+from learners.batch import Sample, packed_row, padded_rows
+from learners.logprobs import PolicyModel, check_head, chunked_logprobs
+from learners.tiny_model import make_tiny_qwen3
+
+
+def full(hidden, weight, targets, bias, temperature):  # type: ignore[no-untyped-def]
+    logs = (nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_equal_the_full_computation(temperature: float, chunk: int, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(17, dtype=torch.float64, requires_grad=True) if with_bias else None
+    targets = torch.randint(0, 17, (11,))
+    inputs = [hidden, weight] + ([bias] if bias is not None else [])
+    up_logprobs, up_entropy = torch.randn(11, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
+    results = []
+    for compute in (
+        lambda: chunked_logprobs(hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=chunk),
+        lambda: full(hidden, weight, targets, bias, temperature),
+    ):
+        logprobs, entropy = compute()
+        loss = (logprobs * up_logprobs).sum() + (entropy * up_entropy).sum()
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, inputs)))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    torch.manual_seed(1)
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 4, 2])
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_logprobs(h, w, targets, temperature=0.8, chunk_tokens=2), (hidden, weight)
+    )
+
+
+def test_logits_never_exist_whole() -> None:
+    """Every tensor that the function makes has at most `chunk` rows of the vocabulary."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == 50:
+                largest = max(largest, out.shape[0])
+            return out
+
+    hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    with Watch():
+        logprobs, entropy = chunked_logprobs(hidden, weight, torch.zeros(64).long(), chunk_tokens=16)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert 0 < largest <= 16
+
+
+def test_no_targets_keeps_the_graph() -> None:
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.zeros(0).long())
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and float(weight.grad.abs().sum()) == 0
+
+
+def test_half_precision_is_computed_wide() -> None:
+    torch.manual_seed(2)
+    hidden = torch.randn(9, 16).bfloat16().requires_grad_()
+    weight = torch.randn(30, 16).bfloat16().requires_grad_()
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.arange(9), chunk_tokens=4)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    logprobs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def sample(length: int, prompt: int, seed: int) -> Sample:
+    tokens = np.random.default_rng(seed).integers(3, 20, length).astype(np.int32)
+    ones = np.ones(length - prompt)
+    return Sample(tokens, prompt, -ones.astype(np.float32), ones.astype(np.uint8), 1.0)
+
+
+@pytest.mark.parametrize("layout", [packed_row, padded_rows])
+def test_rows_equal_single_sequences_and_tied_heads_get_their_gradient(layout) -> None:  # type: ignore[no-untyped-def]
+    model = make_tiny_qwen3(21, hidden_size=32, layers=2, head_dim=8, mlp_size=48)
+    model.config.use_cache = False
+    policy = PolicyModel(model, temperature=0.9, chunk_tokens=8)
+    samples = [sample(9, 3, 0), sample(14, 1, 1), sample(5, 4, 2)]
+    t = to_device(layout(samples), torch.device("cpu"))
+    logprobs, entropy = policy(t.input_ids, t.position_ids, t.positions, t.targets)
+    (logprobs.sum() + 0.3 * entropy.sum()).backward()
+    grads = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    model.zero_grad()
+    singles, entropies = [], []
+    for item in samples:
+        ids = torch.tensor(item.tokens, dtype=torch.long)[None]
+        logs = (model(input_ids=ids).logits[0, :-1] / 0.9).log_softmax(-1)[item.prompt_tokens - 1 :]
+        singles.append(logs.gather(-1, ids[0, item.prompt_tokens :, None]).squeeze(-1))
+        entropies.append(-(logs.exp() * logs).sum(-1))
+    torch.testing.assert_close(logprobs, torch.cat(singles), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat(entropies), atol=1e-5, rtol=1e-5)
+    (torch.cat(singles).sum() + 0.3 * torch.cat(entropies).sum()).backward()
+    for name, p in policy.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_heads_that_change_logits_are_refused() -> None:
+    config = make_tiny_qwen3(21, hidden_size=32, layers=1, head_dim=8, mlp_size=48).config
+    check_head(config)
+    config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        check_head(config)
