@@ -1,0 +1,360 @@
+"""Looks at everything a configuration names before anything is started, and reports all mistakes at once.
+
+Called by `asyncrl check` and by `asyncrl launch`, which starts nothing where this finds a mistake. Guarantees:
+1. every mistake is found in one pass, each with where it stands and what to do;
+2. code of the user (rewards, prompt sources) is imported in another process with a time limit, never in this one;
+3. nothing is written, bound for longer than the look, or left running;
+4. the derived numbers are shown with their arithmetic.
+It does not load the model and does not import torch or redis.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl.plan import TARGETS, names_of, threads_of
+from asyncrl.plugins import BUILT_IN
+from asyncrl.probe import bind_problem, redis_problem
+from asyncrl.sockets import read_keys
+
+IMPORT_TIMEOUT_S = 60.0
+COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
+REDIS_SERVERS = ("redis-server", "valkey-server")
+
+# Run in a process of its own: user code may hang, print or exit.
+_IMPORT = """
+import importlib, sys
+module, _, name = sys.argv[1].partition(":")
+try:
+    found = importlib.import_module(module)
+except BaseException as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+for part in name.split("."):
+    if not hasattr(found, part):
+        sys.exit(f"module {module} has no {part!r}")
+    found = getattr(found, part)
+if not callable(found):
+    sys.exit("it is not callable")
+"""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One derived number: what it is, its value and how it comes about."""
+
+    name: str
+    value: str
+    arithmetic: str = ""
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """All mistakes and all derived numbers."""
+
+    errors: list[AsyncRLError]
+    findings: list[Finding]
+    notes: list[str]
+
+
+def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: bool = False) -> Checked:
+    """Everything that can be known before the start. `joining`: the services and their store live elsewhere."""
+    checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
+        ({"producer", "learner"}, check_model),
+        ({"producer"}, check_data),
+        ({"reward"}, check_rewards),
+        ({"producer", "learner"}, check_plugins),
+        ({"buffer"}, check_store),
+        ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
+    ]
+    errors: list[AsyncRLError] = []
+    for wanted_by, look in checks:
+        if wanted_by & set(roles):
+            errors += look(config)
+    errors += check_keys(config, joining=joining or "buffer" not in roles)
+    return Checked(errors, derived(config, roles), notes_on(config, roles))
+
+
+# ---------------------------------------------------------------- files
+
+
+def check_model(config: Config) -> Iterator[AsyncRLError]:
+    """The model folder has a configuration, weights and a tokenizer."""
+    folder = Path(config.model.path)
+    where = f"model.path = {config.model.path!r}"
+    if not folder.is_dir():
+        yield ConfigError("config.model", "no such folder", where=where)
+        return
+    if not (folder / "config.json").is_file():
+        yield ConfigError("config.model", "it has no config.json", where=where)
+    if not list(folder.glob("*.safetensors")):
+        yield ConfigError("config.model", "it has no *.safetensors (weights)", where=where)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    if not any((folder / name).is_file() for name in names):
+        yield ConfigError("config.tokenizer", f"it has none of {', '.join(names)}", where=where)
+
+
+def data_paths(config: Config) -> list[Path]:
+    """The files of `data.path`."""
+    return [Path(part.strip()) for part in config.data.path.split(",") if part.strip()]
+
+
+def check_data(config: Config) -> Iterator[AsyncRLError]:
+    """The first row of every file has the prompt column; a source can be imported."""
+    if config.data.source:
+        problem = import_problem(config.data.source)
+        if problem:
+            yield ConfigError("config.data", problem, where=f"data.source = {config.data.source!r}")
+    for path in data_paths(config):
+        where = f"data.path = {str(path)!r}"
+        try:
+            row = first_row(path)
+        except (OSError, ValueError) as error:
+            yield ConfigError("config.data", getattr(error, "strerror", None) or str(error), where=where)
+            continue
+        if row is None:
+            yield ConfigError("config.data", "it has no rows", where=where)
+        elif config.data.prompt_key not in row:
+            columns = ", ".join(sorted(row)) or "none"
+            message = f"no column {config.data.prompt_key!r} (data.prompt_key); it has: {columns}"
+            yield ConfigError("config.data", message, where=where)
+
+
+def first_row(path: Path) -> dict[str, Any] | None:
+    """The first row of a .jsonl, .json or .parquet file (of the latter with empty values), None without rows."""
+    if path.suffix == ".parquet":
+        return _parquet_row(path)
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"unknown kind {path.suffix!r}: give .parquet, .jsonl or .json")
+    with path.open(encoding="utf-8") as file:
+        if path.suffix == ".json":
+            rows = json.load(file)
+            if not isinstance(rows, list):
+                raise ValueError("it is not a list of rows")
+            row = rows[0] if rows else None
+        else:
+            line = next((line for line in file if line.strip()), "")
+            row = json.loads(line) if line else None
+    if row is not None and not isinstance(row, dict):
+        raise ValueError("its first row is not an object")
+    return row
+
+
+def _parquet_row(path: Path) -> dict[str, Any] | None:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ValueError("reading .parquet needs the package pyarrow") from None
+    try:
+        with ParquetFile(path) as file:
+            return dict.fromkeys(file.schema_arrow.names) if file.metadata.num_rows else None
+    except ArrowException as error:
+        raise ValueError(str(error)) from None
+
+
+def count_rows(path: Path) -> int | None:
+    """Rows of a file; None where counting would take long or the file cannot be read."""
+    try:
+        if path.stat().st_size > COUNT_LIMIT_BYTES:
+            return None
+        if path.suffix == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(path) as file:
+                return int(file.metadata.num_rows)
+        if path.suffix == ".json":
+            return len(json.loads(path.read_text(encoding="utf-8")))
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    except (OSError, ValueError, ImportError):  # the number is a courtesy; mistakes in the file are check_data's
+        return None
+
+
+# ---------------------------------------------------------------- code of the user and of plugins
+
+
+def import_problem(dotted: str) -> str:
+    """Why 'module:function' cannot be used, empty where it can. Tried in another process from this folder."""
+    return _problem([sys.executable, "-c", _IMPORT, dotted])
+
+
+def check_rewards(config: Config) -> Iterator[AsyncRLError]:
+    """Every reward function can be imported and takes arguments that reward workers know how to give."""
+    validator = "producers.rewards.functions"
+    known = (_package_root() / "producers" / "rewards" / "functions.py").exists()
+    for index, reward in enumerate(config.reward):
+        if known:
+            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function])
+        else:
+            problem = import_problem(reward.function)
+        if problem:
+            yield ConfigError("config.reward", problem, where=f"reward[{index}].function = {reward.function!r}")
+
+
+def _package_root() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+def _problem(command: list[str]) -> str:
+    env = dict(os.environ)
+    places = [os.getcwd(), str(_package_root()), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=env, stdin=subprocess.DEVNULL,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    meant = next((line for line in reversed(lines) if not line.lstrip().startswith("->")), "")
+    return meant.strip() or f"its check ended with code {done.returncode}"
+
+
+def check_plugins(config: Config) -> Iterator[AsyncRLError]:
+    """Engine and backend are known names."""
+    for key, group, name in (
+        ("producers.engine", "asyncrl.engines", config.producers.engine),
+        ("learner.backend", "asyncrl.backends", config.learner.backend),
+    ):
+        known = set(BUILT_IN.get(group, {})) | {point.name for point in entry_points(group=group)}
+        if name not in known:
+            yield ConfigError("config.type", f"{name!r} is not known: one of {', '.join(sorted(known))}", where=key)
+    python = config.producers.python
+    if python and not shutil.which(python):
+        yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
+
+
+# ---------------------------------------------------------------- network and store
+
+
+def check_ports(config: Config, roles: Sequence[str]) -> Iterator[AsyncRLError]:
+    """`tcp://` addresses of the services that start here are free."""
+    seen: dict[str, str] = {}
+    for service in ("buffer", "weightsync"):
+        address = str(getattr(config.network, service))
+        if service not in roles or not address.startswith("tcp://"):
+            continue
+        if address in seen and not address.endswith(":0"):
+            yield ConfigError("config.conflict", f"the same address as network.{seen[address]}",
+                              where=f"network.{service} = {address!r}")  # fmt: skip
+            continue
+        seen[address] = service
+        problem = bind_problem(address)
+        if problem is not None:
+            yield error_for(*problem, where=f"network.{service} = {address!r}")
+
+
+def check_store(config: Config) -> Iterator[AsyncRLError]:
+    """Redis answers where a URL is given; a server is on the PATH where one is to be started."""
+    buffer = config.buffer
+    if buffer.store == "sqlite":
+        return
+    if buffer.redis_url:
+        problem = redis_problem(buffer.redis_url)
+        if problem:
+            yield error_for("store.unreachable", problem, where="buffer.redis_url")
+    elif buffer.store == "redis" and not any(shutil.which(name) for name in REDIS_SERVERS):
+        yield error_for("store.no_server", f"none of {', '.join(REDIS_SERVERS)} is on the PATH", where="buffer.store")
+
+
+def check_keys(config: Config, *, joining: bool) -> Iterator[AsyncRLError]:
+    """The key file can be read and is private; the owner of the buffer may still have to make it."""
+    path = Path(config.network.key_file)
+    if not config.network.key_file or (not joining and not path.exists() and path.parent.is_dir()):
+        return
+    try:
+        read_keys(path)
+    except AsyncRLError as error:
+        yield error
+
+
+# ---------------------------------------------------------------- derived numbers
+
+
+def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Finding]:
+    """The numbers that follow from the settings, with their arithmetic."""
+    buffer, sampling, learner = config.buffer, config.sampling, config.learner
+    group_size, slots = sampling.group_size, config.producers.slots
+    held = config.producers.groups_in_flight(group_size)
+    per_producer = (
+        "producers.max_groups_in_flight" if config.producers.max_groups_in_flight
+        else f"ceil(2 x slots {slots} / group_size {group_size})"
+    )  # fmt: skip
+    row = config.data.max_prompt_tokens + sampling.max_new_tokens
+    findings = [
+        Finding("lag at most", f"{buffer.max_staleness} steps", "max_staleness; the bound holds for every token"),
+        Finding("max in flight", f"{buffer.max_in_flight_groups} groups",
+                f"(pipeline_depth {buffer.depth} + 1) x batch_groups {buffer.batch_groups}"),
+        Finding("samples per step", str(buffer.batch_groups * group_size),
+                f"batch_groups {buffer.batch_groups} x group_size {group_size}"),
+        Finding("total groups", str(config.total_groups),
+                f"steps {learner.steps} x batch_groups {buffer.batch_groups}"),
+        Finding("groups per producer", str(held), per_producer),
+        Finding("longest sample", f"{row} tokens",
+                f"max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}; "
+                f"a packed row holds {learner.micro_batch_tokens}"),
+    ]  # fmt: skip
+    rows = [count_rows(path) for path in data_paths(config)]
+    if rows and all(rows):
+        count = sum(number for number in rows if number)
+        findings.append(Finding("epochs", f"{config.total_groups / count:.2f}",
+                                f"total groups {config.total_groups} / rows {count}"))  # fmt: skip
+    findings.append(Finding("what starts", what_starts(config, roles)))
+    return findings
+
+
+def what_starts(config: Config, roles: Sequence[str]) -> str:
+    """`1 buffer (sqlite), 1 weightsync, 2 producers (hf), 1 reward worker, 1 learner x 1 rank = 6 processes`."""
+    words = {
+        "buffer": f"1 buffer ({config.buffer.store})",
+        "weightsync": f"1 weightsync ({config.weightsync.transport})",
+        "producer": f"{_many(config.producers.count, 'producer')} ({config.producers.engine})",
+        "reward": _many(config.reward_workers.count, "reward worker"),
+        "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
+    }
+    chosen = [role for role in TARGETS["all"] if role in roles]
+    total = sum(len(names_of(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
+    return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
+
+
+def _many(count: int, word: str, ending: str = "s") -> str:
+    return f"{count} {word}{'' if count == 1 else ending}"
+
+
+def notes_on(config: Config, roles: Sequence[str]) -> list[str]:
+    """Settings that work and may surprise."""
+    notes = []
+    workers = config.reward_workers.count
+    counts = {"producer": config.producers.count, "learner": config.learner.ranks, "reward": workers}
+    threads = sum(count * threads_of(role, config) for role, count in counts.items() if role in roles)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads > 2 * cores:
+        notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
+    minibatches = config.learner.algorithm.minibatches
+    if minibatches > 1:
+        notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")
+    return notes
+
+
+def render(checked: Checked) -> str:
+    """The text that `asyncrl check` prints."""
+    width = max((len(finding.name) for finding in checked.findings), default=0)
+    lines = []
+    for finding in checked.findings:
+        tail = f" = {finding.arithmetic}" if finding.arithmetic else ""
+        lines.append(f"  {finding.name:<{width}}  {finding.value}{tail}")
+    lines += [f"note: {note}" for note in checked.notes]
+    return "\n".join(lines)

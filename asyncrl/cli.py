@@ -1,0 +1,232 @@
+"""The command `asyncrl`: arguments in, exit code out.
+
+Called from the shell (entry point, or `python -m asyncrl`). Guarantees:
+1. nothing but the standard library is imported before the arguments are understood: `--help` answers at once;
+2. a user's mistake is its text and an exit code, never a traceback; every mistake of a configuration comes at once;
+3. no role package and nothing heavy (torch, redis, transformers, engines) is imported here or below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TARGETS = ("all", "buffer", "producers", "rewards", "learner", "weightsync")
+EXAMPLES = """examples:
+  asyncrl demo                                    train a tiny model here, in a minute or two
+  asyncrl check my.toml                           what would start, and what is wrong
+  asyncrl launch all my.toml                      the whole run on this machine
+  asyncrl status runs/my                          how it goes
+  asyncrl audit runs/my                           nothing lost, nothing trained twice
+
+`asyncrl COMMAND --help` explains a command.
+"""
+LAUNCH_EXAMPLES = """targets:
+  all         everything on this machine
+  buffer, weightsync, learner     one of each per run
+  producers, rewards              as many launchers as you like, on any host
+
+examples:
+  asyncrl launch all my.toml --set learner.steps=20
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
+
+Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    args = parser().parse_args(argv)
+    from asyncrl.errors import AsyncRLError
+
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except AsyncRLError as error:
+        sys.stdout.flush()
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `asyncrl ... | head`
+        sys.stderr.close()
+        return 141
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="asyncrl", description="Asynchronous, disaggregated RL for language models on message queues.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    top.add_argument("--version", action=_Version, help="print the version and exit")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_launch(commands)
+    _add_demo(commands)
+
+    one = _command(commands, "check", "find every mistake of a configuration and show the derived numbers",
+                   example="asyncrl check my.toml --set buffer.max_staleness=8")  # fmt: skip
+    _add_config(one)
+    one.set_defaults(run=_check)
+
+    one = _command(commands, "status", "the state of a run, now", example="asyncrl status runs/my")
+    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run")
+    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
+    one.add_argument("--key", default="", metavar="FILE", help="key file")
+    one.add_argument("--json", action="store_true", help="everything the services know, as JSON")
+    one.set_defaults(run=_status)
+
+    one = _command(commands, "audit", "prove from the log that nothing was lost, doubled, too old or unknown",
+                   example="asyncrl audit runs/my --json")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    one.add_argument("--json", action="store_true", help="the verdict and all counts, as JSON")
+    one.set_defaults(run=_audit)
+
+    one = _command(commands, "report", "write the run's report: one HTML file",
+                   example="asyncrl report runs/my --out report.html")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    one.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
+    one.set_defaults(run=_report)
+
+    one = _command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    one.add_argument("--timeout", type=float, default=180.0, metavar="S", help="how long to wait for its end")
+    one.set_defaults(run=_stop)
+
+    one = _command(commands, "schema", "print the JSON schema of the configuration",
+                   example="asyncrl schema > asyncrl.schema.json")  # fmt: skip
+    one.set_defaults(run=_schema)
+    return top
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, *, example: str = "",
+    epilog: str = "",
+) -> argparse.ArgumentParser:  # fmt: skip
+    """A command with an example below its options."""
+    return commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog or f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
+def _add_config(one: argparse.ArgumentParser) -> None:
+    one.add_argument("config", metavar="CONFIG.toml", type=Path, help="the run's configuration")
+    _add_set(one)
+
+
+def _add_set(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+                     help="override one setting, e.g. --set learner.steps=20; may be repeated")  # fmt: skip
+
+
+def _add_output(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--verbose", action="store_true", help="show every line of every process")
+    one.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+
+
+def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "launch", "start the roles of a run; the same command again resumes it",
+                   epilog=LAUNCH_EXAMPLES)  # fmt: skip
+    one.add_argument("target", metavar="TARGET", choices=TARGETS, help=f"what to start here: {', '.join(TARGETS)}")
+    _add_config(one)
+    one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
+    one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    _add_output(one)
+    one.set_defaults(run=_launch)
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "demo", "train a tiny model here, on the CPU, and check what was promised",
+                   example="asyncrl demo --task add --set buffer.max_staleness=0")  # fmt: skip
+    one.add_argument("--task", choices=("running_sum", "add"), default="running_sum", help="what it learns "
+                     "(default: running_sum)")  # fmt: skip
+    one.add_argument("--resume", action="store_true", help="go on with the last demo instead of starting anew")
+    one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")
+    _add_set(one)
+    _add_output(one)
+    one.set_defaults(run=_demo)
+
+
+class _Version(argparse.Action):
+    """Prints the version; as an action of its own so that `--help` needs no import."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from asyncrl import __version__
+
+        print(f"asyncrl {__version__}")
+        parser.exit()
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from asyncrl.launch import LaunchOptions, launch
+
+    options = LaunchOptions(
+        target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
+        takeover=args.takeover, verbose=args.verbose, plain=args.plain,
+    )  # fmt: skip
+    return launch(args.config, options).outcome.code
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from asyncrl.demo import demo
+
+    return demo(
+        args.task, tuple(args.overrides), resume=args.resume, verbose=args.verbose, plain=args.plain,
+        prepare_only=args.prepare_only,
+    )  # fmt: skip
+
+
+def _check(args: argparse.Namespace) -> int:
+    from asyncrl.launch import check_command
+
+    return check_command(args.config, args.overrides)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from asyncrl.status import status_command
+
+    return status_command(args.folder, connect=args.connect, key=args.key, as_json=args.json)
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from asyncrl.audit import audit_command
+
+    return audit_command(args.folder, as_json=args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from asyncrl.report import write_report
+    from asyncrl.rundir import RunDir
+
+    print(write_report(RunDir(args.folder).require(), out=args.out))
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from asyncrl.status import stop_command
+
+    return stop_command(args.folder, timeout_s=args.timeout)
+
+
+def _schema(_args: argparse.Namespace) -> int:
+    import json
+
+    from asyncrl.config import schema
+
+    print(json.dumps(schema(), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Notices that a run makes no step, and says who is waited for.
+
+Called by `asyncrl.supervise` on behalf of the launcher that owns the learner. Guarantees:
+1. no step for `run.hang_timeout_s` (since the last one, or since the learner was last started) is a hang; so is a
+   learner that ended itself with code 70 when that time was all but over;
+2. the diagnosis is the buffer's own, asked with a deadline; without its answer the silence is named, and so is every
+   process of the run on this host that is stopped (SIGSTOP, a debugger);
+3. before anything is ended the stacks of all roles on this host go to their logs (SIGUSR1). Only processes that noted
+   themselves in the run folder are asked: they are known to have the handler.
+It ends nothing itself. A rank that hangs in a collective is ended by `learners.watchdog`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.metrics import read_lines
+from asyncrl.processes import descendants, send
+from asyncrl.progress import JsonTail
+from asyncrl.rundir import RunDir, endpoint, run_keys
+
+LOOK_S = 0.5
+NEARLY = 0.9  # share of the limit after which the learner's own code 70 is taken for the same hang
+DUMP_S = 0.5  # for the stacks to reach the logs
+
+
+def ask_buffer(config: Config) -> dict[str, Any]:
+    """The buffer's status, or `{"error": ...}`."""
+    from asyncrl.status import buffer_status
+
+    return buffer_status(endpoint(config, "buffer"), run_keys(config))
+
+
+class HangWatch:
+    """One run's clock. `ask` gets the buffer's status; `clock` counts seconds."""
+
+    def __init__(
+        self, run: RunDir, config: Config, *, ask: Callable[[Config], dict[str, Any]] = ask_buffer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._run = run
+        self._config = config
+        self._ask = ask
+        self._clock = clock
+        self._steps = JsonTail(run.metrics / "learner.jsonl")
+        self._since = clock()
+        self._next_look = 0.0
+
+    def learner_started(self) -> None:
+        """Its clock begins anew: it has to load its model first."""
+        self._since = self._clock()
+
+    def look(self, *, learner_ended: bool = False) -> str:
+        """Empty, or what to tell the user: the limit has passed. `learner_ended`: by itself, with code 70."""
+        now = self._clock()
+        if now < self._next_look and not learner_ended:
+            return ""
+        self._next_look = now + LOOK_S
+        if self._steps.poll():
+            self._since = now
+        limit = self._config.run.hang_timeout_s
+        silent = now - self._since
+        if silent <= limit * (NEARLY if learner_ended else 1.0):
+            return ""
+        return f"no step for {silent:.0f} s (run.hang_timeout_s = {limit:g}). {self.diagnosis()}"
+
+    def diagnosis(self) -> str:
+        """Who is waited for, in one sentence."""
+        status = self._ask(self._config)
+        if "error" in status:
+            what = f"the buffer does not answer: {status['error']}"
+        else:
+            learner = (status.get("learner") or {}).get("waiting_for", "")
+            what = str(status.get("waiting_for") or learner or "the buffer waits for nobody; see the learner's stacks")
+        stopped = [f"{name} (pid {pid})" for name, pid in self.local_roles() if _state(pid) in "Tt"]
+        return what + (f"; stopped by a signal: {', '.join(stopped)}" if stopped else "")
+
+    def local_roles(self) -> list[tuple[str, int]]:
+        """(name, pid) of the living roles below this process."""
+        below = set(descendants(os.getpid()))
+        noted = [(str(line.get("name")), line.get("pid")) for line in read_lines(self._run.processes)]
+        return [(name, pid) for name, pid in noted if isinstance(pid, int) and pid in below]
+
+    def dump_stacks(self) -> None:
+        """Every local role prints its stacks to its log."""
+        for _, pid in self.local_roles():
+            send(pid, signal.SIGUSR1)
+        time.sleep(DUMP_S)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"

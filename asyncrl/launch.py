@@ -1,0 +1,251 @@
+"""`asyncrl launch`: checks, plans, supervises, and says how it went.
+
+Called by `asyncrl.cli` and `asyncrl.demo`. Guarantees:
+1. nothing is started and nothing is written before the whole configuration was checked;
+2. the same command again resumes the run; what changed in the configuration since is printed;
+3. a second launcher of the same role of the same run is refused (`service.duplicate`); more producers and reward
+   workers may join at any time, under names of their own;
+4. no role package is imported here: roles are processes, named by their module;
+5. however a run with a learner ends, `result.json` and `report.html` are written: what the learner wrote of a complete
+   run (steps, rewards, lag, ledger) stays in it, beside how the launch ended. There is no `result.json` while it runs;
+6. weights that killed learners left in shared memory are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from asyncrl import check as checks
+from asyncrl.config import Config, all_keys, dump, load
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.hang import HangWatch
+from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
+from asyncrl.progress import Progress
+from asyncrl.rundir import RunDir, run_keys, write_atomic
+from asyncrl.status import LAUNCHER_PREFIX
+from asyncrl.supervise import Grace, Outcome, Supervisor
+
+OWNERS = frozenset({"all", "buffer", "learner"})  # these write RUN/config.toml
+SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
+
+
+class LaunchOptions(msgspec.Struct, frozen=True):
+    """The command line of `asyncrl launch`."""
+
+    target: str = "all"
+    overrides: tuple[str, ...] = ()
+    connect: str = ""
+    key: str = ""
+    takeover: bool = False
+    verbose: bool = False
+    plain: bool = False
+    report: bool = True
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """What was run and how it ended."""
+
+    config: Config
+    run: RunDir
+    outcome: Outcome
+    started: float = 0.0  # wall time
+
+
+def launch(config_path: Path, options: LaunchOptions) -> Launched:
+    """Run the target to its end. Raises ConfigErrors before anything is started."""
+    overrides = list(options.overrides)
+    if options.key:
+        overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
+    config = absolute(load(config_path, overrides))
+    return launch_config(config, options)
+
+
+def launch_config(config: Config, options: LaunchOptions) -> Launched:
+    """Like `launch`, with the configuration in hand."""
+    roles = TARGETS[options.target]
+    checked = checks.check(config, roles, joining=bool(options.connect))
+    if checked.errors:
+        raise ConfigErrors(checked.errors)
+    started = time.time()
+    run = RunDir(config.run_dir).create()
+    locks, tag = _locks(run, options)
+    try:
+        if "buffer" in roles:
+            run_keys(config, make=True)
+        path = settle_config(run, config, options, tag=tag)
+        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
+        plans = plan(config, roles, config_path=path, joining=joining, python_path=python_path())
+        _print(f"run {run.root}: {checks.what_starts(config, roles)}")
+        for note in checked.notes:
+            _print(f"note: {note}")
+        if "learner" in roles:
+            run.result.unlink(missing_ok=True)
+        outcome = _supervise(run, config, plans, options)
+    finally:
+        for lock in locks:
+            lock.close()
+    if "learner" in roles:
+        _conclude(run, config, outcome, options)
+    if outcome.code and outcome.failed:
+        _print_failure(outcome, run)
+    return Launched(config, run, outcome, started)
+
+
+def absolute(config: Config) -> Config:
+    """The same configuration with the run folder and a local model folder as absolute paths."""
+    config = msgspec.structs.replace(
+        config, run=msgspec.structs.replace(config.run, dir=str(Path(config.run.dir).resolve()))
+    )
+    model = Path(config.model.path)
+    if model.is_dir():
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model.resolve())))
+    return config
+
+
+def python_path() -> list[str]:
+    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
+    root = Path(__file__).resolve().parent.parent
+    places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
+    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return list(dict.fromkeys(places))
+
+
+# ---------------------------------------------------------------- the run folder
+
+
+def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
+    """Hold what only one launcher may do; the tag for names of workers that join beside others."""
+    names = [f"launch-{role}" for role in TARGETS[options.target]]
+    held: list[IO[str]] = []
+    try:
+        for name in names:
+            if options.takeover and name == "launch-learner":
+                continue
+            held.append(run.lock(name))
+    except AsyncRLError:
+        for lock in held:
+            lock.close()
+        if options.target not in SHARED:
+            raise
+        return [], f"{os.getpid():x}"
+    return held, f"{socket.gethostname().split('.')[0]}-{os.getpid():x}" if options.connect else ""
+
+
+def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
+    """Write the resolved configuration where the children read it; the path."""
+    text = dump(config)
+    if run.config.exists() and run.config.read_text() == text:
+        return run.config
+    if options.connect or (options.target not in OWNERS and run.config.exists()):
+        path = run.logs / f"{options.target}{'-' + tag if tag else ''}.config.toml"
+        write_atomic(path, text.encode())
+        return path
+    if run.config.exists():
+        for line in changes(run.config, config):
+            _print(f"changed since the last start: {line}")
+    write_atomic(run.config, text.encode())
+    return run.config
+
+
+def changes(path: Path, config: Config) -> list[str]:
+    """`buffer.max_staleness: 4 -> 2` of every setting that differs from the file's."""
+    try:
+        old = load(path)
+    except AsyncRLError as error:
+        return [f"the old {path.name} cannot be read: {error.message}"]
+    return [
+        f"{key}: {value_at(old, key)!r} -> {value_at(config, key)!r}"
+        for key in all_keys() if "." in key and not key.startswith("reward.")
+        and value_at(old, key) != value_at(config, key)
+    ] + ([] if old.reward == config.reward else ["reward: other functions"])  # fmt: skip
+
+
+def value_at(config: Config, dotted: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# ---------------------------------------------------------------- the run itself
+
+
+def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
+    own = "learner" in TARGETS[options.target]  # another launcher's steps are shown there
+    progress = Progress(run, steps=config.learner.steps, verbose=options.verbose, plain=options.plain, table=own)
+    mark = run.lock(f"{LAUNCHER_PREFIX}{options.target}-{os.getpid()}")  # `asyncrl stop` finds us by it
+    try:
+        hang = HangWatch(run, config) if own else None
+        return Supervisor(plans, logs=run.logs, say=progress.say, tick=progress.tick, grace=Grace(), hang=hang).run()
+    finally:
+        progress.close()
+        if own:
+            _remove_staged(run)
+        Path(mark.name).unlink(missing_ok=True)
+        mark.close()
+
+
+def _remove_staged(run: RunDir) -> None:
+    """Remove the staged weights of this run's learners that are dead: a killed one leaves them in shared memory."""
+    from weightsync.staging import Staging
+
+    Staging(run.root / "weights").remove_stale()
+
+
+def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:
+    from asyncrl.report.data import load_run, read_object, summary
+
+    data = load_run(run)
+    done = outcome.code == 0 and data.last_step >= config.learner.steps
+    result = read_object(run.result) | {
+        "done": done, "code": outcome.code, "reason": outcome.reason, "wall_s": round(outcome.wall_s, 3),
+        "steps": data.last_step, "restarts": outcome.restarts, "failed": outcome.failed, "t": time.time(),
+        "given_up": outcome.given_up,
+    }  # fmt: skip
+    write_atomic(run.result, msgspec.json.encode(result))
+    _print("")
+    for line in summary(data, outcome):
+        _print(line)
+    if options.report:
+        from asyncrl.report import write_report
+
+        _print(f"report    {write_report(run)}")
+
+
+def _print_failure(outcome: Outcome, run: RunDir) -> None:
+    error = AsyncRLError("role.failed", outcome.reason, where=outcome.failed,
+                         remedy=f"see {run.logs / (outcome.failed + '.log')}")  # fmt: skip
+    for line in outcome.last_lines:
+        print(f"  | {line}", file=sys.stderr)
+    print(error.render(), file=sys.stderr, flush=True)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def check_command(config_path: Path, overrides: Sequence[str]) -> int:
+    """`asyncrl check`: the derived numbers, then every mistake; 0 or the first one's exit code."""
+    config = load(config_path, overrides)
+    checked = checks.check(config)
+    print(checks.render(checked))
+    if checked.errors:
+        sys.stdout.flush()
+        raise ConfigErrors(checked.errors)
+    print(f"{config_path}: no mistakes found")
+    return 0
+
+
+def require_target(name: str) -> None:
+    """Raise `usage` for a target that does not exist."""
+    if name not in TARGETS:
+        raise ConfigError("usage", f"{name!r} is none of {', '.join(TARGETS)}")

@@ -1,0 +1,131 @@
+"""Which processes a run consists of: a pure function from the configuration to commands.
+
+Called by `asyncrl.launch`, `asyncrl.check` and tests. Guarantees:
+1. the same arguments give the same plan; nothing is started, looked up or written here;
+2. services come first, the learner last: the order in which they are started;
+3. secrets never stand in a command: keys travel as the path of their file.
+
+Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
+reward-0, learner (and torchrun around the learner's rank).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.rundir import endpoint
+
+#: What `asyncrl launch TARGET` starts, in order.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "all": ("buffer", "weightsync", "producer", "reward", "learner"),
+    "buffer": ("buffer",),
+    "weightsync": ("weightsync",),
+    "producers": ("producer",),
+    "rewards": ("reward",),
+    "learner": ("learner",),
+}
+SERVICES = frozenset({"buffer", "weightsync"})
+MODULES = {
+    "buffer": "buffers.server",
+    "weightsync": "weightsync.service",
+    "producer": "producers.main",
+    "reward": "producers.rewards.main",
+    "learner": "learners.main",
+}
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process: what to run, with what in its environment, and how often to try again in ten minutes."""
+
+    role: str
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # on top of the launcher's own
+    restarts: int = 0
+    gang: bool = False  # started by torchrun: signals go to its workers, exit codes are read from its report
+    ready: str = ""  # address that answers once a service is up
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How processes reach the services of a run that lives elsewhere."""
+
+    connect: str = ""  # address of the buffer; empty: from the configuration
+    key: str = ""
+    takeover: bool = False
+    tag: str = ""  # makes names unique where another launcher already works for the run
+
+
+def plan(
+    config: Config, roles: Sequence[str], *, config_path: Path, joining: Joining | None = None,
+    python: str = sys.executable, python_path: Sequence[str] = (),
+) -> list[ProcessPlan]:  # fmt: skip
+    """The processes of these roles, in the order in which they start."""
+    how = joining or Joining()
+    plans = []
+    for role in (role for role in TARGETS["all"] if role in roles):
+        for name in names_of(role, config, tag=how.tag):
+            interpreter = config.producers.python if role == "producer" and config.producers.python else python
+            plans.append(
+                ProcessPlan(
+                    role=role,
+                    name=name,
+                    argv=_command(interpreter, role, name, config=config, config_path=config_path, how=how),
+                    env=environment(threads_of(role, config), python_path),
+                    restarts=restarts_of(role, config),
+                    gang=role == "learner",
+                    ready=endpoint(config, role) if role in SERVICES else "",
+                )
+            )
+    return plans
+
+
+def names_of(role: str, config: Config, *, tag: str = "") -> list[str]:
+    """`producer-0`, `producer-1`, ...; roles that exist once have the name of their role."""
+    counts = {"producer": config.producers.count, "reward": config.reward_workers.count}
+    if role not in counts:
+        return [role]
+    middle = f"-{tag}" if tag else ""
+    return [f"{role}{middle}-{number}" for number in range(counts[role])]
+
+
+def threads_of(role: str, config: Config) -> int:
+    """CPU threads of one process of the role."""
+    return {"producer": config.producers.threads, "learner": config.learner.threads}.get(role, 1)
+
+
+def restarts_of(role: str, config: Config) -> int:
+    """Restarts in ten minutes: the role's own setting; services share the learner's."""
+    own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
+    return own.get(role, config.learner.restarts)
+
+
+def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
+    """Variables that every role gets. Idle OpenMP workers must not spin: on a shared CPU that halves the speed."""
+    env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    env |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if python_path:
+        env["PYTHONPATH"] = os.pathsep.join(python_path)
+    return env
+
+
+def _command(python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining) -> tuple[str, ...]:
+    words = [python, "-m", MODULES[role], "--config", str(config_path), "--name", name]
+    if how.connect and role not in SERVICES:
+        words += ["--connect", how.connect]
+    if how.key:
+        words += ["--key", how.key]
+    if role != "learner":
+        return tuple(words)
+    if how.takeover:
+        words.append("--takeover")
+    # c10d on a port of its own choice: nothing to collide with, and the same command restarts as it is.
+    gang = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
+    gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
+    return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)

@@ -1,0 +1,178 @@
+"""Reads what a run has written into one value, and sums it up in a few lines.
+
+Called by `asyncrl.report`, `asyncrl.launch`, `asyncrl.demo` and `asyncrl.status`. Guarantees:
+1. it only reads; files that are missing or cut are empty or shorter, never an error;
+2. steps are those of the surviving history: a step that was trained again replaces its first time and what came after.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncrl.audit import Audit, audit_run
+from asyncrl.config import Config, load
+from asyncrl.errors import AsyncRLError
+from asyncrl.metrics import read_lines
+from asyncrl.rundir import RunDir
+from asyncrl.supervise import Outcome
+
+Line = dict[str, Any]
+ENDS = 5  # steps at each end of the run that are averaged
+
+
+class Deliveries(NamedTuple):
+    """Weight versions handed to generators: acknowledged with the right digest, with another one, not in time."""
+
+    matched: int
+    wrong: int
+    left_out: int
+
+
+class RunData(msgspec.Struct):
+    """Everything the report shows."""
+
+    run: RunDir
+    config: Config | None
+    audit: Audit
+    steps: list[Line]  # metrics/learner.jsonl, surviving, by step
+    roles: dict[str, list[Line]]  # metrics/roles.jsonl by name
+    buffer: list[Line]
+    rounds: list[Line]
+    processes: list[Line]
+    samples: list[Line]
+    events: list[Line]  # logs/launch.jsonl
+    history: list[Line]  # events that the fault log shows
+    result: Line
+
+    @property
+    def last_step(self) -> int:
+        """The last trained step, 0 without one."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def values(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of a metric of the learner, where it was written."""
+        return [(float(line["step"]), float(line[key])) for line in self.steps if _is_number(line.get(key))]
+
+    def reward_ends(self) -> tuple[float, float]:
+        """Mean reward of the first and the last five steps."""
+        rewards = [value for _, value in self.values("reward_mean")]
+        if not rewards:
+            return 0.0, 0.0
+        return statistics.fmean(rewards[:ENDS]), statistics.fmean(rewards[-ENDS:])
+
+    def deliveries(self) -> Deliveries:
+        """Over all rounds and members."""
+        matched = wrong = left_out = 0
+        for line in self.rounds:
+            for answer in dict(line.get("members") or {}).values():
+                if answer and answer == line.get("digest"):
+                    matched += 1
+                elif "digest" in str(answer):  # "holds digest ...", "received another digest"
+                    wrong += 1
+                else:
+                    left_out += 1
+        return Deliveries(matched, wrong, left_out)
+
+    def acknowledged(self, name: str) -> int:
+        """Versions that this generator acknowledged with the right digest."""
+        answers = [(dict(line.get("members") or {}).get(name), line.get("digest")) for line in self.rounds]
+        return sum(bool(answer) and answer == digest for answer, digest in answers)
+
+    def span_of_time(self) -> tuple[float, float]:
+        """First and last wall time that any file names."""
+        groups = [self.processes, self.steps, self.buffer, self.rounds, self.events, *self.roles.values()]
+        times = [float(line["t"]) for group in groups for line in group if _is_number(line.get("t"))]
+        return (min(times), max(times)) if times else (0.0, 1.0)
+
+
+def load_run(run: RunDir) -> RunData:
+    """Read the folder."""
+    try:
+        config: Config | None = load(run.config)
+    except AsyncRLError:
+        config = None
+    roles: dict[str, list[Line]] = defaultdict(list)
+    for line in _lines(run.metrics / "roles.jsonl"):
+        roles[str(line.get("name", "?"))].append(line)
+    kept = ("service", "register", "lost", "drop", "dead", "end")
+    return RunData(
+        run=run,
+        config=config,
+        audit=audit_run(run.root),
+        steps=surviving(_lines(run.metrics / "learner.jsonl")),
+        roles=dict(roles),
+        buffer=_lines(run.metrics / "buffer.jsonl"),
+        rounds=_lines(run.metrics / "weightsync.jsonl"),
+        processes=_lines(run.processes),
+        samples=_lines(run.samples),
+        events=_lines(run.logs / "launch.jsonl"),
+        history=[line for line in _lines(run.history) if line.get("e") in kept],
+        result=read_object(run.result),
+    )
+
+
+def surviving(lines: list[Line]) -> list[Line]:
+    """One line per step: a step that comes again takes back itself and what followed it.
+
+    >>> [line["x"] for line in surviving([{"step": s, "x": x} for s, x in ((1, 1), (2, 2), (3, 3), (2, 4))])]
+    [1, 4]
+    """
+    kept: list[Line] = []
+    for line in lines:
+        if not _is_number(line.get("step")):
+            continue
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+def read_object(path: Path) -> Line:
+    """A JSON object of a file, empty where there is none."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _lines(path: Path) -> list[Line]:
+    return [line for line in read_lines(path) if isinstance(line, dict)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def ledger_text(audit: Audit) -> str:
+    """`issued 640 = trained 640 + dropped 0 + dead 0 + in flight 0`."""
+    parts = [("trained", audit.trained), ("dropped", sum(audit.dropped.values())), ("dead", sum(audit.dead.values()))]
+    parts += [(name, count) for name, count in (("superseded", audit.superseded), ("lost", audit.lost)) if count]
+    parts.append(("in flight", audit.in_flight))
+    return f"issued {audit.issued} = {' + '.join(f'{name} {count}' for name, count in parts)}"
+
+
+def summary(data: RunData, outcome: Outcome) -> list[str]:
+    """The lines that `asyncrl launch` ends with."""
+    audit, deliveries = data.audit, data.deliveries()
+    early, late = data.reward_ends()
+    restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items()) or "none"
+    steps = data.config.learner.steps if data.config else "?"
+    where = f"step {data.last_step} of {steps}"
+    without = [f"{name} (code {code})" for name, code in outcome.given_up.items()]
+    return [
+        f"ended     {outcome.reason} after {outcome.wall_s:.1f} s, {where}; restarts: {restarts}",
+        *([f"given up  {', '.join(without)}: the run went on without"] if without else []),
+        f"reward    {early:.3f} -> {late:.3f} (mean of the first and of the last {ENDS} steps)",
+        f"lag       mean {audit.lag_mean:.2f}, max {audit.lag_max}, bound {audit.bound_max}"
+        + (f"; {audit.over_bound} groups over it" if audit.over_bound else ""),
+        f"ledger    {ledger_text(audit)}; doubled {audit.doubled}",
+        f"weights   {deliveries.matched} deliveries acknowledged with the right digest, {deliveries.wrong} with "
+        f"another, {deliveries.left_out} not in time; {audit.spans_matched} of {audit.spans} spans match",
+        f"audit     {'OK' if audit.ok else 'FAILED: ' + audit.violations[0]}",
+    ]

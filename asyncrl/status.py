@@ -1,0 +1,231 @@
+"""`asyncrl status` and `asyncrl stop`: ask a run how it is, and end it.
+
+Called by `asyncrl.cli`. Guarantees:
+1. every question has a deadline; a service that does not answer is said to be silent, and the files say the rest;
+2. `stop` asks the launchers on this host (SIGTERM: the learner writes a checkpoint), the learner's first, and waits for
+   their end; where there is none it asks the buffer and the weight-sync service;
+3. the clients of the services are imported when asked for: nothing heavy comes with them.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config, load
+from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.processes import reachable, send
+from asyncrl.progress import QUEUE_STATES, number
+from asyncrl.rundir import RunDir, endpoint, run_keys
+from asyncrl.sockets import Keys, read_keys
+
+ASK_TIMEOUT_S = 3.0
+STOP_POLL_S = 0.2
+LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-PID.lock
+
+
+def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool) -> int:
+    """Print the state; 0 where the buffer answered, 69 where it did not."""
+    if (folder is None) == (not connect):
+        raise ConfigError("usage", "give a run folder or --connect URL")
+    state: dict[str, Any]
+    if folder is None:
+        state = {"buffer": buffer_status(connect, read_keys(Path(key)) if key else None)}
+    else:
+        state = run_status(RunDir(folder).require(), key=key)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
+    else:
+        print(render(state))
+    return 0 if "error" not in state["buffer"] else 69
+
+
+def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
+    """What both services say and where the files stand."""
+    config = load(run.config)
+    keys = read_keys(Path(key)) if key else run_keys(config)
+    from asyncrl.report.data import load_run
+
+    data = load_run(run)
+    return {
+        "run": str(run.root),
+        "steps": config.learner.steps,
+        "launchers": [{"target": target, "pid": pid} for target, pid in launchers(run)],
+        "last_step": data.steps[-1] if data.steps else {},
+        "result": data.result,
+        "queue": data.buffer[-1] if data.buffer else {},
+        "workers": {name: lines[-1] for name, lines in sorted(data.roles.items())},
+        "buffer": buffer_status(endpoint(config, "buffer"), keys),
+        "weightsync": weightsync_status(endpoint(config, "weightsync"), keys),
+    }
+
+
+def buffer_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """The buffer's own words, or `{"error": ...}`."""
+    from buffers.client import ObserverClient
+
+    return _ask(address, lambda: ObserverClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S))
+
+
+def weightsync_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """The weight-sync service's own words, or `{"error": ...}`."""
+    from weightsync.client import WeightSyncClient
+
+    return _ask(address, lambda: WeightSyncClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S))
+
+
+def _ask(address: str, connect: Callable[[], Any]) -> dict[str, Any]:
+    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # known at once, where a request would wait for its deadline
+        return {"error": f"nothing listens at {address}", "code": "net.unreachable"}
+    client = None
+    try:
+        client = connect()
+        answer: dict[str, Any] = client.status()
+        return answer
+    except AsyncRLError as error:
+        return {"error": error.message, "code": error.code}
+    finally:
+        if client is not None:
+            client.close()
+
+
+def launchers(run: RunDir) -> list[tuple[str, int]]:
+    """(target, pid) of the living launchers on this host. A pid may be somebody else's by now; a held lock cannot."""
+    found = []
+    for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
+        target, _, pid = path.stem.removeprefix(LAUNCHER_PREFIX).rpartition("-")
+        try:
+            run.lock(path.stem).close()
+        except AsyncRLError as held:
+            if held.message.endswith(f"on {socket.gethostname()})"):
+                found.append((target, int(pid)))
+        else:
+            path.unlink(missing_ok=True)  # its launcher was killed
+    return found
+
+
+def render(state: dict[str, Any]) -> str:
+    """The text that `asyncrl status` prints."""
+    lines: list[str] = []
+    over = False
+    if "run" in state:
+        living = ", ".join(f"{launcher['target']} pid {launcher['pid']}" for launcher in state["launchers"])
+        how = f"launched here: {living}" if living else "no launcher here"
+        lines += [
+            f"{'run':<12}{state['run']} ({how})",
+            f"{'step':<12}{_step_words(state['last_step'], state['steps'])}",
+        ]
+        if state["result"]:
+            lines.append(f"{'result':<12}{state['result'].get('reason')} (code {state['result'].get('code')})")
+        queue = state["queue"]
+        counts = [f"{name} {int(queue[name])}" for name in QUEUE_STATES if queue.get(name)]
+        lines.append(f"{'queue':<12}{' · '.join(counts) or 'nothing yet'}")
+        over = bool(state["result"]) and not living
+        for name, worker in () if over else state["workers"].items():
+            waits = worker.get("waiting_for")
+            lines.append(f"{name:<12}{f'waits for {waits}' if waits else 'works'}")
+    for service, words in (("buffer", _buffer_words), ("weightsync", _weightsync_words)):
+        if service in state:
+            answer = state[service]
+            silent = answer.get("error")
+            if silent and over:
+                silent = "not running: the run has ended"
+            elif silent:
+                silent = f"silent: {silent}"
+            lines.append(f"{service:<12}{silent or words(answer)}")
+    return "\n".join(lines)
+
+
+def _step_words(step: dict[str, Any], steps: int) -> str:
+    if not step:
+        return f"none of {steps} yet"
+    return (f"{step['step']} of {steps}  reward {number(step, 'reward_mean')}  lag {number(step, 'lag_mean', '.2f')} "
+            f"(max {number(step, 'lag_max', '.0f')} of {number(step, 'bound_max', '.0f')})  "
+            f"{number(step, 'tokens_per_s', '.0f')} tok/s")  # fmt: skip
+
+
+def _buffer_words(answer: dict[str, Any]) -> str:
+    ledger = answer.get("ledger", {})
+    counts = " · ".join(f"{name} {ledger[name]}" for name in QUEUE_STATES if ledger.get(name)) or "nothing issued yet"
+    lines = [f"{answer.get('store')}, version {answer.get('version')}, {answer.get('total_groups')} groups in all: "
+             f"{counts}"]  # fmt: skip
+    fault = answer.get("fault")
+    if fault:
+        lines.append(f"ends the run: {fault.get('code')}: {fault.get('message')}")
+    if answer.get("waiting_for"):
+        lines.append(str(answer["waiting_for"]))
+    return f"\n{'':<12}".join(lines)
+
+
+def _weightsync_words(answer: dict[str, Any]) -> str:
+    if answer.get("version", -1) < 0:
+        return "no version was published yet"
+    members = dict(answer.get("members") or {})
+    told = ", ".join(f"{name} {member.get('state')} version {member.get('version')}" + _why(member)
+                     for name, member in sorted(members.items()))  # fmt: skip
+    return f"version {answer.get('version')}, held by generators {answer.get('committed')}; {told or 'no generator'}"
+
+
+def _why(member: dict[str, Any]) -> str:
+    return f" ({member['why']})" if member.get("why") else ""
+
+
+# ---------------------------------------------------------------- stop
+
+
+def stop_command(folder: Path, *, timeout_s: float) -> int:
+    """End the run; 0 once it has ended. Raises Unavailable where it does not within the timeout."""
+    run = RunDir(folder).require()
+    deadline = time.monotonic() + timeout_s
+    here = launchers(run)
+    for learner in (True, False):  # the others serve the learner while it writes its checkpoint
+        asked = [(target, pid) for target, pid in here if (target in ("all", "learner")) is learner]
+        for target, pid in asked:
+            send(pid, signal.SIGTERM)
+            print(f"asked the launcher of {target} (pid {pid}) to stop", flush=True)
+        _await_end(run, asked, deadline, timeout_s)
+    if here:
+        print("stopped")
+        return 0
+    return _stop_services(run)
+
+
+def _await_end(run: RunDir, asked: list[tuple[str, int]], deadline: float, timeout_s: float) -> None:
+    while set(asked) & set(launchers(run)):
+        if time.monotonic() > deadline:
+            raise Unavailable("hang", f"it has not ended within {timeout_s:g} s", where=str(run.root))
+        time.sleep(STOP_POLL_S)
+
+
+def _stop_services(run: RunDir) -> int:
+    """Ask both services themselves; 0."""
+    config = load(run.config)
+    asked = [name for name in ("buffer", "weightsync") if _stop_service(name, config)]
+    if not asked:
+        print("nothing of this run answers here")
+        return 0
+    print(f"asked {' and '.join(asked)} to stop")
+    return 0
+
+
+def _stop_service(name: str, config: Config) -> bool:
+    from buffers.client import ObserverClient
+    from weightsync.client import WeightSyncClient
+
+    if not reachable(endpoint(config, name), timeout_s=ASK_TIMEOUT_S):
+        return False
+    kind: Any = ObserverClient if name == "buffer" else WeightSyncClient
+    client = kind(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)
+    try:
+        client.stop("asyncrl stop")
+    except AsyncRLError:
+        return False
+    finally:
+        client.close()
+    return True

@@ -1,0 +1,423 @@
+"""The command line: fast, light, mistakes are text; and `launch` with stand-ins for the roles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from synthetic_run import write_run
+
+from asyncrl.cli import main
+from asyncrl.config import Config, load, parse
+from asyncrl.demo import promises, quickstart, task_settings
+from asyncrl.errors import ConfigError
+from asyncrl.launch import Launched, LaunchOptions, absolute, changes, settle_config
+from asyncrl.progress import JsonTail, Progress, is_loud
+from asyncrl.report.data import load_run
+from asyncrl.rundir import RunDir
+from asyncrl.status import launchers, render, stop_command
+from asyncrl.supervise import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "redis", "transformers", "vllm", "sglang", "pyarrow", "rich"}
+
+
+def asyncrl(*words: str, cwd: Path = ROOT, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "asyncrl", *words], capture_output=True, text=True, timeout=timeout,
+                          cwd=cwd, env=env, check=False)  # fmt: skip
+
+
+def small(tmp_path: Path, **settings: str) -> Config:
+    values = {"model.path": "m", "data.path": "d.jsonl", "reward": '[{function = "x:y"}]'}
+    values["run.dir"] = str(tmp_path / "run")
+    return parse("", overrides=[f"{key}={value}" for key, value in {**values, **settings}.items()])
+
+
+# ---------------------------------------------------------------- fast and light
+
+
+def test_help_answers_in_half_a_second() -> None:
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = asyncrl("--help")
+        times.append(time.monotonic() - started)
+        assert done.returncode == 0 and "launch" in done.stdout and "demo" in done.stdout
+    assert min(times) < 0.5
+
+
+def test_front_door_imports_nothing_heavy() -> None:
+    names = ["asyncrl." + path.stem for path in sorted((ROOT / "asyncrl").glob("*.py")) if path.stem != "__main__"]
+    names += ["asyncrl.report." + path.stem for path in sorted((ROOT / "asyncrl" / "report").glob("*.py"))]
+    names += ["buffers.client", "weightsync.client"]
+    code = f"import {', '.join(names)}\nimport sys\nprint(' '.join(sys.modules))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert loaded & HEAVY == set()
+    roles = {"producers", "learners", "buffers.server", "weightsync.service"}
+    assert roles & set(done.stdout.split()) == set()
+
+
+def test_version_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("asyncrl 0.")
+    assert main(["schema"]) == 0
+    assert "BufferConfig" in json.dumps(json.loads(capsys.readouterr().out))
+
+
+# ---------------------------------------------------------------- mistakes are text
+
+
+def test_mistakes_of_a_configuration_come_at_once_without_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[model]\npath = "m"\n[buffer]\nmax_stalenes = 3\n[learner]\nsteps = "ten"\n')
+    for words in (("check", str(path)), ("launch", "all", str(path))):
+        done = asyncrl(*words)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "c.toml:4" in done.stderr and "max_staleness" in done.stderr and "learner.steps" in done.stderr
+
+
+def test_launch_starts_nothing_when_the_check_fails(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[run]\ndir = "run"\n[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "x:y"\n')
+    done = asyncrl("launch", "all", str(path), cwd=tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    for code in ("config.model", "config.data", "config.reward"):
+        assert f"error[{code}]" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "audit", "report", "stop"])
+def test_not_a_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path / "nowhere")]) == 2
+    assert "error[run.missing]" in capsys.readouterr().err
+
+
+def test_wrong_words_are_usage_errors() -> None:
+    for words in (["lunch"], ["launch", "everything", "c.toml"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+    assert main(["status"]) == 2
+
+
+# ---------------------------------------------------------------- looking at a run
+
+
+def test_audit_report_and_status_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", steps=5)
+    assert main(["audit", str(run.root)]) == 0
+    assert "audit: OK" in capsys.readouterr().out
+    assert main(["audit", str(run.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trained"] == 10
+    assert main(["report", str(run.root)]) == 0 and run.report.exists()
+    assert main(["stop", str(run.root)]) == 0
+    run.history.write_bytes(run.history.read_bytes().replace(b'"bound":2', b'"bound":0'))
+    assert main(["audit", str(run.root)]) == 1
+    capsys.readouterr()
+
+
+def test_status_text() -> None:
+    state = {"run": "/r", "steps": 9, "launchers": [{"target": "all", "pid": 5}],
+             "last_step": {"step": 4, "reward_mean": 0.5}, "result": {},
+             "queue": {"leased": 3.0, "ready": 2}, "workers": {"producer-0": {"waiting_for": "a lease"}},
+             "buffer": {"error": "no answer"}, "weightsync": {"version": 4}}  # fmt: skip
+    state["weightsync"] = {"version": 4, "committed": 3, "members": {"producer-0": {"state": "stale", "version": 3,
+                                                                                     "why": "late"}}}  # fmt: skip
+    text = render(state)
+    assert "/r (launched here: all pid 5)" in text
+    assert "step        4 of 9  reward 0.500" in text and "queue       leased 3 · ready 2" in text
+    assert "producer-0  waits for a lease" in text and "buffer      silent: no answer" in text
+    assert "version 4, held by generators 3; producer-0 stale version 3 (late)" in text
+    state["buffer"] = {"store": "sqlite", "version": 4, "total_groups": 18, "ledger": {"leased": 3, "trained": 8},
+                       "waiting_for": "step 5 waits 2 s", "fault": {"code": "hang", "message": "x"}}  # fmt: skip
+    text = render({**state, "last_step": {}})
+    assert "18 groups in all: leased 3 · trained 8" in text and "step        none of 9 yet" in text
+    assert "step 5 waits 2 s" in text and "ends the run: hang: x" in text
+
+
+# ---------------------------------------------------------------- configuration of a launch
+
+
+def test_config_is_settled_and_changes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = absolute(small(tmp_path))
+    run = RunDir(first.run_dir).create()
+    assert settle_config(run, first, LaunchOptions(), tag="") == run.config
+    assert load(run.config) == first
+    settle_config(run, first, LaunchOptions(), tag="")
+    assert capsys.readouterr().out == ""
+    second = absolute(small(tmp_path, **{"buffer.max_staleness": "2"}))
+    assert changes(run.config, second) == ["buffer.max_staleness: 4 -> 2"]
+    joined = settle_config(run, second, LaunchOptions(target="producers"), tag="ab")
+    assert joined.parent == run.logs and load(joined) == second and load(run.config) == first
+    settle_config(run, second, LaunchOptions(), tag="")
+    assert "buffer.max_staleness: 4 -> 2" in capsys.readouterr().out and load(run.config) == second
+
+
+def test_demo_settings_give_a_whole_configuration() -> None:
+    for task in ("running_sum", "add"):
+        made = load(quickstart(), task_settings(task))
+        assert made.run.dir == f"runs/demo-{task}" and made.reward[0].function.endswith(f"{task}_reward")
+    with pytest.raises(ConfigError):
+        task_settings("chess")
+
+
+def test_promises_are_kept_and_broken(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=30)
+    launched = Launched(load(run.config), run, Outcome(code=0, reason="done", wall_s=40.0))
+    listed = promises(launched, load_run(run))
+    assert len(listed) >= 8 and all(promise.kept for promise in listed), [p.text for p in listed if not p.kept]
+    synchronous = msgspec.structs.replace(
+        launched.config, buffer=msgspec.structs.replace(launched.config.buffer, max_staleness=0)
+    )
+    broken = [p.text for p in promises(Launched(synchronous, run, launched.outcome), load_run(run)) if not p.kept]
+    assert broken == [f"synchronous: the largest lag is {load_run(run).audit.lag_max} (0)"]
+    metrics = (run.metrics / "learner.jsonl").read_bytes()
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    flat = [{**line, "reward_mean": 0.4 + 0.2 * (line["step"] > 25), "t": line["t"] + 200} for line in lines]
+    (run.metrics / "learner.jsonl").write_text("".join(json.dumps(line) + "\n" for line in flat))
+    broken = [p.text for p in promises(launched, load_run(run)) if not p.kept]  # it rose, but not enough, and too late
+    assert len(broken) == 2 and "rose by 0.200" in broken[0] and "at least 0.25" in broken[0] and "180 s" in broken[1]
+    assert sum(not p.kept for p in promises(launched, load_run(run), task="add")) == 1  # 0.2 is enough for add
+    (run.metrics / "learner.jsonl").write_bytes(metrics)
+    rounds = (run.metrics / "weightsync.jsonl").read_text()
+    (run.metrics / "weightsync.jsonl").write_text(rounds.replace('"producer-1":"0', '"producer-9":"0'))
+    broken = [p.text for p in promises(launched, load_run(run)) if not p.kept]
+    assert len(broken) == 1 and "producer-1 0" in broken[0]
+    (run.metrics / "weightsync.jsonl").write_text(rounds)
+    run.history.write_bytes(b"".join(x for x in run.history.read_bytes().splitlines(True) if b'"drop"' not in x))
+    broken = [p.text for p in promises(launched, load_run(run)) if not p.kept]
+    assert len(broken) == 2 and "ledger" in broken[0] and "lost 1" in broken[1]
+
+
+def test_prepare_only_makes_what_is_missing_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Path] = []
+
+    def make_model(_task: str, folder: Path) -> None:
+        made.append(folder)
+        folder.mkdir(parents=True)
+        (folder / "warm_start.json").write_text("{}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("asyncrl.demo._make_model", make_model)
+    for _ in range(2):
+        assert main(["demo", "--task", "add", "--prepare-only"]) == 0
+    assert made == [Path("runs/models/add")] and not (tmp_path / "runs" / "demo-add").exists()
+    assert (tmp_path / "runs" / "data" / "add.jsonl").exists() and "ready" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_the_quickstart_is_in_the_wheel(tmp_path: Path) -> None:
+    """From a copy, so that no build folder stays in the checkout; without network."""
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns(".*", "runs", "*.egg-info", "build", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        packed = wheel.read("asyncrl/configs/quickstart.toml")
+        wheel.extractall(tmp_path / "site")
+    assert packed == (ROOT / "configs" / "quickstart.toml").read_bytes()
+    code = "from asyncrl.demo import quickstart; print(quickstart())"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True,
+                           timeout=30, check=True)  # fmt: skip
+    assert Path(found.stdout.strip()) == tmp_path / "site" / "asyncrl" / "configs" / "quickstart.toml"
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"old":1}\n')
+    tail = JsonTail(path)
+    with path.open("a") as file:
+        file.write('{"a":1}\n{"b"')
+        file.flush()
+        assert tail.poll() == [{"a": 1}]
+        file.write(":2}\nnot json\n")
+        file.flush()
+    assert tail.poll() == [{"b": 2}] and tail.poll() == []
+
+
+def test_plain_progress_prints_steps_and_loud_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path / "run").create()
+    progress = Progress(run, steps=9, plain=True, out=sys.stdout)
+    progress.say("producer-0", "a quiet line")
+    progress.say("producer-0", "error[net.unreachable] no answer")
+    progress.say("learner", "a line of the learner")
+    progress.say("learner", '  File "/x/sockets.py", line 195 in _await')  # stacks are for the log
+    line = {"step": 3, "reward_mean": 0.5, "lag_mean": 1.0, "lag_max": 2, "bound_max": 2, "tokens_per_s": 800,
+            "step_s": 1}  # fmt: skip
+    (run.metrics / "learner.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    progress.tick()
+    progress.close()
+    quiet = Progress(run, steps=9, plain=True, table=False, out=sys.stdout)
+    quiet.tick()
+    out = capsys.readouterr().out
+    assert (
+        "quiet" not in out
+        and "sockets.py" not in out
+        and "[producer-0] error[net.unreachable]" in out
+        and "[learner] a line" in out
+    )
+    assert out.count("step 3/9") == 1 and "step 3/9  reward 0.500  lag 1.00 (max 2 of 2)  800 tok/s" in out
+    assert is_loud("ValueError: x") and is_loud("WARNING: y") and not is_loud("loss 0.1")
+
+
+# ---------------------------------------------------------------- a whole launch with stand-ins
+
+
+ROLE = """
+import pathlib, signal, socket, sys, time
+from asyncrl.config import load
+from asyncrl.rundir import RunDir, endpoint
+config = load(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]))
+run = RunDir(config.run_dir)
+run.record_process({role!r}, sys.argv[sys.argv.index("--name") + 1])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if {role!r} in ("buffer", "weightsync"):
+    listener = socket.socket(socket.AF_UNIX)
+    pathlib.Path(endpoint(config, {role!r})[6:]).unlink(missing_ok=True)
+    listener.bind(endpoint(config, {role!r})[6:])
+    listener.listen()
+print("up", flush=True)
+time.sleep({seconds})
+"""
+TORCHRUN = """
+import runpy, sys
+cut = sys.argv.index("--")
+sys.argv = sys.argv[cut + 3:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Path:
+    """A folder whose modules take the place of the roles, and of torchrun, in child processes."""
+    modules = {"buffers.server": ("buffer", 60), "weightsync.service": ("weightsync", 60),
+               "producers.main": ("producer", 60), "producers.rewards.main": ("reward", 60),
+               "learners.main": ("learner", 1.5)}  # fmt: skip
+    for dotted, (role, seconds) in modules.items():
+        path = tmp_path / Path(*dotted.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(ROLE.format(role=role, seconds=seconds))
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    (tmp_path / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
+    for folder in ("buffers", "weightsync", "producers", "producers/rewards", "learners", "torch", "torch/distributed"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    functions = 'import sys\nif __name__ == "__main__":\n    sys.exit(0)\n'
+    (tmp_path / "producers" / "rewards" / "functions.py").write_text(functions)
+    (tmp_path / "c.toml").write_text(
+        textwrap.dedent("""
+        [run]
+        dir = "run"
+        [model]
+        path = "model"
+        [data]
+        path = "rows.jsonl"
+        [[reward]]
+        function = "rewards:f"
+    """)
+    )
+    return tmp_path
+
+
+def path_of_slot(run: RunDir, pid: int) -> Path:
+    """A staged version as a learner with this pid would have left it."""
+    stem = hashlib.blake2b(os.fsencode((run.root / "weights").resolve()), digest_size=6).hexdigest()
+    path = Path("/dev/shm") / f"asyncrl-{os.getuid()}-{stem}-{pid}-1"
+    path.write_bytes(b"weights")
+    return path
+
+
+@pytest.mark.timeout(90)
+def test_launch_all_runs_ends_and_reports(stand_ins: Path) -> None:
+    learner = stand_ins / "learners" / "main.py"  # it writes a result, as a complete run's learner does
+    learner.write_text(learner.read_text() + 'run.result.write_text(\'{"reward_last5": 0.9, "steps": 0}\')\n')
+    run = RunDir(stand_ins / "run").create()
+    run.result.write_text('{"started_with": "this"}')
+    (run.root / "weights").mkdir()
+    staged, alive = (path_of_slot(run, pid) for pid in (4_194_303, os.getpid()))
+    done = asyncrl("launch", "all", "c.toml", "--set", "producers.count=2", cwd=stand_ins)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "= 6 processes" in done.stdout and "ended     done" in done.stdout
+    result = json.loads(run.result.read_text())
+    assert run.report.exists() and result["code"] == 0 and result["reward_last5"] == 0.9 and result["steps"] == 0
+    assert "started_with" not in result  # nothing is left of an earlier end
+    assert not staged.exists() and alive.exists()
+    alive.unlink()
+    names = [json.loads(line)["name"] for line in run.processes.read_text().splitlines()]
+    assert sorted(names) == ["buffer", "learner", "producer-0", "producer-1", "reward-0", "weightsync"]
+    assert load(run.config).run.dir == str(run.root)  # resolved: tools work from any folder
+
+
+@pytest.mark.timeout(90)
+def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> None:
+    path = stand_ins / "learners" / "main.py"
+    path.write_text(path.read_text().replace("time.sleep(1.5)", "time.sleep(60)"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen([sys.executable, "-m", "asyncrl", "launch", "all", "c.toml"], cwd=stand_ins, env=env,
+                             stdout=subprocess.PIPE, text=True)  # fmt: skip
+    log = stand_ins / "run" / "logs" / "learner.log"
+    deadline = time.monotonic() + 30
+    while not (log.exists() and "up" in log.read_text()):
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.05)
+    second = asyncrl("launch", "all", "c.toml", cwd=stand_ins)
+    assert second.returncode == 75 and "error[service.duplicate]" in second.stderr
+    run = RunDir(stand_ins / "run")
+    (run.root / "launcher-all-1.lock").write_text("pid 1 on nowhere")  # of a launcher that was killed: nobody holds it
+    assert launchers(run) == [("all", first.pid)] and not (run.root / "launcher-all-1.lock").exists()
+    assert stop_command(run.root, timeout_s=30) == 0
+    output, _ = first.communicate(timeout=30)
+    assert first.returncode == 0 and "stopped by SIGTERM" in output
+    assert json.loads((stand_ins / "run" / "result.json").read_text())["done"] is False
+
+
+@pytest.mark.timeout(90)
+def test_failed_role_is_named_with_its_last_lines(stand_ins: Path) -> None:
+    (stand_ins / "producers" / "main.py").write_text("raise SystemExit('error[config.model] this model is odd')\n")
+    done = asyncrl("launch", "all", "c.toml", "--set", "producers.restarts=1", cwd=stand_ins)
+    assert done.returncode == 1
+    assert "error[role.failed] producer-0" in done.stderr and "this model is odd" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout.count("[producer-0] error[config.model]") == 2
+
+
+@pytest.mark.timeout(90)
+def test_producers_join_under_their_own_names(stand_ins: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "asyncrl", "launch", "producers", "c.toml"]
+    joined = subprocess.Popen([*words, "--connect", "tcp://127.0.0.1:9"], cwd=stand_ins, env=env)
+    processes = stand_ins / "run" / "processes.jsonl"
+    deadline = time.monotonic() + 30
+    while not processes.exists():
+        assert time.monotonic() < deadline and joined.poll() is None
+        time.sleep(0.05)
+    joined.send_signal(signal.SIGTERM)
+    assert joined.wait(timeout=30) == 0
+    name = json.loads(processes.read_text().splitlines()[0])["name"]
+    assert name.startswith("producer-") and name.endswith("-0") and name != "producer-0"
+    assert not (stand_ins / "run" / "config.toml").exists()
