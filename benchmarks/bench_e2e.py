@@ -1,0 +1,102 @@
+"""Asynchronous against synchronous on this machine: the same run with `max_staleness` 0 and above, interleaved.
+
+    python benchmarks/bench_e2e.py [--steps 24] [--repeats 2] [--task running_sum]
+
+Reports what is trained per second between the end of step `WARM` and the last step (start-up and the first batches,
+which are all of version 0, are left out), the learner's idle share, and the ratio asynchronous / synchronous.
+Writes benchmarks/results/e2e.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WARM = 5
+VARIANTS = {"sync": 0, "async_1": 1, "async_2": 2, "async_4": 4}
+
+
+def prepare(task: str) -> None:
+    """Model and prompts of the demo (made once)."""
+    command = [sys.executable, "-m", "asyncrl", "demo", "--task", task, "--prepare-only"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+
+
+def measure(task: str, name: str, staleness: int, steps: int) -> dict[str, float]:
+    """One run; figures from its metrics."""
+    folder = ROOT / "runs" / f"bench-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    reward = f'reward=[{{function="asyncrl.recipes.tasks:{task}_reward"}}]'
+    settings = [f"run.dir={folder}", f"buffer.max_staleness={staleness}", f"learner.steps={steps}",
+                f"model.path=runs/models/{task}", f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false",
+                "learner.checkpoint_every=1000", reward]  # fmt: skip
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
+    lines = [json.loads(line) for line in (folder / "metrics" / "learner.jsonl").read_text().splitlines()]
+    first, last = lines[WARM - 1], lines[-1]
+    seconds = last["t"] - first["t"]
+    steady = lines[WARM:]
+    tokens = sum(line["tokens"] for line in steady)
+    return {
+        "groups_per_s": sum(line["groups"] for line in steady) / seconds,
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_group": tokens / sum(line["groups"] for line in steady),
+        "learner_idle": sum(line["wait_s"] for line in steady) / seconds,
+        "lag_mean": statistics.mean(line["lag_mean"] for line in steady),
+        "lag_max": max(line["lag_max"] for line in steady),
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--task", default="running_sum")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "e2e.json")
+    args = parser.parse_args()
+    prepare(args.task)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    for _ in range(args.repeats):  # interleaved, so that a slow spell of the machine hits all variants
+        for name, staleness in VARIANTS.items():
+            figures = measure(args.task, name, staleness, args.steps)
+            runs[name].append(figures)
+            print(name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+    tokens = {name: statistics.median(run["tokens_per_s"] for run in found) for name, found in runs.items()}
+    ratios = {name: tokens[name] / tokens["sync"] for name in VARIANTS}
+    print("tokens/s against max_staleness = 0:", {name: round(ratio, 2) for name, ratio in ratios.items()})
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/bench_e2e.py --steps {args.steps} --repeats {args.repeats} --task {args.task}",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "cpus": __import__("os").cpu_count(),
+            "arch": platform.machine(),
+            "python": platform.python_version(),
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers", "pyzmq", "msgspec")},
+        "runs": runs,
+        "tokens_per_s_ratio_to_sync": ratios,
+        "learner_idle_median": {
+            name: statistics.median(run["learner_idle"] for run in found) for name, found in runs.items()
+        },
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

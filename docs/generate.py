@@ -1,0 +1,127 @@
+"""Writes the reference pages (configuration, errors, metrics, wire) from the code: `make docs`. A test checks drift."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from pathlib import Path
+
+import msgspec
+
+from asyncrl import config, errors, metrics, wire
+
+FOLDER = Path(__file__).parent
+
+
+def configuration() -> str:
+    """One table per section; the meaning is the comment beside the field."""
+    parts = [
+        "# Configuration",
+        "",
+        "Generated from `asyncrl/config.py`. One TOML for all roles; `--set key=value` wins.",
+    ]
+    for path, kind in sections(config.Config, ""):
+        title = (kind.__doc__ or "").strip().splitlines()[0]
+        parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        comments = comments_of(kind)
+        hints = typing.get_type_hints(kind)
+        for item in msgspec.structs.fields(kind):
+            if is_section(hints[item.name]):
+                continue
+            default = "required" if item.required else f"`{show(item)}`"
+            row = [f"`{path}{item.name}`", type_name(hints[item.name]), default, comments.get(item.name, "")]
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(parts) + "\n"
+
+
+def sections(kind: type, prefix: str) -> list[tuple[str, type]]:
+    """Every section with its dotted prefix, in order."""
+    found: list[tuple[str, type]] = []
+    hints = typing.get_type_hints(kind)
+    for item in msgspec.structs.fields(kind):
+        if inner := is_section(hints[item.name]):
+            name = f"{prefix}{item.name}."
+            found += [(name, inner), *sections(inner, name)]
+    return found
+
+
+def is_section(hint: object) -> type | None:
+    """The section type behind a hint, if it is one (or a tuple of one)."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+    return inner if isinstance(inner, type) and issubclass(inner, config.Section) else None
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """field -> the comment on its line."""
+    return dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
+
+
+def type_name(hint: object) -> str:
+    """A short name of a type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " / ".join(f"`{option}`" for option in typing.get_args(hint))
+    if args := typing.get_args(hint):
+        return " or ".join(type_name(arg) for arg in args if arg is not Ellipsis)
+    return getattr(hint, "__name__", str(hint))
+
+
+def show(item: msgspec.structs.FieldInfo) -> str:
+    """The default as TOML shows it."""
+    value = item.default if item.default is not msgspec.NODEFAULT else item.default_factory()  # type: ignore[misc]
+    return msgspec.json.encode(value).decode()
+
+
+def error_codes() -> str:
+    """The table of codes."""
+    rows = ["# Errors", "", "Generated from `asyncrl/errors.py`. Exit codes 0, 2, 75 and 78 are final; a supervisor",
+            "restarts after the others within a budget.", "", "| code | meaning | what to do | exit code |",
+            "| --- | --- | --- | --- |"]  # fmt: skip
+    rows += [
+        f"| `{code}` | {info.title} | {info.remedy} | {info.exit_code} |" for code, info in errors.CATALOGUE.items()
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def metric_names() -> str:
+    """The table of metrics."""
+    rows = ["# Metrics", "", "Generated from `asyncrl/metrics.py`. Files: `metrics/*.jsonl` in the run folder.", "",
+            "| name | unit | written by | meaning |", "| --- | --- | --- | --- |"]  # fmt: skip
+    rows += [f"| `{name}` | {m.unit} | {m.role} | {m.meaning} |" for name, m in metrics.CATALOGUE.items()]
+    return "\n".join(rows) + "\n"
+
+
+def wire_messages() -> str:
+    """Every message with its fields in order."""
+    parts = [
+        "# Wire protocol", "", f"Generated from `asyncrl/wire.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
+        "answers. A message is `[prefix][header][payload]...`:", "",
+        "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8 (0 request, 1 reply),",
+        "  payload frames u16, request u64, payload bytes u64, xxh3_64 u64` of the header and all payload frames;",
+        "- header: msgpack array `[tag, field, field, ...]` in the order below; surplus fields are refused;",
+        "- payload: field-major arrays, little-endian, each start aligned to 64 bytes, named in the header.",
+        "", "A reply carries the request's number. A request may be sent again with the same number: services are",
+        "idempotent. Conformance vectors (msgpack of one example each): `tests/unit/golden_messages.json`.",
+    ]  # fmt: skip
+    for kind in typing.get_args(wire.AnyMessage):
+        parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
+        comments = comments_of(kind)
+        for item in msgspec.structs.fields(kind):
+            note = f": {comments[item.name]}" if item.name in comments else ""
+            parts.append(f"- `{item.name}` ({plain(item.type)}){note}")
+    return "\n".join(parts) + "\n"
+
+
+def plain(hint: object) -> str:
+    """A type as text without module names."""
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return text.replace("asyncrl.wire.", "").replace("|", "or")
+
+
+PAGES = {
+    "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())

@@ -1,0 +1,64 @@
+"""What a newcomer types: the demo learns within its promises, asynchronously and synchronously."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty folder in which the demo makes its model once."""
+    yield tmp_path_factory.mktemp("demo")
+
+
+def demo(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    """Run `asyncrl demo` to its end: what it said, the learner's lines, the audit."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "asyncrl", "demo", *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run = folder / "runs" / "demo-running_sum"
+    lines = [json.loads(line) for line in (run / "metrics" / "learner.jsonl").read_text().splitlines()]
+    audited = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "audit", str(run), "--json"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout, lines, json.loads(audited.stdout)
+
+
+def gain(lines: list[dict[str, Any]]) -> float:
+    rewards = [line["reward_mean"] for line in lines]
+    return sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5
+
+
+def test_the_demo_learns_within_its_bound(folder: Path) -> None:
+    said, lines, audit = demo(folder)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert gain(lines) >= 0.25
+    assert audit["lag_mean"] > 0
+    assert audit["lag_max"] <= 2
+    assert (audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 640)
+    assert "BROKEN" not in said
+    run = folder / "runs" / "demo-running_sum"
+    processes = [json.loads(line) for line in (run / "processes.jsonl").read_text().splitlines()]
+    assert len({line["pid"] for line in processes}) >= 6
+    assert lines[-1]["t"] - min(line["t"] for line in processes) < 180
+
+
+def test_the_synchronous_demo_has_no_lag_and_still_learns(folder: Path) -> None:
+    said, lines, audit = demo(folder, "--set", "buffer.max_staleness=0", "--set", "learner.steps=25")
+    assert [line["lag_max"] for line in lines] == [0] * 25
+    assert audit["lag_max"] == 0
+    assert gain(lines) >= 0.25
+    assert "BROKEN" not in said

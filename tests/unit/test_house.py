@@ -1,0 +1,133 @@
+"""Rules of the house that a machine can see: no pickle, every wait bounded, lazy imports, a fast front door."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("asyncrl", "buffers", "weightsync", "producers", "learners")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "ray"}
+FORBIDDEN_CALLS = {
+    "eval", "exec", "recv_pyobj", "send_pyobj", "broadcast_object_list", "all_gather_object", "gather_object",
+    "scatter_object_list", "send_object_list", "recv_object_list",
+}  # fmt: skip
+CONTRACTS = ["errors", "versions", "wire", "config", "metrics", "sockets", "plugins", "rundir", "role", "device"]
+
+
+def names_of(tree: ast.AST) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name.split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.lineno, node.module.split(".")[0]))
+    return found
+
+
+def calls_of(tree: ast.AST) -> list[tuple[ast.Call, str]]:
+    calls = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            calls.append((node, name))
+    return calls
+
+
+def pickles(source: str) -> list[str]:
+    """Every use of pickle or of code from data in a source text."""
+    tree = ast.parse(source)
+    bad = [f"line {line}: import {name}" for line, name in names_of(tree) if name in FORBIDDEN_MODULES]
+    for call, name in calls_of(tree):
+        method = isinstance(call.func, ast.Attribute)
+        owner = getattr(getattr(call.func, "value", None), "id", "") if method else ""
+        weights_only = any(
+            word.arg == "weights_only" and getattr(word.value, "value", None) is True for word in call.keywords
+        )
+        if name in FORBIDDEN_CALLS and not (method and name in ("eval", "exec")):  # model.eval() is not eval()
+            bad.append(f"line {call.lineno}: {name}()")
+        if owner == "torch" and name == "load" and not weights_only:
+            bad.append(f"line {call.lineno}: torch.load without weights_only=True")
+        if owner == "yaml" and name == "load":
+            bad.append(f"line {call.lineno}: yaml.load")
+    return bad
+
+
+def test_the_lint_sees_pickle() -> None:
+    assert len(pickles("import pickle\nfrom dill import x\nsocket.recv_pyobj()\ntorch.load(p)\nexec('x')")) == 5
+    assert pickles("model.eval()\ntorch.load(p, weights_only=True)") == []
+
+
+def test_no_pickle_anywhere() -> None:
+    bad = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := pickles(path.read_text()))}
+    assert bad == {}
+
+
+def unbounded(source: str) -> list[str]:
+    """Calls that wait for ever: thread or process joins, events, queues and sub-processes without a limit."""
+    bad = []
+    for call, name in calls_of(ast.parse(source)):
+        if not isinstance(call.func, ast.Attribute) or call.args:
+            continue
+        words = {word.arg for word in call.keywords}
+        if name in ("join", "communicate", "wait") and not words & {"timeout", "timeout_s", "timeout_ms"}:
+            bad.append(f"line {call.lineno}: {name}() without a limit")
+    return bad
+
+
+def test_the_lint_sees_endless_waits() -> None:
+    assert len(unbounded("thread.join()\nprocess.wait()\nevent.wait()\nprocess.communicate()")) == 4
+    assert unbounded("thread.join(timeout=3)\n', '.join(x)\nevent.wait(5)") == []
+
+
+def test_every_join_and_wait_has_a_limit() -> None:
+    bad = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := unbounded(path.read_text()))}
+    assert bad == {}
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"import {', '.join('asyncrl.' + name for name in CONTRACTS)}",
+        "import asyncrl.cli",
+        "import buffers.client, weightsync.client",
+        "import weightsync.plan, weightsync.rounds, buffers.groups",
+    ],
+)
+def test_light_parts_import_nothing_heavy(statement: str) -> None:
+    assert modules_after(statement) & {"torch", "redis", "transformers", "vllm", "sglang", "pyarrow"} == set()
+
+
+def test_producers_and_reward_workers_start_without_torch() -> None:
+    assert modules_after("import producers.prompts, producers.rewards.main") & {"torch", "redis", "vllm"} == set()
+
+
+def test_help_is_fast() -> None:
+    """Under 0.5 s; the best of three, since the machine may be busy."""
+    best = 9.0
+    for _ in range(3):
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncrl", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        best = min(best, time.monotonic() - started)
+    assert "launch" in done.stdout
+    assert best < 0.5
