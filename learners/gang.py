@@ -9,9 +9,9 @@ Called by `learners.main` and `learners.loop`. Rank 0 alone talks to services; t
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,14 @@ class Gang:
         """Join the process group that torchrun (or `learners.main`) describes in the environment."""
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, default)
-        if "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(free_port())
         device = Device.find(config.learner.device, index=int(os.environ["LOCAL_RANK"]))
         longest = max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
-        dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest))
+        # Alone and without torchrun there is nobody to meet: no port is opened, and none can be taken.
+        alone = "MASTER_PORT" not in os.environ and os.environ["WORLD_SIZE"] == "1"
+        store: dict[str, Any] = {}
+        if alone:
+            store = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
         return Gang(dist.get_rank(), dist.get_world_size(), device)
 
     def leave(self) -> None:
@@ -107,13 +110,6 @@ class Gang:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def free_port() -> int:
-    """A TCP port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def lost_peer(error: RuntimeError) -> bool:
