@@ -26,13 +26,14 @@ import numpy.typing as npt
 import xxhash
 
 from asyncrl.errors import WireError
-from asyncrl.versions import Runs, tokens_in
+from asyncrl.versions import Runs
 
 SCHEMA: Final = 1
 MAGIC: Final = b"ARL1"
 PREFIX: Final = struct.Struct("<4sBBHQQQ")
 REQUEST: Final = 0
 REPLY: Final = 1
+REQUEST_MANY: Final = 2  # a request whose asker also takes its answer as one of several in `Replies`
 ALIGNMENT: Final = 64
 DTYPES: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(f"<{name}") for name in ("i4", "f4", "u1", "i8")}
 MAX_HEADER_BYTES: Final = 16 << 20
@@ -44,8 +45,8 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages: frozen, positional on the wire, surplus fields refused."""
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of all messages: frozen, positional on the wire, surplus fields refused. They cannot form cycles: no GC."""
 
 
 # ---------------------------------------------------------------- general
@@ -112,6 +113,15 @@ class Stop(Message, frozen=True, tag=8):
     """Ask a service to end after it has written everything. Answer: `Ok`."""
 
     reason: str
+
+
+class Replies(Message, frozen=True, tag=9):
+    """Several answers in one message, to requests of kind 2: (request number, header of the answer), no payloads.
+
+    Bursts of small answers cost a wake-up of both ends each; together they cost one.
+    """
+
+    answers: tuple[tuple[int, bytes], ...]
 
 
 # ---------------------------------------------------------------- producers
@@ -506,7 +516,7 @@ class Instruction(Message, frozen=True, tag=65):
 
 
 AnyMessage = Union[
-    Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop,
+    Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies,
     LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn,
     RewardRequest, RewardWork, Scores, ScoresReply,
     Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
@@ -518,7 +528,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 _samples_decoder = msgspec.msgpack.Decoder(Samples)
 
 
-class Packet(msgspec.Struct, frozen=True):
+class Packet(msgspec.Struct, frozen=True, gc=False):
     """A decoded message with its payload frames and the number that joins a reply to its request."""
 
     message: Any
@@ -553,11 +563,15 @@ def decode(frames: Sequence[Buffer], *, max_bytes: int = 1 << 31) -> Packet:
         WireError: whatever is wrong with them; `code` tells (prefix, schema, size, checksum, decode).
     """
     kind, request, checksum = _check_prefix(frames, max_bytes)
+    return Packet(decode_header(frames[1]), tuple(frames[2:]), request, kind, frames[1], checksum)
+
+
+def decode_header(header: Buffer) -> Any:
+    """The message of a header. Raises `WireError` like `decode`."""
     try:
-        message = _decoder.decode(frames[1])
+        return _decoder.decode(header)
     except (msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
         raise WireError("wire.decode", f"header: {error}") from None
-    return Packet(message, tuple(frames[2:]), request, kind, frames[1], checksum)
 
 
 def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, int]:
@@ -568,7 +582,7 @@ def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, i
         raise WireError("wire.prefix", f"magic is {magic!r}, not {MAGIC!r}")
     if schema != SCHEMA:
         raise WireError("wire.schema", f"schema {schema}, this process speaks {SCHEMA}")
-    if kind not in (REQUEST, REPLY) or count != len(frames) - 2:
+    if kind not in (REQUEST, REPLY, REQUEST_MANY) or count != len(frames) - 2:
         raise WireError("wire.prefix", f"kind {kind}, {count} payload frames announced, {len(frames) - 2} present")
     payload_bytes = sum(memoryview(frame).nbytes for frame in frames[2:])
     header_bytes = memoryview(frames[1]).nbytes
@@ -588,7 +602,7 @@ def request_of(frames: Sequence[Buffer]) -> int | None:
     """The request number of a prefix that may be damaged elsewhere, so that its sender can be told; else None."""
     if frames and memoryview(frames[0]).nbytes == PREFIX.size:
         magic, _, kind, _, request, _, _ = PREFIX.unpack(frames[0])
-        if magic == MAGIC and kind == REQUEST:
+        if magic == MAGIC and kind in (REQUEST, REQUEST_MANY):
             return int(request)
     return None
 
@@ -617,6 +631,26 @@ def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[tuple[Field, ..
         parts.append(data + bytes(padding))
         offset += len(data) + padding
     return tuple(fields), b"".join(parts)
+
+
+def pack_parts(arrays: Mapping[str, tuple[str, Sequence[npt.NDArray[Any]]]]) -> tuple[tuple[Field, ...], bytes]:
+    """Like `pack_arrays`, where an array is given as (dtype, its parts `[n]` in order): they are copied once."""
+    fields: list[Field] = []
+    pieces: list[Buffer] = []
+    offset = 0
+    for name, (code, parts) in arrays.items():
+        count = 0
+        for part in parts:
+            if part.dtype != DTYPES[code] or part.ndim != 1:
+                raise ValueError(f"{name}: dtype {part.dtype} with {part.ndim} dimensions cannot be sent as {code}")
+            pieces.append(part.data if part.flags.c_contiguous else part.tobytes())
+            count += part.size
+        size = count * DTYPES[code].itemsize
+        padding = -size % ALIGNMENT
+        pieces.append(bytes(padding))
+        fields.append(Field(name, code, offset, count))
+        offset += size + padding
+    return tuple(fields), b"".join(pieces)
 
 
 def unpack_arrays(fields: Sequence[Field], payload: Buffer) -> dict[str, npt.NDArray[Any]]:
@@ -664,11 +698,14 @@ def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> 
             return f"empty: sample {sample.index} has no tokens"
         if sample.finish not in ("stop", "length", "abort"):
             return f"finish: {sample.finish!r}"
-        if any(count < 1 or version < 0 for version, count in sample.runs):
-            return f"runs: sample {sample.index} has an empty run or a negative version"
-        if tokens_in(sample.runs) != sample.length:
-            return f"length: runs of sample {sample.index} cover {tokens_in(sample.runs)} of {sample.length} tokens"
-        newest = max(version for version, _ in sample.runs)
+        covered, newest = 0, -1
+        for version, count in sample.runs:
+            if count < 1 or version < 0:
+                return f"runs: sample {sample.index} has an empty run or a negative version"
+            covered += count
+            newest = version if version > newest else newest
+        if covered != sample.length:
+            return f"length: runs of sample {sample.index} cover {covered} of {sample.length} tokens"
         if newest_version is not None and newest > newest_version:
             return f"version: {newest} was never published (newest {newest_version})"
     return ""
@@ -686,8 +723,8 @@ def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_s
         if wanted.get(field.name, field.dtype) != field.dtype:
             return f"layout: {field.name} is {field.dtype}, not {wanted[field.name]}"
     logprobs = arrays["logprobs"]
-    # A sum of finite float32 can overflow to inf: only then look at every entry.
-    if not math.isfinite(float(logprobs.sum(dtype=np.float64))) or float(logprobs.max()) > 1e-4:
+    # Both pass a NaN on, and a comparison with NaN is False.
+    if not (float(logprobs.min()) > -math.inf and float(logprobs.max()) <= 1e-4):
         return "logprobs: not finite or above 0"
     if vocab_size:
         low = min(int(arrays["prompt"].min()), int(arrays["response"].min()))

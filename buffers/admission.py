@@ -38,7 +38,15 @@ def feasible(due: Mapping[int, int], *, v: int, batch: int, extra: int | None = 
     >>> feasible({2: 2}, v=0, batch=1, extra=2), feasible({2: 3}, v=0, batch=1, extra=2)
     (True, False)
     """
-    return all(count <= (u - v + 1) * batch for u, count in levels(due, v, extra))
+    points = dict(due)
+    if extra is not None:
+        points[extra] = points.get(extra, 0) + 1
+    count = 0
+    for u in sorted(points):  # below v: n(u) <= n(v), which the last deadline up to v stands for
+        count += points[u]
+        if count > (max(u, v) - v + 1) * batch:
+            return False
+    return True
 
 
 def depth_allows(outstanding: int, *, depth: int, producer_lag: int, batch: int) -> bool:

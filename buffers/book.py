@@ -11,6 +11,7 @@ No I/O, no clock: time is passed in, `wall_offset` turns it into wall time for w
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.versions import Runs
 from buffers.ledger import COMPETING, Batch, Change, Ended, Group, IdSet, Meta, Record, Settings, State
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -29,12 +31,30 @@ _ranges = msgspec.msgpack.Decoder(tuple[tuple[int, int], ...]).decode
 _digests = msgspec.msgpack.Decoder(dict[int, tuple[str, ...]]).decode
 
 
+#: Seconds between two proofs of the whole book: one costs about a microsecond per group that is not retired.
+PROOF_S = 1.0
+
+
 class Taken(msgspec.Struct, frozen=True):
     """What happened since the last `take`."""
 
     changes: list[Change]
-    events: list[dict[str, Any]]
+    events: list[Event]
     freed: list[Record]
+
+
+class SampleEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="e", tag="sample"):
+    """The line of a sample in the history, there are more of these than of all others; same form as their dicts."""
+
+    t: float
+    g: int
+    i: int
+    token: int
+    producer: str
+    length: int
+    runs: Runs
+    digests: dict[int, str]
+    reward: float | None = None  # an environment's own reward has no line of its own
 
 
 class Worker(msgspec.Struct):
@@ -49,7 +69,11 @@ class Worker(msgspec.Struct):
     answered: int = 0  # last request for work that was answered
 
 
-class RewardLease(msgspec.Struct, frozen=True):
+#: What happened, as it stands in the history.
+Event = dict[str, Any] | SampleEvent
+
+
+class RewardLease(msgspec.Struct, frozen=True, gc=False):
     """Who scores a sample. Not persisted: after a restart the sample is handed out again."""
 
     token: int
@@ -86,8 +110,10 @@ class Book:
         self.forgiven = 0  # rewards that had failed before this service started
         self.generation = 0  # counts edits: polls are looked at again when it moves
         self._token = epoch << 24
+        self._stamped = (math.nan, 0.0)
+        self._proved = -math.inf  # when `settle` last looked at everything
         self._dirty: dict[str, None] = {}
-        self._events: list[dict[str, Any]] = []
+        self._events: list[Event] = []
         self._freed: list[Record] = []
 
     # ------------------------------------------------------------ rows
@@ -110,6 +136,9 @@ class Book:
             elif key[0] == "b" and key[1:].isdigit():
                 batch = _batch(value)
                 self.batches[batch.step] = batch
+        for batch in self.batches.values():
+            for number in batch.groups:
+                self._take_in(self.groups[number], batch)
         self._token = max(self._token, *(group.token for group in self.groups.values()), 0)
         self.forgiven = self.ended_counts[State.DEAD, "reward_failed"]
 
@@ -152,7 +181,13 @@ class Book:
         self.generation += 1
 
     def _event(self, now: float, name: str, **fields: Any) -> None:
-        self._events.append({"t": round(now + self.wall_offset, 6), "e": name, **fields})
+        self._events.append({"t": self._stamp(now), "e": name, **fields})
+
+    def _stamp(self, now: float) -> float:
+        """Wall time for the log; one drain has one `now`, so it is rounded once."""
+        if now != self._stamped[0]:
+            self._stamped = (now, round(now + self.wall_offset, 6))
+        return self._stamped[1]
 
     def _new_token(self) -> int:
         self._token += 1
@@ -178,6 +213,14 @@ class Book:
     def _in(self, group: Group) -> None:
         self._index(group)
         self._touch(f"g{group.id}")
+
+    def _take_in(self, group: Group, batch: Batch) -> None:
+        """The group is in the batch; the batch's row and the committed version say so: its own row stays as it is."""
+        self._out(group)
+        group.state = State.TRAINED if batch.step <= self.meta.version else State.CLAIMED
+        group.step, group.claimed = batch.step, batch.claimed
+        self._index(group)
+        self.generation += 1
 
     def _index(self, group: Group) -> None:
         self.counts[group.state] += 1
@@ -275,13 +318,26 @@ class Book:
         """How many groups were dropped (or are dead) by reason."""
         return {reason: number for (kind, reason), number in self.ended_counts.items() if kind == state and number}
 
-    def check(self) -> None:
-        """The conservation law and every derived index against the rows. Raises `internal` where they disagree."""
+    def settle(self, now: float) -> None:
+        """The conservation law, on every commit and checkpoint; at most once in `PROOF_S` all of `check`."""
+        if not 0 <= now - self._proved < PROOF_S:
+            self.check()
+            self._proved = now
+        else:
+            self._add_up()
+
+    def _add_up(self) -> None:
         counts = self.ledger_counts()
         if counts["issued"] != sum(counts.values()) - counts["issued"]:
             raise AsyncRLError("internal", f"the ledger does not add up: {counts}")
-        known = set(self.groups) | set(self.ended) | set(self.retired)
-        if len(self.groups) + len(self.ended) + len(self.retired) != len(known) or known != set(range(len(known))):
+
+    def check(self) -> None:
+        """The conservation law and every derived index against the rows. Raises `internal` where they disagree."""
+        self._add_up()
+        ids = [*self.groups, *self.ended]
+        twice = len(set(ids)) != len(ids) or any(number in self.retired for number in ids)
+        last = max(max(ids, default=-1), self.retired.ranges()[-1][1] - 1 if len(self.retired) else -1)
+        if twice or last >= self.meta.cursor or len(ids) + len(self.retired) != self.meta.cursor:
             raise AsyncRLError("internal", "a prompt is in two states or in none")
         fresh = Book(self.settings)
         for group in self.groups.values():

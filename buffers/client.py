@@ -14,12 +14,10 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 
 from asyncrl import wire
 from asyncrl.errors import Unavailable, WireError
@@ -27,12 +25,12 @@ from asyncrl.plugins import GenSample
 from asyncrl.sockets import AsyncRequester, Keys, Requester
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, FloatArray, IntArray
-from buffers.segments import HEAD, NONCE, segment_path
+from buffers.places import PlaceReader
 
 MAX_BYTES = 1 << 30
 
 
-class SampleData(msgspec.Struct, frozen=True):
+class SampleData(msgspec.Struct, frozen=True, gc=False):
     """One sample of a claimed group: `response` i4 `[T]`, `logprobs` f4 `[T]`, `mask` u1 `[T]` or None
     (all sampled).
     """
@@ -48,7 +46,7 @@ class SampleData(msgspec.Struct, frozen=True):
     digests: dict[int, str]
 
 
-class GroupData(msgspec.Struct, frozen=True):
+class GroupData(msgspec.Struct, frozen=True, gc=False):
     """One claimed group: `prompt_ids` i4 `[P]`, the samples sorted by index."""
 
     group: int
@@ -153,21 +151,20 @@ class ProducerClient(_AsyncClient):
 
         `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy.
         """
-        arrays: dict[str, Any] = {
-            "prompt": np.ascontiguousarray(prompt_ids, dtype=np.int32),
-            "response": _joined([sample.token_ids for sample in samples], np.int32),
-            "logprobs": _joined([sample.logprobs for sample in samples], np.float32),
+        arrays: dict[str, tuple[str, list[Any]]] = {
+            "prompt": ("i4", _parts([prompt_ids], "i4")),
+            "response": ("i4", _parts([sample.token_ids for sample in samples], "i4")),
+            "logprobs": ("f4", _parts([sample.logprobs for sample in samples], "f4")),
         }
         if masks:
-            arrays["mask"] = _joined(
-                [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples], np.uint8
-            )
-        fields, payload = wire.pack_arrays(arrays)
+            ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
+            arrays["mask"] = ("u1", _parts(ones, "u1"))
+        fields, payload = wire.pack_parts(arrays)
         heads = tuple(wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs) for item in samples)
         used = {version for sample in samples for version, _ in sample.runs}
         message = wire.Samples(
             self.name, lease.group, lease.token, heads, {v: digests[v] for v in sorted(used) if v in digests}, fields,
-            msgspec.json.encode(row).decode(), int(arrays["prompt"].size), rewards=dict(rewards or {}),
+            msgspec.json.encode(row).decode(), fields[0].count, rewards=dict(rewards or {}),
         )  # fmt: skip
         reply: wire.SamplesReply = (await self._ask(message, (payload,))).message
         return reply
@@ -179,8 +176,9 @@ class ProducerClient(_AsyncClient):
             await self._ask(wire.LeaseReturn(self.name, groups, reason, dead))
 
 
-def _joined(parts: Sequence[Any], dtype: Any) -> Any:
-    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts]) if parts else np.zeros(0, dtype)
+def _parts(parts: Sequence[Any], dtype: str) -> list[Any]:
+    """The arrays as they are sent; where they have the wire's dtype already, without a copy."""
+    return [np.asarray(part, dtype=wire.DTYPES[dtype]) for part in parts]
 
 
 class RewardClient(_AsyncClient):
@@ -294,61 +292,6 @@ class LearnerClient:
         self._beats.close()
         if self._places is not None:
             self._places.close()
-
-
-class PlaceReader:
-    """Reads the records of a batch from the service's segment files, on the service's host.
-
-    The service keeps a record until its step is in a durable checkpoint. Bytes are copied and verified, so that a file
-    that is written over later harms nobody.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[int, int] = {}
-
-    @classmethod
-    def of(cls, registered: wire.Registered) -> PlaceReader | None:
-        """A reader where the folder that the service names is the one seen here, else None."""
-        folder = Path(registered.segments or "/nonexistent")
-        try:
-            same = bool(registered.nonce) and (folder / NONCE).read_text() == registered.nonce
-        except OSError:
-            return None
-        return cls(folder) if same else None
-
-    def fill(self, batch: wire.Batch) -> tuple[wire.Batch, list[Buffer]]:
-        """The batch with its records, and their payloads. Raises OSError or WireError where a file does not agree."""
-        headers: list[bytes] = []
-        payloads: list[Buffer] = []
-        for place in batch.places:
-            header, payload = self._read(place)
-            headers.append(header)
-            payloads.append(payload)
-        self._forget({place.segment for place in batch.places})
-        heads, start = [], 0
-        for head in batch.groups:
-            mine = tuple(headers[start : start + len(head.records)])
-            start += len(head.records)
-            heads.append(msgspec.structs.replace(head, records=mine))
-        return msgspec.structs.replace(batch, groups=tuple(heads)), payloads
-
-    def _read(self, place: wire.Place) -> tuple[bytes, memoryview]:
-        if place.segment not in self._files:
-            self._files[place.segment] = os.open(segment_path(self._folder, place.segment), os.O_RDONLY)
-        size = place.header_bytes + place.payload_bytes
-        data = memoryview(os.pread(self._files[place.segment], size, place.offset + HEAD.size))
-        if xxhash.xxh3_64_intdigest(data) != place.checksum or data.nbytes != size:
-            raise WireError("wire.checksum", f"segment {place.segment} at {place.offset} does not agree")
-        return bytes(data[: place.header_bytes]), data[place.header_bytes :]
-
-    def _forget(self, used: set[int]) -> None:
-        for segment in [number for number in self._files if number not in used]:
-            os.close(self._files.pop(segment))
-
-    def close(self) -> None:
-        """Close the files."""
-        self._forget(set())
 
 
 def _claimed(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:

@@ -21,7 +21,7 @@ KEY = "hist"
 _encode = msgspec.json.Encoder().encode_lines
 
 
-def lines_of(events: Sequence[dict[str, Any]]) -> bytes:
+def lines_of(events: Sequence[Any]) -> bytes:
     """The lines of some events."""
     return _encode(events)
 

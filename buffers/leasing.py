@@ -14,13 +14,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Lease, LeaseReturn, Samples, SamplesReply
 from buffers.admission import depth_allows, feasible
-from buffers.book import Book, Worker
+from buffers.book import Book, SampleEvent, Worker
 from buffers.ledger import Group, Record, Sample, State
 
 #: Reasons of a return that are no fault of the prompt: the attempt does not count.
@@ -271,6 +270,9 @@ class Leasing(Book):
 
     @staticmethod
     def _sort_samples(group: Group, head: Samples, checksum: int) -> tuple[list[int], list[int], dict[int, str]]:
+        current = group.state == State.LEASED and head.token == group.token != 0
+        if current and not group.samples:  # the usual case: everything is new
+            return [item.index for item in head.samples], [], {}
         accepted: list[int] = []
         duplicate: list[int] = []
         refused: dict[int, str] = {}
@@ -280,7 +282,7 @@ class Leasing(Book):
                 duplicate.append(item.index)
             elif known is not None:
                 refused[item.index] = "already there with other content"
-            elif group.state != State.LEASED or not head.token or head.token != group.token:
+            elif not current:
                 refused[item.index] = "token: the lease was lost"
             else:
                 accepted.append(item.index)
@@ -295,29 +297,32 @@ class Leasing(Book):
 
     @staticmethod
     def _wrong_rewards(head: Samples) -> str:
+        if all(map(math.isfinite, head.rewards.values())):
+            return ""
         bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
-        return f"reward: of sample {bad[0]} is not finite" if bad else ""
+        return f"reward: of sample {bad[0]} is not finite"
 
     def _accept(self, group: Group, head: Samples, accepted: set[int], record: Record, now: float) -> None:
         self._out(group)
-        number, at = len(group.records), round(now + self.wall_offset, 6)
+        number, at, rewards = len(group.records), self._stamp(now), head.rewards
         group.records.append(record)
+        oldest_of_all = math.inf
         for item in head.samples:
-            if item.index not in accepted:
+            index, runs = item.index, item.runs
+            if index not in accepted:
                 continue
-            oldest = oldest_version(item.runs) or 0
-            group.samples[item.index] = Sample(
-                head.token, item.length, oldest, number, item.finish, head.rewards.get(item.index)
-            )
-            group.deadline = min(group.deadline or 0, oldest + group.bound)
-            event: dict[str, Any] = {
-                "t": at, "e": "sample", "g": group.id, "i": item.index, "token": head.token, "producer": head.producer,
-                "length": item.length, "runs": item.runs,
-                "digests": {version: head.digests.get(version, "") for version, _ in item.runs},
-            }  # fmt: skip
-            if item.index in head.rewards:  # an environment's own reward: no line of its own
-                event["reward"] = head.rewards[item.index]
+            if len(runs) == 1:  # one version for all tokens
+                oldest = runs[0][0]
+                digests = {oldest: head.digests.get(oldest, "")}
+            else:
+                oldest = oldest_version(runs) or 0
+                digests = {version: head.digests.get(version, "") for version, _ in runs}
+            oldest_of_all = min(oldest_of_all, oldest)
+            reward = rewards.get(index)
+            group.samples[index] = Sample(head.token, item.length, oldest, number, item.finish, reward)
+            event = SampleEvent(at, group.id, index, head.token, head.producer, item.length, runs, digests, reward)
             self._events.append(event)
+        group.deadline = min(group.deadline or 0, int(oldest_of_all) + group.bound)
         if len(group.samples) == self.settings.group_size:
             self._complete(group, now)
         self._in(group)

@@ -70,7 +70,7 @@ def settings_of(config: Config) -> Settings:
     )  # fmt: skip
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where the bytes of one accepted `Samples` message lie, and their checksum (which also tells duplicates)."""
 
     segment: int
@@ -80,7 +80,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
 
 
-class Sample(msgspec.Struct, array_like=True):
+class Sample(msgspec.Struct, array_like=True, gc=False):
     """One finished sample of a group."""
 
     token: int  # lease under which it arrived
@@ -94,7 +94,7 @@ class Sample(msgspec.Struct, array_like=True):
     failed_by: tuple[str, ...] = ()
 
 
-class Group(msgspec.Struct, array_like=True):
+class Group(msgspec.Struct, array_like=True, gc=False):
     """A prompt that is not at its end. `deadline` is None while it has neither a holder nor a sample."""
 
     id: int
@@ -116,7 +116,7 @@ class Group(msgspec.Struct, array_like=True):
     claimed: float = 0.0
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A group that was dropped or is dead. `step` is that of the batch it was quarantined from, else 0."""
 
     id: int
@@ -133,6 +133,7 @@ class Batch(msgspec.Struct, array_like=True):
     version: int
     epoch: int  # of the learner that claimed it first
     groups: list[int]
+    claimed: float = 0.0  # wall time
 
 
 class Meta(msgspec.Struct, array_like=True):
@@ -148,7 +149,7 @@ class Meta(msgspec.Struct, array_like=True):
     registered_step: int = -1  # step of its registration until its first claim: a Register sent again is the same
 
 
-class Change(msgspec.Struct, frozen=True, array_like=True):
+class Change(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One row to write (or, without a value, to delete). A list of them is applied by the store as one step."""
 
     key: str

@@ -69,7 +69,7 @@ class Segments:
         self._cache: OrderedDict[Record, tuple[Buffer, Buffer]] = OrderedDict()
         self._cached = 0
         self._queue: list[Buffer] = []
-        self._unwritten: dict[Record, tuple[Buffer, Buffer]] = {}
+        self._unwritten: dict[Record, tuple[Buffer, Buffer, bool]] = {}
         self._readers: dict[int, int] = {}
         self._live: Counter[int] = Counter()
         self._dirty = False
@@ -144,8 +144,8 @@ class Segments:
 
     # ------------------------------------------------------------ write
 
-    def append(self, header: Buffer, payload: Buffer, checksum: int) -> Record:
-        """Queue a record for the next `flush`; where it will lie."""
+    def append(self, header: Buffer, payload: Buffer, checksum: int, *, again: bool = True) -> Record:
+        """Queue a record for the next `flush`; where it will lie. `again`: it will be read here, so cache it."""
         header_bytes, payload_bytes = memoryview(header).nbytes, memoryview(payload).nbytes
         size = HEAD.size + header_bytes + payload_bytes
         if self._offset and self._offset + size > self._segment_bytes:
@@ -154,7 +154,7 @@ class Segments:
         self._queue += [HEAD.pack(MAGIC, self._number, header_bytes, payload_bytes, checksum), header, payload]
         self._offset += size
         self._live[record.segment] += 1
-        self._unwritten[record] = (header, payload)
+        self._unwritten[record] = (header, payload, again)
         return record
 
     def _rotate(self) -> None:
@@ -181,8 +181,9 @@ class Segments:
             code = "disk.full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "store.refused"
             raise Unavailable(code, f"segment file: {error.strerror}", where=str(self._path(self._number))) from None
         self._dirty = True
-        for record, parts in self._unwritten.items():
-            self._remember(record, *parts)
+        for record, (header, payload, again) in self._unwritten.items():
+            if again:
+                self._remember(record, header, payload)
         self._unwritten = {}
 
     def _allocate(self) -> None:
@@ -230,7 +231,7 @@ class Segments:
         """Header and payload of a record. Raises `store.corrupt` where the bytes are not those that were written."""
         found = self._cache.get(record) or self._unwritten.get(record)
         if found is not None:
-            return found
+            return found[0], found[1]
         header, payload = self._read_file(record)
         self._remember(record, header, payload)
         return header, payload

@@ -25,7 +25,7 @@ import uvloop
 from asyncrl.config import BufferConfig, Config
 from asyncrl.role import RoleArgs, Stop, key_of, run
 from asyncrl.rundir import RunDir, endpoint, run_id, run_keys
-from asyncrl.sockets import Responder
+from asyncrl.sockets import Responder, keep_memory
 from buffers.groups import Groups
 from buffers.history import KEY, History
 from buffers.ledger import settings_of
@@ -174,6 +174,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
     """The role: hold the run's lock and serve."""
     lock = RunDir(config.run_dir).lock("buffer")
     # The state is a large tree without cycles: walking it for garbage took 7 % of the service's time.
+    keep_memory()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
     try:

@@ -1,72 +1,47 @@
 """The buffer service without its process: takes calls, asks the state machine, persists, answers.
 
-Called by `buffers.server` on its event loop. One drain is: decide on up to 64 calls, look at the polls, then payloads
-to
-the segment file, rows to the store, lines to the history, and only then the answers. Guarantees:
+Called by `buffers.server` on its event loop. One drain is: decide on up to 16 calls, look at the polls, then payloads
+to the segment file, rows to the store, lines to the history, and only then the answers. Guarantees:
 1. nothing is answered that is not persisted;
 2. a long poll waits here without work and is answered once: on capacity, at its deadline or at the stop; the same
-   request
-   sent again takes the place of the first, a newer LeaseRequest of a producer supersedes its older one;
+   request sent again takes the place of the first, a newer LeaseRequest of a producer supersedes its older one;
 3. what a peer sends never ends the service: an error of the catalogue is the answer.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from asyncrl import wire
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, HandshakeError, WireError, error_for
-from asyncrl.metrics import CATALOGUE, MetricsLog
-from asyncrl.rundir import RunDir, endpoint, run_id
+from asyncrl.errors import AsyncRLError, WireError, error_for
+from asyncrl.rundir import run_id
 from asyncrl.sockets import Call
-from asyncrl.wire import Buffer, Message
+from buffers.desk import Desk, Poll
 from buffers.groups import Groups
 from buffers.history import KEY, History, lines_of
 from buffers.ledger import Change, Record, ledger_of
-from buffers.replies import batch_by_place, batch_reply, reward_reply, status_json
+from buffers.replies import batch_by_place, batch_reply, reward_reply
 from buffers.segments import Segments
 from buffers.stores.base import Store, StoreLost
 
 MAX_WAIT_S = 30.0
 
 
-class Poll(msgspec.Struct):
-    """A request that waits here."""
-
-    call: Call
-    until: float
-
-
-class BufferService:
+class BufferService(Desk):
     """See the module."""
 
     def __init__(
         self, config: Config, *, groups: Groups, store: Store, segments: Segments, history: History,
         process_gone: Callable[[int, str], bool],
     ) -> None:  # fmt: skip
-        self.config = config
-        self.groups = groups
-        self.store = store
+        super().__init__(config, groups=groups, store=store)
         self.segments = segments
         self.history = history
         self.stop_reason = ""
-        self.bad_frames = 0
-        self.counters: Counter[str] = Counter()
-        run = RunDir(config.run_dir)
-        self._roles_log = MetricsLog(run.metrics / "roles.jsonl")
-        self._buffer_log = MetricsLog(run.metrics / "buffer.jsonl")
         self._process_gone = process_gone
-        self._fingerprint = ("", "")  # of whom, which
-        self._sessions = 0
-        self._replies: list[tuple[Call, Message, Sequence[Buffer]]] = []
-        self._lease_polls: dict[str, Poll] = {}
-        self._reward_polls: dict[str, Poll] = {}
         self._claim_poll: Poll | None = None
         self._registering: Call | None = None
         self._seen_generation = -1
@@ -128,13 +103,6 @@ class BufferService:
             call.reply(message, payloads)
         if taken.freed:
             self.segments.release(taken.freed)
-
-    def _answer(self, call: Call, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        self._replies.append((call, message, payloads))
-
-    def _refuse(self, call: Call, error: AsyncRLError) -> None:
-        self.counters[f"refused:{error.code}"] += 1
-        self._answer(call, wire.Refused(error.code, error.message, error.where))
 
     # ------------------------------------------------------------ polls
 
@@ -215,69 +183,6 @@ class BufferService:
 
     # ------------------------------------------------------------ general messages
 
-    def _check_fingerprint(self, who: str, fingerprint: str) -> None:
-        owner, known = self._fingerprint
-        if not fingerprint:
-            return
-        if known and fingerprint != known:
-            raise HandshakeError("handshake.mismatch", f"{who} runs model {fingerprint}, {owner} runs {known}")
-        self._fingerprint = (owner or who, fingerprint)
-
-    def _hello(self, call: Call, now: float) -> None:
-        hello: wire.Hello = call.message
-        mine = run_id(self.config)
-        if hello.schema != wire.SCHEMA:
-            raise HandshakeError(
-                "wire.schema", f"{hello.name} speaks schema {hello.schema}, this service {wire.SCHEMA}"
-            )
-        if hello.run_id and hello.run_id != mine:
-            raise HandshakeError("handshake.mismatch", f"{hello.name} belongs to run {hello.run_id}, this is {mine}")
-        if hello.role not in ("producer", "reward", "learner", "observer"):
-            raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
-        self._check_fingerprint(hello.name, hello.fingerprint)
-        self._sessions += 1
-        if hello.role in ("producer", "reward"):
-            polls = self._lease_polls if hello.role == "producer" else self._reward_polls
-            polls.pop(hello.name, None)
-            self.groups.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=now)
-        endpoints = {"weightsync": endpoint(self.config, "weightsync")}
-        self._answer(
-            call, wire.Welcome(mine, self.groups.service_epoch, self._sessions, self.groups.meta.version, endpoints)
-        )
-
-    def _heartbeat(self, call: Call, now: float) -> None:
-        beat: wire.Heartbeat = call.message
-        if beat.role == "learner":
-            worker = self.groups.workers.get(("learner", beat.name))
-            if self.groups.meta.learner == (beat.name, beat.pid, beat.host) and worker is not None:
-                worker.seen, worker.waiting_for, worker.stats = now, beat.waiting_for, beat.stats
-        else:
-            self.groups.heartbeat(
-                beat.role,
-                beat.name,
-                pid=beat.pid,
-                host=beat.host,
-                now=now,
-                waiting_for=beat.waiting_for,
-                stats=beat.stats,
-            )
-        unknown = [name for name in beat.stats if name not in CATALOGUE and not name.startswith("reward/")]
-        if unknown:
-            raise WireError("wire.unexpected", f"metric {unknown[0]!r} is not in the catalogue")
-        self._roles_log.write(
-            beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=beat.waiting_for
-        )
-        self._answer(call, wire.Ok())
-
-    def _status(self, call: Call, now: float) -> None:
-        extra = {
-            "store": self.store.kind,
-            "run_id": run_id(self.config),
-            "counters": {**self.counters, "bad_frames": self.bad_frames},
-            "endpoints": {name: endpoint(self.config, name) for name in ("buffer", "weightsync")},
-        }
-        self._answer(call, wire.StatusReply(status_json(self.groups, now, extra)))
-
     def _stop(self, call: Call, now: float) -> None:
         self.stop_reason = call.message.reason or "asked to stop"
         self._answer(call, wire.Ok())
@@ -320,7 +225,8 @@ class BufferService:
 
         def keep() -> Record:
             self.counters["ingest_bytes"] += memoryview(payload).nbytes
-            return self.segments.append(header, payload, checksum)
+            unscored = len(head.rewards) < len(head.samples)  # reward workers will ask for it
+            return self.segments.append(header, payload, checksum, again=unscored)
 
         reply = self.groups.samples(head, checksum=checksum, invalid=invalid, keep=keep, now=now)
         self.counters["duplicates"] += len(reply.duplicate)
@@ -401,18 +307,6 @@ class BufferService:
         self._answer(call, wire.Ok())
 
     # ------------------------------------------------------------ metrics and end
-
-    def write_metrics(self, **labels: Any) -> None:
-        """One line of metrics/buffer.jsonl."""
-        values = {
-            **self.groups.ledger_counts(),
-            "outstanding": self.groups.outstanding,
-            "version": self.groups.meta.version,
-            "ingest_bytes": self.counters["ingest_bytes"],
-            "duplicates": self.counters["duplicates"],
-            "bad_frames": self.bad_frames,
-        }
-        self._buffer_log.write(values, **labels)
 
     def close(self) -> None:
         """Answer every poll, write what is left, close."""

@@ -139,13 +139,10 @@ class Training(Scoring):
             self._end(group, State.DROPPED, "late", now, why)
 
     def _record(self, step: int, chosen: list[int], now: float) -> Claimed:
-        for number in chosen:
-            group = self.groups[number]
-            self._out(group)
-            group.state, group.step, group.claimed = State.CLAIMED, step, now + self.wall_offset
-            self._in(group)
-        batch = Batch(step, step - 1, self.meta.epoch, chosen)
+        batch = Batch(step, step - 1, self.meta.epoch, chosen, now + self.wall_offset)
         self.batches[step] = batch
+        for number in chosen:
+            self._take_in(self.groups[number], batch)
         self._touch(f"b{step}")
         self.asked_since = None
         return self._again(batch, now)
@@ -163,12 +160,9 @@ class Training(Scoring):
                 "wire.unexpected", f"commit of step {step} as version {version}: {self.meta.version} is committed and "
                 f"the batch of the step is {'recorded' if step in self.batches else 'not recorded'}",
             )  # fmt: skip
-        for number in self.batches[step].groups:
-            group = self.groups[number]
-            self._out(group)
-            group.state = State.TRAINED
-            self._in(group)
         self.meta.version = version
+        for number in self.batches[step].groups:
+            self._take_in(self.groups[number], self.batches[step])
         self.meta.newest = max(self.meta.newest, version)
         self._touch("meta")
         self.note_digest(version, digest)
@@ -181,7 +175,7 @@ class Training(Scoring):
             digest=digest,
             groups=list(self.batches[step].groups),
         )
-        self.check()
+        self.settle(now)
 
     def note_digest(self, version: int, digest: str) -> None:
         """The weights of `version` have this digest. A version that was trained again may have two."""
@@ -232,7 +226,7 @@ class Training(Scoring):
             self._touch(f"b{number}")
         if done:
             self._event(now, "retire", step=done[-1])
-            self.check()
+            self.settle(now)
 
     def goodbye(self, *, epoch: int, done: bool, reason: str, now: float) -> None:
         """The learner ends."""

@@ -96,7 +96,8 @@ def wire_messages() -> str:
     parts = [
         "# Wire protocol", "", f"Generated from `asyncrl/wire.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
         "answers. A message is `[prefix][header][payload]...`:", "",
-        "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8 (0 request, 1 reply),",
+        "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8",
+        "  (0 request, 1 reply, 2 request that takes `Replies`),",
         "  payload frames u16, request u64, payload bytes u64, xxh3_64 u64` of the header and all payload frames;",
         "- header: msgpack array `[tag, field, field, ...]` in the order below; surplus fields are refused;",
         "- payload: field-major arrays, little-endian, each start aligned to 64 bytes, named in the header.",

@@ -25,6 +25,7 @@ from asyncrl import role, rundir
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.plugins import Engine, GenRequest, find
+from asyncrl.sockets import keep_memory
 from asyncrl.wire import Lease
 from buffers.client import ProducerClient
 from producers.environments.single_turn import SingleTurn
@@ -228,6 +229,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """The role's body for `asyncrl.role.run`."""
+    keep_memory()  # payloads are made and freed all the time
     asyncio.run(produce(args, config, stop))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
-from asyncrl import wire
+from asyncrl import sockets, wire
 from asyncrl.config import Config, dump, parse
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, WireError
 from asyncrl.metrics import read_lines
@@ -603,6 +603,35 @@ def test_a_lease_request_sent_twice_is_granted_once(make: Make) -> None:
     assert "the learner must take a batch" in replies[1].message.reason
     asker.close(0)
     context.term()
+
+
+def test_a_burst_is_answered_together_and_each_asker_gets_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of one drain travel in `Replies`, where the asker said that it takes those."""
+    service = make(buffer="pipeline_depth = 'max'", buffer__max_staleness="20", learner__steps="40").start()
+    together: list[int] = []
+    decode_header = sockets.decode_header
+
+    def seen(header: bytes) -> Any:
+        together.append(len(header))
+        return decode_header(header)
+
+    monkeypatch.setattr(sockets, "decode_header", seen)
+
+    async def work() -> None:
+        producer = Producer(service.address)
+        await producer.client.hello("model")
+        leases = (await producer.lease(0, 32)).leases
+        assert len(leases) == 32
+        await asyncio.sleep(0.1)
+        wrong = [producer.answer(lease, logprob=float("nan")) for lease in leases[:4]]
+        replies = await asyncio.gather(*wrong, *(producer.answer(lease) for lease in leases[4:]))
+        assert all("logprobs" in reply.refused[0] for reply in replies[:4])
+        assert all(reply.accepted == (0, 1) and not reply.refused for reply in replies[4:])
+        producer.client.close()
+
+    asyncio.run(work())
+    assert 2 <= len(together) <= 32
+    assert service.status()["ledger"]["ready"] == 28
 
 
 def test_stop_message_answers_the_polls_and_ends(make: Make) -> None:

@@ -634,6 +634,55 @@ def test_rows_of_a_drain_rebuild_the_book() -> None:
     assert msgspec.to_builtins(fresh.groups) == msgspec.to_builtins(run.g.groups)
 
 
+def test_the_batch_row_says_that_its_groups_are_claimed_or_trained() -> None:
+    """Claim and commit write the batch and the version, not the rows of the groups; a load derives the rest."""
+    run = Run(batch_groups=2, max_staleness=2)
+    rows: dict[str, bytes] = {}
+
+    def keys() -> set[str]:
+        changes = run.g.take().changes
+        rows.update({change.key: change.value for change in changes if change.value is not None})
+        return {change.key for change in changes}
+
+    run.lease(0, 4)
+    run.finish(0, 1, 2, 3)
+    keys()
+    run.claim(1)
+    assert "b1" in keys() <= {"b1", "meta"}
+    run.commit(1)
+    run.claim(2)
+    assert not {key for key in keys() if key[0] == "g"}
+    fresh = Groups(run.g.settings)
+    fresh.load(reversed(rows.items()))  # whatever the order
+    fresh.check()
+    assert [(group.state, group.step) for _, group in sorted(fresh.groups.items())] == [
+        (State.TRAINED, 1), (State.TRAINED, 1), (State.CLAIMED, 2), (State.CLAIMED, 2)
+    ]  # fmt: skip
+    assert msgspec.to_builtins(fresh.groups) == msgspec.to_builtins(run.g.groups)
+
+
+def test_the_book_is_proved_on_the_first_commit_and_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    proofs: list[int] = []
+    monkeypatch.setattr(run.g, "check", lambda: proofs.append(1))
+    for now in (10.0, 10.5, 10.99, 11.0, 11.5, 3.0):
+        run.g.settle(now)
+    assert len(proofs) == 3
+    run.g.meta.cursor += 1  # a prompt that is in no state
+    with pytest.raises(AsyncRLError, match="does not add up"):
+        run.g.settle(3.5)
+
+
+def test_a_prompt_in_two_states_is_found() -> None:
+    run = Run()
+    run.step(1)
+    run.g.check()
+    run.g.retired.add(0)
+    run.g.meta.cursor += 1
+    with pytest.raises(AsyncRLError, match="two states"):
+        run.g.check()
+
+
 def test_id_set_against_a_plain_set() -> None:
     import random
 

@@ -34,6 +34,7 @@ EXAMPLES: list[wire.Message] = [
     wire.StatusRequest(),
     wire.StatusReply("{}"),
     wire.Stop("done"),
+    wire.Replies(((7, b"\x92\x04\xa0"), (8, b"\x92\x04\xa0"))),
     wire.LeaseRequest("producer-0", 4, 2, 5.0),
     wire.Leases((wire.Lease(7, 2, 1, (0, 1), 99, 6),), 4, "capacity", False),
     HEAD,
@@ -78,6 +79,24 @@ def sample_payload(**changes: np.ndarray) -> tuple[tuple[wire.Field, ...], bytes
         "logprobs": np.array([-0.5, -0.1, -2.0], dtype=np.float32),
     }
     return wire.pack_arrays({**arrays, **changes})
+
+
+def test_parts_are_packed_like_whole_arrays() -> None:
+    parts = [np.arange(3, dtype=np.int32), np.arange(10, dtype=np.int32)[::2], np.zeros(0, np.int32)]
+    probs = [np.array([-0.5], np.float32)]
+    packed = wire.pack_parts({"response": ("i4", parts), "logprobs": ("f4", probs)})
+    assert packed == wire.pack_arrays({"response": np.concatenate(parts), "logprobs": probs[0]})
+    with pytest.raises(ValueError, match="int64"):
+        wire.pack_parts({"response": ("i4", [np.zeros(1, np.int64)])})
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf, 2e-4])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_bad_logprob_is_seen_anywhere(bad: float, place: int) -> None:
+    logprobs = np.array([-0.5, -0.1, -2.0], dtype=np.float32)
+    logprobs[place] = bad
+    fields, payload = sample_payload(logprobs=logprobs)
+    assert wire.validate_samples(head(fields=fields), payload, group_size=4).startswith("logprobs")
 
 
 def head(**changes: object) -> wire.Samples:
