@@ -23,6 +23,7 @@ from pathlib import Path
 
 from asyncrl.config import Config, load
 from asyncrl.errors import EXIT_INTERNAL, AsyncRLError
+from asyncrl.failpoints import arm
 from asyncrl.rundir import RunDir
 from asyncrl.sockets import Keys, read_keys
 
@@ -108,6 +109,7 @@ def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequenc
     install_signals(stop)
     started = time.monotonic()
     try:
+        arm()
         config = load(args.config)
         RunDir(config.run_dir).create().record_process(role, args.name)
         body(args, config, stop)

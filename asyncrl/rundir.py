@@ -37,6 +37,8 @@ class RunDir:
         self.sockets = self.root / "sockets"
         self.store = self.root / "store"  # index.sqlite or the private Redis
         self.segments = self.root / "segments"
+        self.dead = self.root / "dead"  # dead letters: what was refused as poison, one file each
+        self.archive = self.root / "archive"  # the batch of every step, where `log.archive` is set
         self.checkpoints = self.root / "checkpoints"
         self.export = self.root / "export"  # the final weights, Hugging Face format
         self.report = self.root / "report.html"

@@ -83,9 +83,10 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class Ok(Message, frozen=True, tag=4):
-    """Done."""
+    """Done. To a producer's heartbeat: `cancelled` are leases (group, token) whose samples nobody wants any more."""
 
     detail: str = ""
+    cancelled: tuple[tuple[int, int], ...] = ()
 
 
 class Heartbeat(Message, frozen=True, tag=5):
@@ -122,6 +123,25 @@ class Replies(Message, frozen=True, tag=9):
     """
 
     answers: tuple[tuple[int, bytes], ...]
+
+
+class Tune(Message, frozen=True, tag=10):
+    """Change settings of a running system. `changes`: JSON object, key -> value. Answer: `Tuned` or `Refused`.
+
+    With `undo_to` >= 0 `changes` is empty and the settings become those of that number again (0: of the TOML).
+    """
+
+    changes: str
+    author: str
+    undo_to: int = -1
+
+
+class Tuned(Message, frozen=True, tag=11):
+    """The change has the number `number` and is in force; `changed`: JSON object, key -> [old, new]."""
+
+    number: int
+    changed: str
+    note: str = ""  # what is not in force at once, and when it will be
 
 
 # ---------------------------------------------------------------- producers
@@ -205,6 +225,7 @@ class SamplesReply(Message, frozen=True, tag=23):
     accepted: tuple[int, ...]
     duplicate: tuple[int, ...] = ()
     refused: dict[int, str] = {}
+    cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token): generate nothing more for them
 
 
 class LeaseReturn(Message, frozen=True, tag=24):
@@ -366,6 +387,7 @@ class Batch(Message, frozen=True, tag=44):
     replayed: bool = False
     ledger: dict[str, int] = {}
     places: tuple[Place, ...] = ()
+    tuning: str = ""  # JSON object: the learner's settings changed by `asyncrl tune`, as recorded with this batch
 
 
 class Commit(Message, frozen=True, tag=45):
@@ -516,7 +538,7 @@ class Instruction(Message, frozen=True, tag=65):
 
 
 AnyMessage = Union[
-    Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies,
+    Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies, Tune, Tuned,
     LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn,
     RewardRequest, RewardWork, Scores, ScoresReply,
     Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,

@@ -35,13 +35,14 @@ class BufferService(Desk):
 
     def __init__(
         self, config: Config, *, groups: Groups, store: Store, segments: Segments, history: History,
-        process_gone: Callable[[int, str], bool],
+        process_gone: Callable[[int, str], bool], clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         super().__init__(config, groups=groups, store=store)
         self.segments = segments
         self.history = history
         self.stop_reason = ""
         self._process_gone = process_gone
+        self._clock = clock  # monotonic seconds; the simulator injects its own
         self._claim_poll: Poll | None = None
         self._registering: Call | None = None
         self._seen_generation = -1
@@ -58,7 +59,7 @@ class BufferService(Desk):
 
     def handle(self, calls: Sequence[Call]) -> None:
         """The calls of one drain."""
-        now = time.monotonic()
+        now = self._clock()
         for call in calls:
             handler = self._handlers.get(type(call.message))
             try:
@@ -74,7 +75,7 @@ class BufferService(Desk):
 
     def tick(self) -> None:
         """Called every 0.2 s: leases of the silent, deadlines of polls."""
-        now = time.monotonic()
+        now = self._clock()
         self.groups.tick(now)
         if self._registering is not None:
             call, self._registering = self._registering, None
@@ -311,7 +312,7 @@ class BufferService(Desk):
     def close(self) -> None:
         """Answer every poll, write what is left, close."""
         self.stop_reason = self.stop_reason or "stop"
-        self._look_at_polls(time.monotonic(), clock=True)
+        self._look_at_polls(self._clock(), clock=True)
         if self._registering is not None:
             self._refuse(self._registering, error_for("net.unreachable", "the buffer stops"))
         self.flush()

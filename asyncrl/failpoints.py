@@ -1,0 +1,125 @@
+"""Named places where a test may make a process fail: `failpoint("learner.after_step")`.
+
+Called by every role at the places of `SITES`; without the environment variable a call is one dictionary lookup.
+
+    ASYNCRL_FAILPOINT=name:action:count[,name:action:count...]
+    ASYNCRL_FAILPOINT_ONCE=folder       each entry fires once in all processes together: a file there remembers it
+
+`action` is kill (SIGKILL), stop (SIGSTOP), exit (exit code 1 at once), raise (`internal`), enospc (the error of a full
+disk), or a number: seconds to sleep. `count` says at which pass through the place it fires (1 = the first).
+Guarantees:
+1. an unknown name, action or count ends the process at its start with `usage`: a fail-point that never fires proves
+   nothing;
+2. nothing here does anything unless the variable is set.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError, ConfigError
+
+#: Every place, and what has and what has not happened there.
+SITES: dict[str, str] = {}
+
+ACTIONS = ("kill", "stop", "exit", "raise", "enospc")
+
+
+class Armed(msgspec.Struct):
+    """One entry of the variable and how often its place was passed."""
+
+    name: str
+    action: str
+    count: int
+    passed: int = 0
+
+
+def parse(text: str) -> dict[str, list[Armed]]:
+    """The entries by name. Raises `usage` for what is not one.
+
+    >>> SITES["x"] = "an example"; parse("x:kill:2,x:0.5:1")["x"][1].action
+    '0.5'
+    """
+    armed: dict[str, list[Armed]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, rest = entry.partition(":")
+        action, _, count = rest.partition(":")
+        known = name in SITES and (action in ACTIONS or _seconds(action) is not None)
+        if not known or not count.isdigit() or int(count) < 1:
+            raise ConfigError(
+                "usage", f"{entry!r} is not name:action:count of a known place", where="ASYNCRL_FAILPOINT"
+            )
+        armed.setdefault(name, []).append(Armed(name, action, int(count)))
+    return armed
+
+
+def _seconds(action: str) -> float | None:
+    try:
+        value = float(action)
+    except ValueError:
+        return None
+    return value if 0 <= value <= 600 else None
+
+
+class Failpoints:
+    """The armed places of one process."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.armed = parse(environment.get("ASYNCRL_FAILPOINT", ""))
+        once = environment.get("ASYNCRL_FAILPOINT_ONCE", "")
+        self._once = Path(once) if once else None
+
+    def hit(self, name: str) -> None:
+        """Pass the place `name`."""
+        for entry in self.armed.get(name, ()):
+            entry.passed += 1
+            if entry.passed == entry.count and self._first(entry):
+                _act(entry)
+
+    def _first(self, entry: Armed) -> bool:
+        if self._once is None:
+            return True
+        try:
+            (self._once / f"{entry.name}.{entry.action}.{entry.count}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def _act(entry: Armed) -> None:
+    print(f"failpoint {entry.name}: {entry.action} at pass {entry.passed}", flush=True)
+    if entry.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif entry.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif entry.action == "exit":
+        os._exit(1)
+    elif entry.action == "raise":
+        raise AsyncRLError("internal", f"failpoint {entry.name}")
+    elif entry.action == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {entry.name}")
+    else:
+        time.sleep(float(entry.action))
+
+
+_here: Failpoints | None = None
+
+
+def failpoint(name: str) -> None:
+    """Pass the place `name` of `SITES`."""
+    if _here is not None:
+        _here.hit(name)
+
+
+def arm(environment: Mapping[str, str] | None = None) -> None:
+    """Read the variable; `asyncrl.role.run` calls this once, at the start of a process."""
+    global _here  # noqa: PLW0603 - one per process, set before anything runs
+    points = Failpoints(os.environ if environment is None else environment)
+    _here = points if points.armed else None
