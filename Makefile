@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test check unit install clean redis bench docs
+.PHONY: demo test check unit chaos install clean redis bench docs
 
 install: $(STAMP)
 
@@ -31,6 +31,10 @@ check: install
 
 test: check redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest
+
+# The long forms: more schedules, more faults, more kill points (about half an hour).
+chaos: redis
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s
 
 unit: install
 	$(BIN)/python -m pytest tests/unit
