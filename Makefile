@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
@@ -30,7 +31,7 @@ check: install
 	$(BIN)/lint-imports
 
 test: check redis
-	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis

@@ -288,10 +288,12 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
     """The numbers that follow from the settings, with their arithmetic."""
     buffer, sampling, learner = config.buffer, config.sampling, config.learner
     group_size, slots = sampling.group_size, config.producers.slots
-    held = config.producers.groups_in_flight(group_size)
+    asked = sampling.asked_samples
+    held = config.producers.groups_in_flight(asked)
+    per_group = f"group_size {group_size}" if asked == group_size else f"(group_size + over_issue) {asked}"
     per_producer = (
         "producers.max_groups_in_flight" if config.producers.max_groups_in_flight
-        else f"ceil(2 x slots {slots} / group_size {group_size})"
+        else f"ceil(2 x slots {slots} / {per_group})"
     )  # fmt: skip
     row = config.data.max_prompt_tokens + sampling.max_new_tokens
     findings = [

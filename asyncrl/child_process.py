@@ -122,6 +122,13 @@ class Child:
         targets = descendants(self.process.pid, depth=1) if self.plan.gang else []
         for pid in targets or [self.process.pid]:
             send(pid, signal.SIGTERM)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let it run, and all below it: a stopped process can neither end nor answer those who want to."""
+        if self.process is not None:
+            for pid in (self.process.pid, *descendants(self.process.pid)):
+                send(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process, its group and everything below it now."""

@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   asyncrl check my.toml                           what would start, and what is wrong
   asyncrl launch all my.toml                      the whole run on this machine
   asyncrl status runs/my                          how it goes
+  asyncrl tune runs/my max_staleness=8            change it while it runs
   asyncrl audit runs/my                           nothing lost, nothing trained twice
 
 `asyncrl COMMAND --help` explains a command.
@@ -33,6 +34,21 @@ examples:
   asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
+"""
+TUNE_EXAMPLES = """settings:
+  max_staleness, pipeline_depth, on_late, late_timeout_s, batch_groups, max_reuse, max_groups_in_flight,
+  learner.algorithm.*; the dotted names of the configuration do as well
+
+examples:
+  asyncrl tune runs/my max_staleness=8 pipeline_depth=4
+  asyncrl tune runs/my learner.algorithm.tis_cap=1.5
+  asyncrl tune runs/my --list
+  asyncrl tune runs/my --undo 0                   back to the configuration file
+"""
+
+REPLAY_EXAMPLES = """examples:
+  asyncrl replay runs/my                                                all of it: are the same bits reached?
+  asyncrl replay runs/my --from 20 --set learner.algorithm.clip_high=0.3    what if, after step 20?
 """
 
 
@@ -79,12 +95,24 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="everything the services know, as JSON")
     one.set_defaults(run=_status)
 
+    _add_tune(commands)
     one = _command(commands, "audit", "prove from the log that nothing was lost, doubled, too old or unknown",
                    example="asyncrl audit runs/my --json")  # fmt: skip
     one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
     one.add_argument("--json", action="store_true", help="the verdict and all counts, as JSON")
     one.set_defaults(run=_audit)
 
+    one = _command(commands, "trace", "one group's story: who made it, when, with which weights, what became of it",
+                   example="asyncrl trace runs/my 317")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
+    what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
+    what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one.set_defaults(run=_trace)
+
+    _add_replay(commands)
     one = _command(commands, "report", "write the run's report: one HTML file",
                    example="asyncrl report runs/my --out report.html")  # fmt: skip
     one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
@@ -152,6 +180,39 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one.set_defaults(run=_demo)
 
 
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "tune", "change settings of a running system, undo that, or list the changes",
+                   epilog=TUNE_EXAMPLES)  # fmt: skip
+    one.add_argument("folder", metavar="RUN", nargs="?", help="folder of the run")
+    one.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="new values, read as TOML")
+    one.add_argument("--undo", type=int, metavar="N", help="go back to the settings after change N (0: the file)")
+    one.add_argument("--list", dest="listed", action="store_true", help="every change so far, from the history")
+    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
+    one.add_argument("--key", default="", metavar="FILE", help="key file")
+    one.set_defaults(run=_tune)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "replay", "train a run's recorded batches again: bitwise, or with other settings",
+                   epilog=REPLAY_EXAMPLES)  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with log.archive = true")
+    one.add_argument("--from", dest="begin", type=int, default=0, metavar="STEP", help="begin after this step, from "
+                     "the newest checkpoint at or before it (default 0: the start weights)")  # fmt: skip
+    one.add_argument("--to", dest="end", type=int, metavar="STEP", help="last step (default: the last committed one)")
+    _add_set(one)
+    one.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default: RUN-replay)")
+    one.add_argument("--json", action="store_true", help="the comparison, as JSON")
+    one.set_defaults(run=_replay)
+
+    one = _command(commands, "fork", "make a run of its own that goes on from a checkpoint of another",
+                   example="asyncrl fork runs/my runs/my-2 --step 40 --set learner.optim.lr=1e-5")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    one.add_argument("target", metavar="NEWDIR", type=Path, help="folder of the fork; new or empty")
+    one.add_argument("--step", type=int, required=True, metavar="K", help="step whose checkpoint it starts from")
+    _add_set(one)
+    one.set_defaults(run=_fork)
+
+
 class _Version(argparse.Action):
     """Prints the version; as an action of its own so that `--help` needs no import."""
 
@@ -199,10 +260,40 @@ def _status(args: argparse.Namespace) -> int:
     return status_command(args.folder, connect=args.connect, key=args.key, as_json=args.json)
 
 
+def _tune(args: argparse.Namespace) -> int:
+    from asyncrl.tune import tune_command
+
+    words = [args.folder, *args.settings] if args.connect and args.folder else args.settings  # no folder was given
+    folder = Path(args.folder) if args.folder and not args.connect else None
+    return tune_command(
+        folder, words, undo=args.undo, listed=args.listed, connect=args.connect, key=args.key
+    )  # fmt: skip
+
+
 def _audit(args: argparse.Namespace) -> int:
     from asyncrl.audit import audit_command
 
     return audit_command(args.folder, as_json=args.json)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from asyncrl.trace_text import trace_command
+
+    return trace_command(args.folder, group=args.group, step=args.step, dead=args.dead, as_json=args.json)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from asyncrl.replay import replay_command
+
+    return replay_command(
+        args.folder, begin=args.begin, end=args.end, overrides=args.overrides, out=args.out, as_json=args.json
+    )  # fmt: skip
+
+
+def _fork(args: argparse.Namespace) -> int:
+    from asyncrl.fork import fork_command
+
+    return fork_command(args.folder, args.target, step=args.step, overrides=args.overrides)
 
 
 def _report(args: argparse.Namespace) -> int:

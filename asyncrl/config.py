@@ -41,6 +41,7 @@ class RunConfig(Section, frozen=True):
     name: str = "run"  # shown in reports; part of the run's identity
     dir: str = "runs/run"  # everything the run writes; the same folder again resumes it
     seed: int = 0  # of the order of prompts and of sampling
+    silent_timeout_s: Seconds = 10.0  # a process without a sign of life for this long is named (nothing is ended)
     hang_timeout_s: Seconds = 600.0  # no step for this long ends the run with a diagnosis (exit code 70)
 
 
@@ -68,17 +69,24 @@ class SamplingConfig(Section, frozen=True):
     """`[sampling]`: how producers sample."""
 
     group_size: Positive = 8  # samples of one prompt (GRPO's G)
+    over_issue: Count = 0  # more samples asked for; the first group_size that arrive count, the rest is cancelled
     max_new_tokens: Positive = 1024  # longest response
     temperature: Annotated[float, Meta(gt=0)] = 1.0  # the learner divides its logits by it too
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: off
     top_k: Count = 0  # 0: off
+
+    @property
+    def asked_samples(self) -> int:
+        """group_size + over_issue: samples of one group that producers are asked for."""
+        return self.group_size + self.over_issue
 
 
 class BufferConfig(Section, frozen=True):
     """`[buffer]`: staleness, admission and storage."""
 
     max_staleness: Count = 4  # largest lag that may reach a gradient; 0 is synchronous
-    pipeline_depth: Count | Literal["max"] = "max"  # batches of work ahead of the one in training; max: max_staleness
+    pipeline_depth: Count | Literal["max", "auto"] = "max"  # batches of work ahead of the one in training
+    learner_idle_target: Share = 0.03  # pipeline_depth = auto: the smallest depth with the learner idle for less
     batch_groups: Positive = 16  # B: groups that one learner step consumes
     on_late: Literal["wait", "drop", "train"] = "wait"  # what happens to a group that is due and not ready
     late_timeout_s: Seconds = 120.0  # on_late = wait: then dropped
@@ -90,12 +98,21 @@ class BufferConfig(Section, frozen=True):
     fsync: Literal["never", "everysec", "always"] = "everysec"  # what a loss of power may cost; a crash costs nothing
     segment_bytes: Positive = 256 << 20  # size of one payload file
     cache_bytes: Count = 256 << 20  # payloads kept in memory; the rest is read back from the segments
+    place_bytes: Count = (
+        16 << 10
+    )  # a producer on the buffer's host writes larger payloads to a file, smaller ones are sent
     max_poison_rate: Share = 0.5  # of the last 64 groups; above it the run ends with the top reason
+    max_reuse: Positive = 1  # steps that may train one group, all of them within its bound
+    replay_order: Literal["deadline", "priority"] = "deadline"  # of used groups; priority: drawn by reward spread
+    fresh_first: bool = True  # used groups fill only what the fresh ones leave; false: both by replay_order
+    priority_exponent: Annotated[float, Meta(ge=0)] = 1.0  # replay_order = priority: weight is spread to this power
+    filters: tuple[str, ...] = ()  # zero_variance, or 'module:function' that names a reason not to train a group
+    max_filtered_rate: Share = 0.98  # of the last 256 groups; at or above it the run ends with the top reason
 
     @property
     def depth(self) -> int:
-        """Pipeline depth in batches: `pipeline_depth`, or `max_staleness` where it says max."""
-        return self.max_staleness if self.pipeline_depth == "max" else int(self.pipeline_depth)
+        """Pipeline depth in batches: `pipeline_depth`; max_staleness where it says max, at most that where auto."""
+        return self.max_staleness if isinstance(self.pipeline_depth, str) else self.pipeline_depth
 
     @property
     def max_in_flight_groups(self) -> int:
@@ -143,6 +160,8 @@ class RewardWorkersConfig(Section, frozen=True):
     timeout_s: Seconds = 30.0  # of one call
     retries: Count = 2  # on other workers, then the group is dead with its reason
     batch_samples: Positive = 64  # leased at once
+    memory_bytes: Count = 0  # of one process that runs functions; 0: half of the machine's
+    max_processes: Positive = 512  # that the functions of one worker may start; more is a failure of the sample
     max_failed_groups: Count = 64  # of the run; then it ends with the function's name
     restarts: Count = 5  # in 10 minutes
 
@@ -188,6 +207,7 @@ class LearnerConfig(Section, frozen=True):
     cpu_offload: bool = False  # parameters and optimizer state in host memory
     checkpoint_every: Positive = 20  # steps
     checkpoint_keep: Positive = 2  # older ones are removed
+    checkpoint_failures: Positive = 3  # that many in a row (a full disk) end the learner
     batch_timeout_s: Seconds = 600.0  # waiting for one batch
     restarts: Count = 3  # in 10 minutes, when started by `launch all`
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -221,6 +241,7 @@ class LogConfig(Section, frozen=True):
     tensorboard: bool = True  # curves in the run folder
     samples_per_step: Count = 2  # kept for the report
     heartbeat_s: Seconds = 1.0  # how often workers report
+    archive: bool = False  # keep the batch of every step, for trace and replay: about 8 bytes per token, never removed
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -438,12 +459,22 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
     def conflict(code: str, message: str, *path: str) -> AsyncRLError:
         return ConfigError(code, message, where=where.where(path))
 
+    if config.run.silent_timeout_s < 2 * config.log.heartbeat_s:
+        yield conflict(
+            "config.conflict",
+            f"run.silent_timeout_s = {config.run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
+            f"{2 * config.log.heartbeat_s:g}: everybody would be called silent", "run", "silent_timeout_s",
+        )  # fmt: skip
     if buffer.depth > buffer.max_staleness:
         yield conflict(
             "config.conflict",
             f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = {buffer.max_staleness}: "
             "work that deep would be too old when its turn comes", "buffer", "pipeline_depth",
         )  # fmt: skip
+    wrong = [name for name in buffer.filters if name != "zero_variance" and not re.fullmatch(r"[\w.]+:[\w.]+", name)]
+    for name in wrong:
+        what = f"buffer.filters: {name!r} is neither zero_variance nor 'module:function'"
+        yield conflict("config.filter", what, "buffer", "filters")
     if bool(config.data.path) == bool(config.data.source):
         yield conflict("config.data", "set exactly one of data.path and data.source", "data")
     if not config.reward:

@@ -36,11 +36,15 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.unknown_key": ErrorInfo("unknown configuration key", "remove the key or correct its name", EXIT_CONFIG),
     "config.type": ErrorInfo("wrong type or value", "give a value of the type that the message names", EXIT_CONFIG),
     "config.conflict": ErrorInfo("settings contradict each other", "change one of the named settings", EXIT_CONFIG),
+    "tune.refused": ErrorInfo("a setting cannot be changed so", "give another value", EXIT_CONFIG),
     "config.missing": ErrorInfo("a required setting is missing", "add the named key", EXIT_CONFIG),
     "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
     "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
     "config.reward": ErrorInfo(
         "reward function cannot be used", "write it as 'module:function' on the Python path", EXIT_CONFIG
+    ),
+    "config.filter": ErrorInfo(
+        "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
     ),
     "config.network": ErrorInfo(
         "unsafe or impossible address", "bind to loopback, or set network.key_file for CURVE keys", EXIT_CONFIG
@@ -68,12 +72,16 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "wire.schema": ErrorInfo("another schema version", "install the same minor version on both ends", EXIT_HANDSHAKE),
     "wire.checksum": ErrorInfo("corrupt frame", "send it again; look at the network if it repeats", EXIT_FAILED),
     "wire.decode": ErrorInfo("message cannot be decoded", "check the sender's version", EXIT_FAILED),
+    "wire.place": ErrorInfo("payload is not where it was said to be", "none: it is sent instead", EXIT_FAILED),
     "wire.size": ErrorInfo("message too large", "raise network.max_message_bytes on both ends", EXIT_FAILED),
     "wire.unexpected": ErrorInfo(
         "message not expected here", "check the address: is it the right service?", EXIT_FAILED
     ),
     "handshake.mismatch": ErrorInfo(
         "peer runs another model or run", "start it with the same configuration", EXIT_HANDSHAKE
+    ),
+    "buffer.lost_state": ErrorInfo(
+        "the buffer lost its state", "nothing: the learner registers again by itself", EXIT_UNAVAILABLE
     ),
     "fenced": ErrorInfo("another process has taken over this role", "do not restart this one", EXIT_FENCED),
     "learner.duplicate": ErrorInfo(
@@ -86,6 +94,10 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "filter.rate": ErrorInfo(
+        "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
+    ),
+    "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_FAILED),
     "poison.budget": ErrorInfo(
         "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_FAILED
     ),
@@ -104,7 +116,16 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "internal": ErrorInfo("a bug in asyncrl", "please report it with the log", EXIT_INTERNAL),
     "role.failed": ErrorInfo("a role ended with an error", "see its log", EXIT_FAILED),
-    "run.missing": ErrorInfo("not a run folder", "give the folder that holds run.json", EXIT_CONFIG),
+    "run.missing": ErrorInfo("not a run folder", "give the folder that holds config.toml", EXIT_CONFIG),
+    "replay.missing": ErrorInfo(
+        "the run cannot be replayed so",
+        "archive batches with log.archive, keep more by learner.checkpoint_keep",
+        EXIT_CONFIG,
+    ),
+    "fork.step": ErrorInfo("no such checkpoint", "take a step whose checkpoint is kept", EXIT_CONFIG),
+    "trace.unknown": ErrorInfo(
+        "the log does not know it", "asyncrl status RUN shows how many prompts are issued", EXIT_CONFIG
+    ),
     "usage": ErrorInfo("wrong command line", "see asyncrl --help", EXIT_CONFIG),
 }
 
@@ -146,6 +167,10 @@ class Fenced(AsyncRLError):
     """A newer process has taken over; this one must stop writing."""
 
 
+class StateLost(AsyncRLError):
+    """The buffer knows less than it did (its store was emptied or rolled back): the learner must register again."""
+
+
 class HandshakeError(AsyncRLError):
     """The peer belongs to another model, run or schema."""
 
@@ -174,6 +199,7 @@ _KINDS: dict[str, type[AsyncRLError]] = {
     "disk": Unavailable,
     "wire": WireError,
     "fenced": Fenced,
+    "buffer": StateLost,
     "handshake": HandshakeError,
 }
 

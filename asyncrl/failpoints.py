@@ -27,7 +27,50 @@ import msgspec
 from asyncrl.errors import AsyncRLError, ConfigError
 
 #: Every place, and what has and what has not happened there.
-SITES: dict[str, str] = {}
+SITES: dict[str, str] = {
+    "learner.at_register": "the checkpoint is loaded, the buffer knows nothing of this learner",
+    "learner.after_register": "registered and reconciled, nothing published or claimed",
+    "learner.after_claim": "the batch is recorded, nothing trained",
+    "learner.after_step": "the optimizer has updated the weights, nothing published",
+    "learner.before_commit": "the weights are staged for the generators, the buffer has not heard of the version",
+    "learner.after_commit": "the groups are TRAINED, their line of metrics is not written",
+    "learner.checkpoint_begin": "its hidden folder is made, nothing is in it",
+    "learner.checkpoint_shard": "this rank's tensors are written, not synced",
+    "learner.checkpoint_state": "tensors of all ranks are synced, state.json is missing",
+    "learner.checkpoint_manifest": "state.json is written, manifest.json is missing",
+    "learner.checkpoint_rename": "all files are written, the folder is still hidden",
+    "learner.checkpoint_renamed": "the folder has its name, older ones are not removed",
+    "learner.before_checkpointed": "the checkpoint is durable, the buffer has not retired its groups",
+    "learner.after_checkpointed": "the buffer has retired the groups of the checkpoint",
+    "learner.at_export": "all steps are done and in a checkpoint, the weights are not exported",
+    "learner.at_goodbye": "weights and result are written, the buffer has not heard of the end",
+    "buffer.at_open": "the service has its epoch, no row is read",
+    "buffer.after_open": "store, segments and history agree, nobody is answered yet",
+    "buffer.before_segments": "messages are decided on, none of their payloads is written",
+    "buffer.after_segments": "payloads are written, the store knows nothing of them",
+    "buffer.rotate": "a segment file is full, the next one is not made",
+    "buffer.before_apply": "payloads of the drain are on disk, its rows are not in the store",
+    "buffer.after_apply": "rows are in the store, their lines are not in the history and nobody is answered",
+    "buffer.before_answer": "all of the drain is written, nobody is answered",
+    "buffer.before_release": "answers are sent, the payloads that are free now still lie in their files",
+    "buffer.at_reseed": "the store has lost its rows, nothing is written to it again",
+    "buffer.after_reseed": "the store holds all rows again, the drain's lines are not in the history",
+    "buffer.after_reconcile": "a learner is registered in memory alone",
+    "buffer.at_close": "the service was asked to end, polls are not answered",
+    "producer.after_lease": "groups are granted, nothing of them is begun",
+    "producer.before_send": "samples are finished, not sent",
+    "producer.after_place": "the payload lies in a file of this producer, the buffer has not heard of it",
+    "producer.after_ack": "the buffer has samples of the group, the others are under way",
+    "producer.before_give_back": "generation is cancelled, the buffer has not heard of it",
+    "reward.before_score": "samples are leased, no function was called",
+    "reward.after_score": "rewards are there, not sent",
+    "reward.after_ack": "the buffer has rewards of the batch, the others are under way",
+    "weightsync.staged": "the learner has copied a version out, the service has not heard of it",
+    "weightsync.at_publish": "the service knows the version, the learner has no answer",
+    "weightsync.after_bucket": "a generator has taken a bucket, the version is not whole",
+    "weightsync.before_commit": "a generator holds a whole version beside the current one",
+    "weightsync.after_commit": "a generator has swapped, the service has not heard of it",
+}
 
 ACTIONS = ("kill", "stop", "exit", "raise", "enospc")
 

@@ -4,9 +4,9 @@ Called by `asyncrl.supervise` on behalf of the launcher that owns the learner. G
 1. no step for `run.hang_timeout_s` (since the last one, or since the learner was last started) is a hang; so is a
    learner that ended itself with code 70 when that time was all but over;
 2. the diagnosis is the buffer's own, asked with a deadline; without its answer the silence is named, and so is every
-   process of the run on this host that is stopped (SIGSTOP, a debugger);
-3. before anything is ended the stacks of all roles on this host go to their logs (SIGUSR1). Only processes that noted
-   themselves in the run folder are asked: they are known to have the handler.
+   process of the run on this host that is stopped (SIGSTOP, a debugger). The counts of the queue stand in it;
+3. before anything is ended the stacks of all roles on this host go to their logs (SIGUSR1); a stopped one is woken for
+   that. Only processes that noted themselves in the run folder are asked: they are known to have the handler.
 It ends nothing itself. A rank that hangs in a collective is ended by `learners.watchdog`.
 """
 
@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.metrics import read_lines
-from asyncrl.processes import descendants, send
-from asyncrl.progress import JsonTail
+from asyncrl.processes import descendants, send, state_of
+from asyncrl.progress import QUEUE_STATES, JsonTail
 from asyncrl.rundir import RunDir, endpoint, run_keys
+from asyncrl.silence import STOPPED, below
 
 LOOK_S = 0.5
 NEARLY = 0.9  # share of the limit after which the learner's own code 70 is taken for the same hang
@@ -78,24 +79,30 @@ class HangWatch:
         else:
             learner = (status.get("learner") or {}).get("waiting_for", "")
             what = str(status.get("waiting_for") or learner or "the buffer waits for nobody; see the learner's stacks")
-        stopped = [f"{name} (pid {pid})" for name, pid in self.local_roles() if _state(pid) in "Tt"]
-        return what + (f"; stopped by a signal: {', '.join(stopped)}" if stopped else "")
+        mine = {os.getpid(): "launcher"}
+        stopped = [one for one in below(mine, self._names()) if (state_of(one.pid) or "-") in STOPPED]
+        told = ", ".join(f"{one.name} (pid {one.pid} on {socket.gethostname()})" for one in stopped)
+        counts = status.get("ledger") or self._last_counts()
+        queue = ", ".join(f"{state} {int(counts[state])}" for state in QUEUE_STATES if counts.get(state))
+        return what + (f"; stopped by a signal: {told}" if stopped else "") + (f"; queue: {queue}" if queue else "")
+
+    def _last_counts(self) -> dict[str, Any]:
+        """The last line that the buffer wrote, where it does not answer now."""
+        lines = read_lines(self._run.metrics / "buffer.jsonl")[-1:]
+        return lines[0] if lines else {}
+
+    def _names(self) -> dict[int, str]:
+        noted = [line for line in read_lines(self._run.processes) if isinstance(line.get("pid"), int)]
+        return {line["pid"]: str(line.get("name")) for line in noted}
 
     def local_roles(self) -> list[tuple[str, int]]:
         """(name, pid) of the living roles below this process."""
-        below = set(descendants(os.getpid()))
-        noted = [(str(line.get("name")), line.get("pid")) for line in read_lines(self._run.processes)]
-        return [(name, pid) for name, pid in noted if isinstance(pid, int) and pid in below]
+        names = self._names()
+        return [(names[pid], pid) for pid in descendants(os.getpid()) if pid in names]
 
     def dump_stacks(self) -> None:
         """Every local role prints its stacks to its log."""
         for _, pid in self.local_roles():
             send(pid, signal.SIGUSR1)
+            send(pid, signal.SIGCONT)
         time.sleep(DUMP_S)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "?"

@@ -30,6 +30,7 @@ from asyncrl.hang import HangWatch
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
 from asyncrl.rundir import RunDir, run_keys, write_atomic
+from asyncrl.silence import SilenceWatch
 from asyncrl.status import LAUNCHER_PREFIX
 from asyncrl.supervise import Grace, Outcome, Supervisor
 
@@ -185,7 +186,10 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
     mark = run.lock(f"{LAUNCHER_PREFIX}{options.target}-{os.getpid()}")  # `asyncrl stop` finds us by it
     try:
         hang = HangWatch(run, config) if own else None
-        return Supervisor(plans, logs=run.logs, say=progress.say, tick=progress.tick, grace=Grace(), hang=hang).run()
+        silence = SilenceWatch(run, limit_s=config.run.silent_timeout_s)
+        return Supervisor(
+            plans, logs=run.logs, say=progress.say, tick=progress.tick, grace=Grace(), hang=hang, silence=silence
+        ).run()
     finally:
         progress.close()
         if own:

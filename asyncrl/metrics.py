@@ -49,6 +49,10 @@ CATALOGUE: dict[str, Metric] = {
     "tokens": Metric("tokens", "learner", "response tokens trained"),
     "response_length_mean": Metric("tokens", "learner", "mean response length"),
     "response_length_max": Metric("tokens", "learner", "longest response"),
+    "issued_length_mean": Metric("tokens", "buffer", "mean length of the samples made since the buffer started"),
+    "trained_length_mean": Metric("tokens", "buffer", "mean length of those that were trained"),
+    "dropped_length_mean": Metric("tokens", "buffer", "mean length of those whose group was dropped or is dead"),
+    "length_bias": Metric("share", "buffer", "trained mean / issued mean - 1; below -0.1 the short ones win"),
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
     "groups": Metric("groups", "learner", "groups trained in the step"),
     "micro_batches": Metric("1", "learner", "packed rows of the step over all ranks"),
@@ -56,6 +60,7 @@ CATALOGUE: dict[str, Metric] = {
     "train_s": Metric("s", "learner", "time in forward, backward and optimizer"),
     "publish_s": Metric("s", "learner", "time blocked while weights were copied out"),
     "checkpoint_s": Metric("s", "learner", "time blocked by a checkpoint"),
+    "checkpoint_failures": Metric("1", "learner", "checkpoints in a row that could not be written (a full disk)"),
     "step_s": Metric("s", "learner", "wall time of the step"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
     "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),
@@ -101,6 +106,7 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
+        self._torn = b""
 
     def write(self, values: Mapping[str, float], **labels: Any) -> None:
         """One line: `t` (seconds since the epoch), the labels, the values. Raises KeyError on an unknown name."""
@@ -115,7 +121,10 @@ class MetricsLog:
                 skipped.append(name)
         if skipped:
             line["skipped"] = skipped
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        text = self._torn + msgspec.json.encode(line) + b"\n"
+        self._torn = b"\n"  # should this write be cut by a full disk, the next line does not hang on to it
+        if self._file.write(text) == len(text):
+            self._torn = b""
 
     def close(self) -> None:
         """Close the file."""

@@ -84,6 +84,6 @@ def _ask(connection: socket.socket, *words: str) -> bytes:
         parts.append(b"$%d\r\n%s\r\n" % (len(data), data))
     connection.sendall(b"".join(parts))
     answer = b""
-    while b"\r\n" not in answer and (piece := connection.recv(4096)):
+    while b"\r\n" not in answer and (piece := connection.recv(4096)):  # bounded: CONNECT_TIMEOUT_S
         answer += piece
     return answer.split(b"\r\n")[0]

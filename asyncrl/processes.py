@@ -42,6 +42,40 @@ def parent_of(pid: int) -> int:
     return 0 if state == "Z" else int(parent)
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes right below `pid`. Cheap where the kernel lists them; what starts meanwhile may be missed."""
+    found: list[int] = []
+    try:
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(word) for word in children.read_text().split()]
+    except OSError:  # it has ended
+        return found
+    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")  # a kernel may be built without it
+    return found if found or listed.exists() else descendants(pid, depth=1)
+
+
+def in_group(group: int) -> list[int]:
+    """Processes of a process group, whoever their parents are."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group:
+            found.append(int(folder.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """The letter of /proc: R, S, D, T (stopped by a signal), t (by a debugger); empty where it has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if state in "ZX" else state
+
+
 def is_alive(pid: int) -> bool:
     """True while the process exists and is not a zombie."""
     try:

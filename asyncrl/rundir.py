@@ -34,12 +34,15 @@ class RunDir:
         self.metrics = self.root / "metrics"  # learner.jsonl, roles.jsonl, buffer.jsonl, weightsync.jsonl
         self.tensorboard = self.root / "tensorboard"
         self.logs = self.root / "logs"  # one file per process
+        self.alive = self.root / "alive"  # signs of life: one small file per role
         self.sockets = self.root / "sockets"
         self.store = self.root / "store"  # index.sqlite or the private Redis
         self.segments = self.root / "segments"
         self.dead = self.root / "dead"  # dead letters: what was refused as poison, one file each
         self.archive = self.root / "archive"  # the batch of every step, where `log.archive` is set
         self.checkpoints = self.root / "checkpoints"
+        self.service = self.root / "service.epoch"  # the newest epoch of a buffer service
+        self.learner = self.root / "learner.json"  # the highest learner epoch and who has it
         self.export = self.root / "export"  # the final weights, Hugging Face format
         self.report = self.root / "report.html"
         self.result = self.root / "result.json"  # how the run ended
@@ -47,7 +50,7 @@ class RunDir:
     def create(self) -> RunDir:
         """Make the folder and those inside it."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self.metrics, self.logs, self.sockets, self.store, self.segments, self.checkpoints):
+        for folder in (self.metrics, self.logs, self.alive, self.sockets, self.store, self.segments, self.checkpoints):
             folder.mkdir(mode=0o700, exist_ok=True)
         return self
 

@@ -2,9 +2,12 @@
 
 Called by the services and by their clients; nobody else opens a socket. DEALER asks, ROUTER answers, every request has
 an application answer. Guarantees:
-1. a request is sent again until it is answered or its deadline passes; services are idempotent, so this is safe;
+1. a request is sent again until it is answered or its deadline passes, and at once when the connection came back: what
+   was asked of a service that died is asked of the next one; services are idempotent, so this is safe. A connection
+   on which nothing is answered is made anew: where a length in it was damaged, all that follows is misread for ever;
 2. every wait ends: at the deadline `net.unreachable` names the address and the time waited;
 3. a frame that does not decode is answered with `Refused` where its sender can be told, and counted; it never raises;
+   an asker who is told so sends again, and believes it at the third time: the frame may have been damaged under way;
 4. an `ipc://` socket is only the owner's (mode 0600 in a 0700 folder); beyond loopback needs CURVE keys.
 It does not know what messages mean.
 """
@@ -14,13 +17,16 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import hmac
 import itertools
 import os
+import socket as socketlib
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -48,8 +54,13 @@ from asyncrl.wire import (
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 MAX_IPC_PATH = 100  # sun_path holds 108 bytes
+UNUSED_S = 60.0  # a younger temporary folder may be one in which a service is about to listen
 RETRY_S = 0.1  # pause after a send that found no connection
 LOOK_S = 0.25  # how often a wait for an answer asks whether to go on
+#: What a service says of a frame that may have been damaged under way; believed when it is said `BELIEVED` times.
+DAMAGED = frozenset({"wire.prefix", "wire.schema", "wire.size", "wire.checksum"})
+BELIEVED = 3
+MUTE = 2  # times that a request stays without an answer until its connection is made anew
 LINGER_MS = 2000  # what was sent gets this long to leave; nothing where nobody answered
 KEPT_BYTES = 64 << 20  # of freed memory that a process with `keep_memory` does not give back
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -107,13 +118,53 @@ def read_keys(path: Path) -> Keys:
 
 
 def ipc_address(folder: Path, name: str) -> str:
-    """An `ipc://` address in the folder, or in a private temporary folder if that is too long."""
+    """An `ipc://` address in the folder, or in a private temporary folder if that is too long. Makes nothing."""
     path = folder.resolve() / f"{name}.sock"
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         short = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
-        path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{short}" / f"{name}.sock"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(tempfile.gettempdir()) / f"{_short_prefix()}{short}" / f"{name}.sock"
     return f"ipc://{path}"
+
+
+def _short_prefix() -> str:
+    return f"asyncrl-{os.getuid()}-"
+
+
+def _prepare_folder(address: str) -> None:
+    """Make the folder of an `ipc://` socket, ours alone; remove the temporary ones that killed services left."""
+    path = Path(address.removeprefix("ipc://"))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.parent != Path(tempfile.gettempdir()) or not path.parent.name.startswith(_short_prefix()):
+        return
+    if path.parent.stat().st_uid != os.getuid():  # its name can be guessed, and the folder above is everybody's
+        raise ConfigError("config.network", f"{path.parent} belongs to somebody else", where="network")
+    for other in path.parent.parent.glob(f"{_short_prefix()}*"):
+        with suppress(OSError):  # its owner may be faster
+            if other != path.parent and time.time() - other.stat().st_mtime > UNUSED_S:
+                remove_unused(other)
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a folder that holds nothing but sockets on which nobody listens. Never raises."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if not path.is_socket() or _listens(path):
+                return
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def _listens(path: Path) -> bool:
+    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
+        probe.settimeout(LOOK_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # a full backlog, a stopped owner: not ours to judge
+            return True
+    return True
 
 
 def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> None:
@@ -141,6 +192,9 @@ def _connect(context: zmq.Context[Any], address: str, keys: Keys | None, max_byt
     socket.setsockopt(zmq.LINGER, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    # An attempt that meets silence (a partition, a stopped service) makes room for the next one.
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     if keys is not None:
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.client_public)
@@ -151,6 +205,17 @@ def _connect(context: zmq.Context[Any], address: str, keys: Keys | None, max_byt
         socket.close(0)
         raise ConfigError("config.network", f"cannot connect to {address}: {error}") from None
     return socket
+
+
+def _reopen(socket: zmq.Socket[bytes], address: str) -> None:
+    """A new connection in place of the one there is; what was queued on it is lost."""
+    socket.disconnect(address)
+    socket.connect(address)
+
+
+def _watch_connections(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A socket on which every connection that was made is a message."""
+    return socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> bool:
@@ -194,6 +259,11 @@ class Requester:
         self._resend_s = resend_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _connect(self._context, address, keys, max_bytes)
+        self._connections = _watch_connections(self._socket)
+        self._connected = 0  # how often
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._connections):
+            self._poller.register(socket, zmq.POLLIN)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -212,14 +282,21 @@ class Requester:
             self._answered = False
             started = time.monotonic()
             deadline = started + timeout_s
+            refusals = silences = 0
             while (now := time.monotonic()) < deadline:
                 patience = wait_s + self._resend_s if _send(self._socket, frames) else RETRY_S
                 answer = self._await(number, min(deadline, now + patience), due=started + wait_s)
                 if answer is not None:
+                    refusals += damaged(answer)
+                    if damaged(answer) and refusals < BELIEVED:
+                        continue
                     self._answered = True
                     return raise_refused(answer)
                 if self._give_up(started + wait_s):
                     break
+                silences += 1
+                if silences % MUTE == 0:
+                    _reopen(self._socket, self.address)
         waited = min(timeout_s, time.monotonic() - started)
         raise Unavailable(
             "net.unreachable", f"no answer to {type(message).__name__} within {waited:.3g} s", where=self.address
@@ -231,7 +308,10 @@ class Requester:
 
     def _await(self, number: int, until: float, *, due: float) -> Packet | None:
         while (left := until - time.monotonic()) > 0:
-            if not self._socket.poll(int(min(left, LOOK_S) * 1000) + 1):
+            ready = dict(self._poller.poll(int(min(left, LOOK_S) * 1000) + 1))
+            if self._connections in ready and self._reconnected():
+                return None  # it is sent again
+            if self._socket not in ready:
                 if self._give_up(due):
                     return None
                 continue
@@ -243,10 +323,28 @@ class Requester:
                 return packet
         return None
 
+    def _reconnected(self) -> bool:
+        """Whether the connection was made anew, and not for the first time."""
+        before = self._connected
+        with suppress(zmq.Again):
+            while True:
+                _receive(self._connections)
+                self._connected += 1
+        return self._connected > max(before, 1)
+
     def close(self) -> None:
-        """Close the socket; what was sent gets two seconds to leave, where the service answers."""
+        """Close the socket; what was sent gets two seconds to leave, where the service answers. Twice is once."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._connections.close(0)
         self._socket.close(LINGER_MS if self._answered else 0)
         self._context.term()
+
+
+def damaged(packet: Packet) -> bool:
+    """Whether this answer says that the request arrived damaged."""
+    return isinstance(packet.message, Refused) and packet.message.code in DAMAGED
 
 
 def raise_refused(packet: Packet) -> Packet:
@@ -312,6 +410,9 @@ class _Asked(msgspec.Struct):
     deadline: float
     patience_s: float
     due: float = 0.0
+    refusals: int = 0  # of a frame that was damaged under way
+    silences: int = 0  # times that its answer was overdue
+    sent: float = 0.0  # first
 
 
 class AsyncRequester:
@@ -326,7 +427,11 @@ class AsyncRequester:
         self._max_bytes = max_bytes
         self._resend_s = resend_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pump = _Pump(_connect(self._context, address, keys, max_bytes), self._take)
+        self._socket = _connect(self._context, address, keys, max_bytes)
+        self._pump = _Pump(self._socket, self._take)
+        self._connections = _Pump(_watch_connections(self._socket), self._reconnected)
+        self._connected = 0  # how often
+        self._heard = 0.0  # when the last whole message came
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Asked] = {}
@@ -342,12 +447,13 @@ class AsyncRequester:
             number = next(self._numbers)
             frames = encode(message, payloads, request=number, kind=REQUEST_MANY)
             answer: asyncio.Future[Packet | None] = self._loop.create_future()
-            asked = _Asked(frames, answer, self._loop.time() + timeout_s, wait_s + self._resend_s)
+            now = self._loop.time()
+            asked = _Asked(frames, answer, now + timeout_s, wait_s + self._resend_s, sent=now)
             self._waiting[number] = asked
             self._send(asked)
             packet: Packet | None = None
             try:
-                packet = await answer
+                packet = await answer  # bounded: the timer ends it at its deadline
             finally:
                 del self._waiting[number]
                 self._answered = packet is not None
@@ -376,10 +482,20 @@ class AsyncRequester:
             if now >= asked.deadline and not asked.answer.done():
                 asked.answer.set_result(None)
             elif now >= asked.due and not asked.answer.done():
+                asked.silences += 1
+                if asked.silences % MUTE == 0 and self._heard < asked.sent:
+                    _reopen(self._socket, self.address)
                 self._send(asked)
         due = [asked.due for asked in self._waiting.values() if not asked.answer.done()]
         if due and (self._timer is None or self._timer.when() > min(due)):
             self._arm(min(due))
+
+    def _reconnected(self, events: list[list[Buffer]]) -> None:
+        """The service, or another one in its place, never got what was under way, or could not answer it."""
+        self._connected += len(events)
+        for asked in list(self._waiting.values()) if self._connected > 1 else ():
+            if not asked.answer.done():
+                self._send(asked)
 
     def _take(self, batch: list[list[Buffer]]) -> None:
         for frames in batch:
@@ -388,6 +504,7 @@ class AsyncRequester:
             except WireError:
                 self.bad_frames += 1  # the request is sent again
                 continue
+            self._heard = self._loop.time()
             if packet.kind == REPLY and isinstance(packet.message, Replies):
                 for number, header in packet.message.answers:
                     self._answer_in(header, number)
@@ -402,16 +519,25 @@ class AsyncRequester:
 
     def _answer(self, packet: Packet) -> None:
         asked = self._waiting.get(packet.request)
-        if asked is not None and not asked.answer.done():
+        if asked is None or asked.answer.done():
+            return
+        asked.refusals += damaged(packet)
+        if damaged(packet) and asked.refusals < BELIEVED:
+            self._send(asked)
+        else:
             asked.answer.set_result(packet)
 
     def close(self) -> None:
-        """Close the socket; what was sent gets two seconds to leave, where the service answers."""
+        """Close the socket; what was sent gets two seconds to leave, where the service answers. Twice is once."""
+        if self._socket.closed:
+            return
         if self._timer is not None:
             self._timer.cancel()
         for asked in self._waiting.values() if not self._loop.is_closed() else ():
             if not asked.answer.done():
                 asked.answer.set_result(None)  # nobody will hear the answer: the asker is told
+        self._socket.disable_monitor()
+        self._connections.close(0)
         self._pump.close(LINGER_MS if self._answered else 0)
         self._context.term()
 
@@ -520,22 +646,35 @@ class Responder:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+        folder = Path(self.address.removeprefix("ipc://")).parent
+        if folder.name.startswith(_short_prefix()):
+            remove_unused(folder)  # the socket file went with the socket
+
+
+class _Admission:
+    """Answers ZAP's question from memory: a folder of keys would outlive a process that is killed."""
+
+    def __init__(self, client_public: bytes) -> None:
+        self._client_public = client_public
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether the peer holds the run's client key."""
+        return hmac.compare_digest(key, self._client_public)
 
 
 def _authenticate(context: zmq.Context[Any], keys: Keys) -> Any:
     """A ZAP handler in a thread that admits the run's client key alone."""
     from zmq.auth.thread import ThreadAuthenticator
 
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-zap-"))  # 0700; public keys only
-    public = folder / "client.key"
-    public.write_text(f'metadata\ncurve\n    public-key = "{keys.client_public}"\n')
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve(domain="asyncrl", location=str(folder))
+    authenticator.configure_curve_callback("asyncrl", _Admission(keys.client_public.encode()))
     return authenticator
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    if address.startswith("ipc://"):
+        _prepare_folder(address)
     previous = os.umask(0o177)
     try:
         socket.bind(address)

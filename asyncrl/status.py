@@ -20,12 +20,15 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.processes import reachable, send
+from asyncrl.processes import reachable, send, state_of
 from asyncrl.progress import QUEUE_STATES, number
 from asyncrl.rundir import RunDir, endpoint, run_keys
+from asyncrl.signs import read_signs
+from asyncrl.silence import STOPPED
 from asyncrl.sockets import Keys, read_keys
 
 ASK_TIMEOUT_S = 3.0
+SILENT_S = 10.0  # where no configuration says
 STOP_POLL_S = 0.2
 LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-PID.lock
 
@@ -56,14 +59,30 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
     return {
         "run": str(run.root),
         "steps": config.learner.steps,
+        "silent_timeout_s": config.run.silent_timeout_s,
         "launchers": [{"target": target, "pid": pid} for target, pid in launchers(run)],
         "last_step": data.steps[-1] if data.steps else {},
         "result": data.result,
         "queue": data.buffer[-1] if data.buffer else {},
         "workers": {name: lines[-1] for name, lines in sorted(data.roles.items())},
+        "alive": _alive(run),
         "buffer": buffer_status(endpoint(config, "buffer"), keys),
         "weightsync": weightsync_status(endpoint(config, "weightsync"), keys),
     }
+
+
+def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
+    """The newest sign of every role: its age, its state where it is on this host, what it waits for and since when."""
+    now = time.time()
+    found = {}
+    for name, seen in sorted(read_signs(run.alive).items()):
+        here = seen.host == socket.gethostname()
+        found[name] = {
+            "role": seen.role, "pid": seen.pid, "host": seen.host, "age_s": round(now - seen.t, 1),
+            "state": (state_of(seen.pid) or "ended") if here else "", "waiting_for": seen.waiting_for,
+            "waiting_s": round(now - seen.since, 1) if seen.since else 0.0,
+        }  # fmt: skip
+    return found
 
 
 def buffer_status(address: str, keys: Keys | None) -> dict[str, Any]:
@@ -127,9 +146,8 @@ def render(state: dict[str, Any]) -> str:
         counts = [f"{name} {int(queue[name])}" for name in QUEUE_STATES if queue.get(name)]
         lines.append(f"{'queue':<12}{' · '.join(counts) or 'nothing yet'}")
         over = bool(state["result"]) and not living
-        for name, worker in () if over else state["workers"].items():
-            waits = worker.get("waiting_for")
-            lines.append(f"{name:<12}{f'waits for {waits}' if waits else 'works'}")
+        if not over:
+            lines += [f"{name:<12}{words}" for name, words in _workers(state).items()]
     for service, words in (("buffer", _buffer_words), ("weightsync", _weightsync_words)):
         if service in state:
             answer = state[service]
@@ -140,6 +158,35 @@ def render(state: dict[str, Any]) -> str:
                 silent = f"silent: {silent}"
             lines.append(f"{service:<12}{silent or words(answer)}")
     return "\n".join(lines)
+
+
+def _workers(state: dict[str, Any]) -> dict[str, str]:
+    """What every role does or waits for, in words: by its own sign, else (on another host) by its heartbeats."""
+    told = {}
+    answer = state["buffer"]
+    learner = answer.get("learner") or {}
+    beats = [*answer.get("producers", []), *answer.get("rewards", [])]
+    beats += [learner] if learner.get("age_s") is not None else []
+    for one in beats:
+        told[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
+    for name, worker in state["workers"].items():  # the buffer does not answer: its log
+        told.setdefault(name, f"waits for {worker['waiting_for']}" if worker.get("waiting_for") else "works")
+    for name, one in state.get("alive", {}).items():
+        told[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
+    return dict(sorted(told.items()))
+
+
+def _words_of(one: dict[str, Any], *, silent_s: float) -> str:
+    who = f"(pid {one['pid']} on {one['host']})"
+    if one["state"] == "ended":
+        return f"has ended {who}"
+    waited = f" for {one['waiting_s']:.0f} s" if one.get("waiting_s") else ""
+    doing = f"waits{waited} for {one['waiting_for']}" if one["waiting_for"] else "works"
+    if one["state"] and one["state"] in STOPPED:
+        return f"is stopped (state {one['state']}), silent for {one['age_s']:.0f} s {who}"
+    if one["age_s"] >= silent_s:
+        return f"silent for {one['age_s']:.0f} s; last heard of: {doing} {who}"
+    return f"{doing} {who}"
 
 
 def _step_words(step: dict[str, Any], steps: int) -> str:

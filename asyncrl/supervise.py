@@ -10,7 +10,8 @@ Called by `asyncrl.launch` from the main thread (the kernel ties children to the
 4. every line of a child lies in `logs/NAME.log`; a child writes there itself, so a busy launcher never blocks it;
 5. starts, ends, restarts, kills and given up workers are events in `logs/launch.jsonl`;
 6. with a `HangWatch`, a run without steps ends with code 70 and the diagnosis, after the stacks of all local roles went
-   to their logs.
+   to their logs; with a `SilenceWatch` a process that gives no sign of life is named within seconds;
+7. stopped processes (SIGSTOP) are woken when the end begins.
 It does not know what the roles do.
 
         start            exit 0                       all ended
@@ -39,6 +40,7 @@ from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLErro
 from asyncrl.hang import HangWatch
 from asyncrl.plan import SERVICES, ProcessPlan
 from asyncrl.processes import kill_group, reachable
+from asyncrl.silence import SilenceWatch
 
 WINDOW_S = 600.0
 FIRST_BACKOFF_S = 0.5
@@ -84,6 +86,7 @@ class Supervisor:
     def __init__(
         self, plans: Sequence[ProcessPlan], *, logs: Path, say: Callable[[str, str], None],
         tick: Callable[[], None] = lambda: None, grace: Grace | None = None, hang: HangWatch | None = None,
+        silence: SilenceWatch | None = None,
     ) -> None:  # fmt: skip
         logs.mkdir(parents=True, exist_ok=True)
         self.children = [Child(plan, logs / f"{plan.name}.log") for plan in plans]
@@ -92,6 +95,7 @@ class Supervisor:
         self._tick = tick
         self._grace = grace or Grace()
         self._hang = hang
+        self._silence = silence
         self._given_up: dict[str, int] = {}
         self._signals: list[signal.Signals] = []
         self._seen_signals = 0
@@ -135,6 +139,7 @@ class Supervisor:
         if self._stages is None:
             self._restart_due()
             self._look_for_the_end()
+            self._look_for_silence()
             self._look_for_a_hang()
         else:
             self._go_on_stopping()
@@ -234,13 +239,24 @@ class Supervisor:
         if all(child.over for child in learners or self.children):
             self._begin_stop(EXIT_OK, "done")
 
+    def _look_for_silence(self) -> None:
+        if self._silence is None or self._stages is not None:
+            return
+        for kind, text in self._silence.look(self._started()):
+            self._say("launch", f"warning: {text}" if kind == "silent" else text)
+            self._event(kind, text=text)
+
+    def _started(self) -> dict[int, str]:
+        """pid -> name of the children that run."""
+        return {child.process.pid: child.plan.name for child in self.children if child.process is not None}
+
     def _look_for_a_hang(self, *, learner_ended: bool = False) -> bool:
         if self._hang is None or self._stages is not None:
             return False
         problem = self._hang.look(learner_ended=learner_ended)
         if problem:
             self._hang.dump_stacks()
-            remedy = "the stacks of all roles on this host are in their logs"
+            remedy = "the stacks of all roles on this host are in their logs"  # a stopped one was woken for it
             self._say("launch", AsyncRLError("hang", problem, remedy=remedy).render())
             self._begin_stop(EXIT_INTERNAL, problem)
         return bool(problem)
@@ -258,6 +274,7 @@ class Supervisor:
         by_role.append([child for child in self.children if id(child) not in known])
         for child in self.children:
             child.restart_at = None
+            child.wake()
         self._stages = deque(stage for stage in by_role if stage)
         self._stage_asked = False
         self._event("stop", code=code, reason=reason)

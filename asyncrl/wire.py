@@ -4,8 +4,9 @@ Called by `asyncrl.sockets` and by the clients and services of `buffers` and `we
 
     [prefix 32 bytes][header: msgpack of a tagged, array-like, frozen struct][payload]...
 
-The prefix is `magic 4s, schema u8, kind u8, flags u16, request u64, payload_bytes u64, xxh3_64 u64`, little-endian. The
-checksum covers the header and all payload frames. Guarantees:
+The prefix is `magic 4s, schema u8, kind u8, frames u16, request u64, payload_bytes u64, check u64`, little-endian. The
+check is xxh3_64 of the header and all payload frames, xor xxh3_64 of the prefix before it: a flipped bit of the request
+number must not join an answer to another request. Guarantees:
 1. `decode` is the only decoder; whatever a frame holds, it raises nothing but `WireError` (faults.md F19, F20);
 2. decoding is strict: unknown tags, surplus fields, other schema numbers and sizes over the limit are errors;
 3. no pickle; arrays are raw little-endian buffers that are read without a copy (`numpy.frombuffer`, read-only);
@@ -31,6 +32,7 @@ from asyncrl.versions import Runs
 SCHEMA: Final = 1
 MAGIC: Final = b"ARL1"
 PREFIX: Final = struct.Struct("<4sBBHQQQ")
+_HEAD: Final = struct.Struct("<4sBBHQQ")  # the prefix before its check
 REQUEST: Final = 0
 REPLY: Final = 1
 REQUEST_MANY: Final = 2  # a request whose asker also takes its answer as one of several in `Replies`
@@ -72,6 +74,10 @@ class Welcome(Message, frozen=True, tag=2):
     session: int
     version: int  # newest committed version the service knows
     endpoints: dict[str, str] = {}  # address of the run's other services by name
+    segments: str = ""  # folder of the payloads, for a producer on the same host
+    nonce: str = ""  # content of the file `nonce` there: who reads it sees the same folder
+    segment_bytes: int = 0  # size of a file that a producer writes there
+    place_bytes: int = 0  # payloads of so many bytes and more are worth it
 
 
 class Refused(Message, frozen=True, tag=3):
@@ -90,7 +96,11 @@ class Ok(Message, frozen=True, tag=4):
 
 
 class Heartbeat(Message, frozen=True, tag=5):
-    """Sent every few seconds by every worker; renews its leases. `stats`: metrics by catalogue name. Answer: `Ok`."""
+    """Sent every few seconds by every worker; renews its leases. `stats`: metrics by catalogue name. Answer: `Ok`.
+
+    A producer names the leases that it works on (`holds`: group, token): others of its name are lost after a while, as
+    their grant never arrived, or its samples were taken by a store that went back.
+    """
 
     role: str
     name: str
@@ -98,6 +108,7 @@ class Heartbeat(Message, frozen=True, tag=5):
     host: str
     waiting_for: str  # empty while it works; else what it waits for
     stats: dict[str, float] = {}
+    holds: tuple[tuple[int, int], ...] | None = None  # None: not said
 
 
 class StatusRequest(Message, frozen=True, tag=6):
@@ -228,6 +239,25 @@ class SamplesReply(Message, frozen=True, tag=23):
     cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token): generate nothing more for them
 
 
+class Place(Message, frozen=True):
+    """Where a record lies in a segment file; `checksum` is xxh3_64 of its header and payload."""
+
+    segment: int
+    offset: int
+    header_bytes: int
+    payload_bytes: int
+    checksum: int
+
+
+class SamplesAt(Message, frozen=True, tag=25):
+    """Finished samples that a producer on the service's host wrote into a file of its own: header and payload of a
+    `Samples`. Answer: `SamplesReply`; `Refused` with `wire.place` where they are not there: then they are sent.
+    """
+
+    producer: str
+    place: Place
+
+
 class LeaseReturn(Message, frozen=True, tag=24):
     """A producer gives leases back (it stops, or cannot make them). Answer: `Ok`.
 
@@ -323,6 +353,7 @@ class Register(Message, frozen=True, tag=40):
     takeover: bool = False
     fingerprint: str = ""
     digests: dict[int, str] = {}
+    once: int = 0  # random: a copy that arrives late is known by it and registers nothing
 
 
 class Registered(Message, frozen=True, tag=41):
@@ -368,16 +399,6 @@ class GroupHead(Message, frozen=True):
     times: dict[str, float] = {}  # issued, unscored, ready, claimed: seconds since the epoch
 
 
-class Place(Message, frozen=True):
-    """Where a record lies in a segment file; `checksum` is xxh3_64 of its header and payload."""
-
-    segment: int
-    offset: int
-    header_bytes: int
-    payload_bytes: int
-    checksum: int
-
-
 class Batch(Message, frozen=True, tag=44):
     """The batch of a step; the payload frames, or their `places`, follow in the order of the records."""
 
@@ -388,18 +409,21 @@ class Batch(Message, frozen=True, tag=44):
     ledger: dict[str, int] = {}
     places: tuple[Place, ...] = ()
     tuning: str = ""  # JSON object: the learner's settings changed by `asyncrl tune`, as recorded with this batch
+    lengths: dict[str, float] = {}  # mean lengths so far, by metric: trained against issued (the bias alarm)
 
 
 class Commit(Message, frozen=True, tag=45):
     """The optimizer step is done: the step's groups are TRAINED and the next claim starts from `version`.
 
-    `digest` is that of the weights of `version`. Answer: `Ok`. Idempotent.
+    `digest` is that of the weights of `version`. Answer: `Ok`. Idempotent. `groups` are those that the weights hold of
+    the step: where the recorded batch is another one, the service has lost something and says so (`buffer.lost_state`).
     """
 
     epoch: int
     step: int
     version: int
     digest: str = ""
+    groups: tuple[int, ...] | None = None  # None: not said
 
 
 class Quarantine(Message, frozen=True, tag=46):
@@ -437,6 +461,7 @@ class Goodbye(Message, frozen=True, tag=50):
     epoch: int
     done: bool
     reason: str = ""
+    step: int = 0  # steps in its weights: a service that knows fewer has lost some
 
 
 # ---------------------------------------------------------------- weight sync
@@ -539,7 +564,7 @@ class Instruction(Message, frozen=True, tag=65):
 
 AnyMessage = Union[
     Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies, Tune, Tuned,
-    LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn,
+    LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn, SamplesAt,
     RewardRequest, RewardWork, Scores, ScoresReply,
     Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
     Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction,
@@ -574,8 +599,9 @@ def encode(message: Message, payloads: Sequence[Buffer] = (), *, request: int = 
     for payload in payloads:
         digest.update(payload)
         size += memoryview(payload).nbytes
-    prefix = PREFIX.pack(MAGIC, SCHEMA, kind, len(payloads), request, size, digest.intdigest())
-    return [prefix, header, *payloads]
+    head = _HEAD.pack(MAGIC, SCHEMA, kind, len(payloads), request, size)
+    check = digest.intdigest() ^ xxhash.xxh3_64_intdigest(head)
+    return [head + check.to_bytes(8, "little"), header, *payloads]
 
 
 def decode(frames: Sequence[Buffer], *, max_bytes: int = 1 << 31) -> Packet:
@@ -599,7 +625,7 @@ def decode_header(header: Buffer) -> Any:
 def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, int]:
     if len(frames) < 2 or memoryview(frames[0]).nbytes != PREFIX.size:
         raise WireError("wire.prefix", "a message has a prefix of 32 bytes and a header")
-    magic, schema, kind, count, request, size, checksum = PREFIX.unpack(frames[0])
+    magic, schema, kind, count, request, size, check = PREFIX.unpack(frames[0])
     if magic != MAGIC:
         raise WireError("wire.prefix", f"magic is {magic!r}, not {MAGIC!r}")
     if schema != SCHEMA:
@@ -615,8 +641,9 @@ def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, i
     digest = xxhash.xxh3_64()
     for frame in frames[1:]:
         digest.update(frame)
-    if digest.intdigest() != checksum:
-        raise WireError("wire.checksum", "checksum of header and payload does not match")
+    checksum = digest.intdigest()
+    if checksum ^ xxhash.xxh3_64_intdigest(memoryview(frames[0])[: _HEAD.size]) != check:
+        raise WireError("wire.checksum", "checksum of prefix, header and payload does not match")
     return kind, request, checksum
 
 
@@ -658,14 +685,14 @@ def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[tuple[Field, ..
 def pack_parts(arrays: Mapping[str, tuple[str, Sequence[npt.NDArray[Any]]]]) -> tuple[tuple[Field, ...], bytes]:
     """Like `pack_arrays`, where an array is given as (dtype, its parts `[n]` in order): they are copied once."""
     fields: list[Field] = []
-    pieces: list[Buffer] = []
+    pieces: list[Any] = []  # buffers and arrays: what `join` takes
     offset = 0
     for name, (code, parts) in arrays.items():
         count = 0
         for part in parts:
             if part.dtype != DTYPES[code] or part.ndim != 1:
                 raise ValueError(f"{name}: dtype {part.dtype} with {part.ndim} dimensions cannot be sent as {code}")
-            pieces.append(part.data if part.flags.c_contiguous else part.tobytes())
+            pieces.append(part if part.flags.c_contiguous else part.tobytes())
             count += part.size
         size = count * DTYPES[code].itemsize
         padding = -size % ALIGNMENT
@@ -698,14 +725,21 @@ def validate_samples(
     Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
     vocabulary (where `vocab_size` is known), no version newer than `newest_version`, no empty response.
     """
+    return checked_arrays(head, payload, group_size=group_size, vocab_size=vocab_size, newest_version=newest_version)[1]
+
+
+def checked_arrays(
+    head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
+) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    """The arrays of some samples (read-only views), and what `validate_samples` says about them."""
     try:
         arrays = unpack_arrays(head.fields, payload)
     except WireError as error:
-        return f"layout: {error.message}"
-    missing = {"prompt", "response", "logprobs"} - arrays.keys()
-    if missing:
-        return f"layout: field {sorted(missing)[0]} is missing"
-    return _check_heads(head, group_size, newest_version) or _check_arrays(head, arrays, vocab_size)
+        return {}, f"layout: {error.message}"
+    for name in ("prompt", "response", "logprobs"):
+        if name not in arrays:
+            return {}, f"layout: field {name} is missing"
+    return arrays, _check_heads(head, group_size, newest_version) or _check_arrays(head, arrays, vocab_size)
 
 
 def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> str:
@@ -733,6 +767,9 @@ def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> 
     return ""
 
 
+_WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1"}
+
+
 def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> str:
     total = sum(sample.length for sample in head.samples)
     if arrays["prompt"].size != head.prompt_tokens or head.prompt_tokens < 1:
@@ -740,13 +777,12 @@ def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_s
     for name in ("response", "logprobs", "mask"):
         if name in arrays and arrays[name].size != total:
             return f"length: {name} has {arrays[name].size} entries for {total} tokens"
-    wanted = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1"}
     for field in head.fields:
-        if wanted.get(field.name, field.dtype) != field.dtype:
-            return f"layout: {field.name} is {field.dtype}, not {wanted[field.name]}"
+        if _WANTED.get(field.name, field.dtype) != field.dtype:
+            return f"layout: {field.name} is {field.dtype}, not {_WANTED[field.name]}"
     logprobs = arrays["logprobs"]
     # Both pass a NaN on, and a comparison with NaN is False.
-    if not (float(logprobs.min()) > -math.inf and float(logprobs.max()) <= 1e-4):
+    if not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):
         return "logprobs: not finite or above 0"
     if vocab_size:
         low = min(int(arrays["prompt"].min()), int(arrays["response"].min()))

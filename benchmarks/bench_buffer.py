@@ -31,12 +31,16 @@ import zmq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import stages  # noqa: E402
+
 from asyncrl import wire  # noqa: E402
 from asyncrl.config import Config, dump, parse  # noqa: E402
 from asyncrl.plugins import GenSample  # noqa: E402
 from asyncrl.rundir import RunDir, endpoint  # noqa: E402
 from asyncrl.sockets import keep_memory  # noqa: E402
-from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, _group_data  # noqa: E402
+from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, group_data  # noqa: E402
 
 SIZES = {"small": (16, 0.0), "typical": (1000, 0.8), "large": (16384, 0.0)}
 BATCH = 64
@@ -130,7 +134,7 @@ def run_direct(size: str, count: int) -> dict[str, float]:
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
             started = started or time.monotonic()
             head = wire.decode_samples(frames[0])
-            group = _group_data(wire.GroupHead(number, 0, head.row, (frames[0],), head.rewards, {}), [frames[1]])
+            group = group_data(wire.GroupHead(number, 0, head.row, (frames[0],), head.rewards, {}), [frames[1]])
             moved += frames[1].nbytes
             assert head.group == number and len(group.samples) == 8
         seconds = time.monotonic() - started
@@ -145,14 +149,16 @@ def run_direct(size: str, count: int) -> dict[str, float]:
 # ---------------------------------------------------------------- the buffer
 
 
-def buffer_producer(address: str, size: str, count: int, queue: Any) -> None:
+def buffer_producer(address: str, size: str, count: int, by_place: bool, queue: Any) -> None:
     async def work() -> None:
         keep_memory()
         groups = make_groups(size)
         client = ProducerClient(address, name="p")
+        if not by_place:
+            client.place_from = 1 << 62
         await client.hello()
         queue.get()
-        cpu = time.process_time()
+        cpu, loop = time.process_time(), time.thread_time()
         version, sent = 0, 0
         credits, under_way = asyncio.Semaphore(128), set[asyncio.Task[Any]]()
 
@@ -185,10 +191,15 @@ def buffer_producer(address: str, size: str, count: int, queue: Any) -> None:
                 sent += 1
         if under_way:
             await asyncio.wait(under_way, timeout=30)
-        queue.put(time.process_time() - cpu)
+        queue.put((time.process_time() - cpu, time.thread_time() - loop))
         client.close()
 
     uvloop.run(work())
+
+
+def main_thread_of(pid: int) -> float:
+    """CPU seconds of its first thread so far: the rest are ZeroMQ's, and the flushing to disk."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def cpu_of(pid: int) -> float:
@@ -215,6 +226,7 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
     """Groups per second and CPU through the service."""
     with tempfile.TemporaryDirectory() as folder:
         steps = count // BATCH
+        fsync, _, how = fsync.partition("+")
         config: Config = parse(TOML.format(dir=f"{folder}/run", store=store, fsync=fsync, steps=steps, batch=BATCH))
         run = RunDir(config.run_dir).create()
         run.config.write_text(dump(config))
@@ -229,7 +241,7 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
         observer.status()
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()
-        producer = spawn.Process(target=buffer_producer, args=(address, size, count, queue))
+        producer = spawn.Process(target=buffer_producer, args=(address, size, count, how != "frames", queue))
         producer.start()
         time.sleep(1.5)
         client = LearnerClient(address, name="l")
@@ -237,13 +249,15 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
         servers = [service.pid]
         if store == "redis":
             servers.append(int((run.store / "redis.pid").read_text()))
-        before, own = sum(map(cpu_of, servers)), time.process_time()
+        before, own, loop = sum(map(cpu_of, servers)), time.process_time(), main_thread_of(service.pid)
+        thread = time.thread_time()
         queue.put("go")
         started, ended = learn(client, steps)
-        own = time.process_time() - own
+        own, thread = time.process_time() - own, time.thread_time() - thread
+        loop = main_thread_of(service.pid) - loop
         served = sum(map(cpu_of, servers)) - before
         producer.join(30)
-        made = queue.get(timeout=5)
+        made, making = queue.get(timeout=5)
         counts = observer.status()["ledger"]
         assert counts["trained"] + counts["retired"] == steps * BATCH == counts["issued"], counts
         observer.close()
@@ -257,7 +271,19 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
         "service_cpu_s_per_1000": 1000 * served / total,
         "producer_cpu_s_per_1000": 1000 * made / total,
         "learner_cpu_s_per_1000": 1000 * own / total,
+        "service_loop_s_per_1000": 1000 * loop / total,
+        "producer_loop_s_per_1000": 1000 * making / total,
+        "learner_loop_s_per_1000": 1000 * thread / total,
     }
+
+
+def stages_of(size: str, count: int, store: str, fsync: str, how: str) -> dict[str, float]:
+    """Microseconds of CPU per group by stage, in one thread without sockets."""
+    toml = TOML.replace("{store}", store).replace("{fsync}", fsync).replace("{batch}", str(BATCH))
+    found: dict[str, float] = stages.measure(
+        toml, make_groups(size), count=count, batch=BATCH, row=ROW, rewards=REWARDS, how=how
+    )
+    return found
 
 
 def main() -> None:

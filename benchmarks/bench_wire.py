@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from bench_buffer import REWARDS, ROW, SIZES, make_groups  # noqa: E402
 
 from asyncrl import wire  # noqa: E402
-from buffers.client import _group_data  # noqa: E402
+from buffers.client import group_data  # noqa: E402
 
 
 def encode(prompt: Any, samples: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def decode(frames: list[Any]) -> Any:
     """As the service and the learner do it."""
     packet = wire.decode(frames)
     head = packet.message
-    return _group_data(wire.GroupHead(1, 0, head.row, (bytes(frames[1]),), head.rewards, {}), packet.payloads)
+    return group_data(wire.GroupHead(1, 0, head.row, (bytes(frames[1]),), head.rewards, {}), packet.payloads)
 
 
 def median_us(work: Any, rounds: int = 200) -> float:

@@ -12,73 +12,31 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.versions import Runs
-from buffers.ledger import COMPETING, Batch, Change, Ended, Group, IdSet, Meta, Record, Settings, State
+from buffers.admission import Plan
+from buffers.ledger import COMPETING, Batch, Budget, Change, Ended, Group, IdSet, Meta, Record, Settings, State
+from buffers.notes import Cancelled, Event, RewardLease, Taken, Worker
+from buffers.tuning import Tuning
 
 _encode = msgspec.msgpack.Encoder().encode
 _group = msgspec.msgpack.Decoder(Group).decode
 _ended = msgspec.msgpack.Decoder(Ended).decode
 _batch = msgspec.msgpack.Decoder(Batch).decode
 _meta = msgspec.msgpack.Decoder(Meta).decode
+_tuning = msgspec.msgpack.Decoder(Tuning).decode
+_budget = msgspec.msgpack.Decoder(Budget).decode
 _ranges = msgspec.msgpack.Decoder(tuple[tuple[int, int], ...]).decode
 _digests = msgspec.msgpack.Decoder(dict[int, tuple[str, ...]]).decode
 
 
 #: Seconds between two proofs of the whole book: one costs about a microsecond per group that is not retired.
 PROOF_S = 1.0
-
-
-class Taken(msgspec.Struct, frozen=True):
-    """What happened since the last `take`."""
-
-    changes: list[Change]
-    events: list[Event]
-    freed: list[Record]
-
-
-class SampleEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag_field="e", tag="sample"):
-    """The line of a sample in the history, there are more of these than of all others; same form as their dicts."""
-
-    t: float
-    g: int
-    i: int
-    token: int
-    producer: str
-    length: int
-    runs: Runs
-    digests: dict[int, str]
-    reward: float | None = None  # an environment's own reward has no line of its own
-
-
-class Worker(msgspec.Struct):
-    """A producer, reward worker or learner as the service last saw it. Not persisted: leases are judged anew."""
-
-    name: str
-    pid: int = 0
-    host: str = ""
-    seen: float = 0.0
-    waiting_for: str = ""
-    stats: dict[str, float] = {}
-    answered: int = 0  # last request for work that was answered
-
-
-#: What happened, as it stands in the history.
-Event = dict[str, Any] | SampleEvent
-
-
-class RewardLease(msgspec.Struct, frozen=True, gc=False):
-    """Who scores a sample. Not persisted: after a restart the sample is handed out again."""
-
-    token: int
-    worker: str
-    request: int
 
 
 class Book:
@@ -89,6 +47,9 @@ class Book:
         self.service_epoch = epoch
         self.wall_offset = wall_offset
         self.meta = Meta()
+        self.tuning = Tuning()
+        self.budget = Budget()
+        self.plan = Plan(((1, settings.batch_groups),))
         self.groups: dict[int, Group] = {}
         self.ended: dict[int, Ended] = {}
         self.retired = IdSet()
@@ -101,13 +62,14 @@ class Book:
         self.ready_order: list[tuple[int, int, int]] = []  # (deadline, sequence, id), earliest first
         self.pending: dict[int, None] = {}  # leased to nobody: they wait for a producer
         self.held: dict[str, set[int]] = {}
+        self.named: dict[int, float] = {}  # leased group, token of a reward lease -> when its holder last named it
         self.to_score: dict[tuple[int, int], None] = {}
         self.reward_leases: dict[tuple[int, int], RewardLease] = {}
         self.scoring: dict[str, set[tuple[int, int]]] = {}
         self.workers: dict[tuple[str, str], Worker] = {}
-        self.poison: deque[str] = deque(maxlen=settings.poison_window)
+        self.used_order: list[tuple[int, int, int]] = []  # the same of trained groups that may be trained again
+        self.cancelled: dict[str, dict[tuple[int, int], Cancelled]] = {}  # by producer: leases that it is to stop
         self.fault: tuple[str, str] | None = None  # (code, message): the run ends with it
-        self.forgiven = 0  # rewards that had failed before this service started
         self.generation = 0  # counts edits: polls are looked at again when it moves
         self._token = epoch << 24
         self._stamped = (math.nan, 0.0)
@@ -119,10 +81,14 @@ class Book:
     # ------------------------------------------------------------ rows
 
     def load(self, rows: Iterable[tuple[str, bytes]]) -> None:
-        """Take over persisted rows; keys: meta, digests, retired, g<id>, x<id>, b<step>. Others are left alone."""
+        """Take over persisted rows; keys: meta, tuning, budget, digests, retired, g<id>, x<id>, b<step>."""
         for key, value in rows:
             if key == "meta":
                 self.meta = _meta(value)
+            elif key == "tuning":
+                self.tuning = _tuning(value)
+            elif key == "budget":
+                self.budget = _budget(value)
             elif key == "digests":
                 self.digests = _digests(value)
             elif key == "retired":
@@ -136,15 +102,14 @@ class Book:
             elif key[0] == "b" and key[1:].isdigit():
                 batch = _batch(value)
                 self.batches[batch.step] = batch
-        for batch in self.batches.values():
+        for _, batch in sorted(self.batches.items()):
             for number in batch.groups:
                 self._take_in(self.groups[number], batch)
         self._token = max(self._token, *(group.token for group in self.groups.values()), 0)
-        self.forgiven = self.ended_counts[State.DEAD, "reward_failed"]
 
     def rows(self) -> list[Change]:
         """The whole book as rows, for a store that lost its own."""
-        self._dirty = dict.fromkeys(["meta", "digests", "retired"])
+        self._dirty = dict.fromkeys(["meta", "digests", "retired", "budget", "tuning"])
         self._dirty |= dict.fromkeys(f"g{number}" for number in self.groups)
         self._dirty |= dict.fromkeys(f"x{number}" for number in self.ended)
         self._dirty |= dict.fromkeys(f"b{number}" for number in self.batches)
@@ -167,6 +132,10 @@ class Book:
             return None if group is None else _encode(group)
         if key == "meta":
             return _encode(self.meta)
+        if key == "tuning":
+            return _encode(self.tuning)
+        if key == "budget":
+            return _encode(self.budget)
         if key == "digests":
             return _encode(self.digests)
         if key == "retired":
@@ -209,6 +178,10 @@ class Book:
             self.pending.pop(group.id, None)
             if group.holder:
                 self.held[group.holder].discard(group.id)
+                self.named.pop(group.id, None)
+        elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
+            entry = (group.deadline or 0, group.sequence, group.id)
+            del self.used_order[bisect.bisect_left(self.used_order, entry)]
 
     def _in(self, group: Group) -> None:
         self._index(group)
@@ -217,8 +190,10 @@ class Book:
     def _take_in(self, group: Group, batch: Batch) -> None:
         """The group is in the batch; the batch's row and the committed version say so: its own row stays as it is."""
         self._out(group)
-        group.state = State.TRAINED if batch.step <= self.meta.version else State.CLAIMED
-        group.step, group.claimed = batch.step, batch.claimed
+        if batch.step not in group.uses:
+            group.uses.append(batch.step)
+        group.step, group.claimed = group.uses[-1], batch.claimed
+        group.state = State.TRAINED if group.step <= self.meta.version else State.CLAIMED
         self._index(group)
         self.generation += 1
 
@@ -233,6 +208,8 @@ class Book:
                 self.held.setdefault(group.holder, set()).add(group.id)
             else:
                 self.pending[group.id] = None
+        elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
+            bisect.insort(self.used_order, (group.deadline or 0, group.sequence, group.id))
         if group.state in (State.LEASED, State.UNSCORED):
             for index, sample in group.samples.items():
                 if sample.reward is None and (group.id, index) not in self.reward_leases:
@@ -240,7 +217,7 @@ class Book:
 
     def _forget_samples(self, group: Group) -> None:
         """Drop what arrived of a group: its payloads are free, its reward leases void."""
-        for index in group.samples:
+        for index in group.samples if self.to_score or self.reward_leases else ():
             self.to_score.pop((group.id, index), None)
             lease = self.reward_leases.pop((group.id, index), None)
             if lease is not None:
@@ -248,8 +225,29 @@ class Book:
         self._freed.extend(group.records)
         group.samples, group.records = {}, []
 
-    def _end(self, group: Group, state: State, reason: str, now: float, detail: str = "") -> None:
-        """A group leaves for DROPPED or DEAD."""
+    def _cancel(self, group: Group, why: str, now: float) -> None:
+        """Whoever generates it is to stop."""
+        if group.holder:
+            self._tell_holder(group, now)
+            self._event(now, "cancel", g=group.id, token=group.token, why=why)
+
+    def _tell_holder(self, group: Group, now: float) -> None:
+        self.cancelled.setdefault(group.holder, {})[group.id, group.token] = Cancelled(now)
+
+    def take_cancelled(self, producer: str, *, again: bool = False) -> tuple[tuple[int, int], ...]:
+        """Leases (group, token) that this producer is to stop; with `again` also those that it was told of before."""
+        mine = self.cancelled.get(producer)
+        if not mine:
+            return ()
+        told = tuple(key for key, entry in mine.items() if again or not entry.told)
+        for key in told:
+            mine[key].told = True
+        return told
+
+    def _end(self, group: Group, state: State, reason: str, now: float, detail: str = "", *, tell: bool = True) -> None:
+        """A group leaves for DROPPED or DEAD; `tell` its holder."""
+        if tell:
+            self._cancel(group, reason, now)
         self._out(group)
         self._forget_samples(group)
         del self.groups[group.id]
@@ -296,9 +294,8 @@ class Book:
 
     @property
     def unclaimed(self) -> int:
-        """Groups of the run's total that no batch holds yet."""
-        taken = self.counts[State.CLAIMED] + self.counts[State.TRAINED] + len(self.retired) + self.quarantined
-        return self.settings.total_groups - taken
+        """Places of the run's total that are in no batch yet."""
+        return self.settings.total_groups - self.plan.capacity(0, self.frontier - 1)
 
     def ledger_counts(self) -> dict[str, int]:
         """The conservation law as numbers: `issued` is the sum of the others."""
@@ -345,10 +342,12 @@ class Book:
         for name in ("counts", "due"):
             if +getattr(fresh, name) != +getattr(self, name):
                 raise AsyncRLError("internal", f"{name}: {getattr(self, name)}, the rows say {getattr(fresh, name)}")
-        if fresh.ready_order != self.ready_order or fresh.pending.keys() != self.pending.keys():
-            raise AsyncRLError("internal", "the order of ready or pending groups disagrees with the rows")
+        if (fresh.ready_order, fresh.used_order) != (self.ready_order, self.used_order):
+            raise AsyncRLError("internal", "the order of ready or used groups disagrees with the rows")
+        if fresh.pending.keys() != self.pending.keys():
+            raise AsyncRLError("internal", "the pending groups disagree with the rows")
         if {key: ids for key, ids in fresh.held.items() if ids} != {key: ids for key, ids in self.held.items() if ids}:
             raise AsyncRLError("internal", "the lease holders disagree with the rows")
         for batch in self.batches.values():
-            if any(self.groups[number].step != batch.step for number in batch.groups):
+            if any(batch.step not in self.groups[number].uses for number in batch.groups):
                 raise AsyncRLError("internal", f"the batch of step {batch.step} disagrees with its groups")

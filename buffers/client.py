@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,51 +22,23 @@ import numpy as np
 
 from asyncrl import wire
 from asyncrl.errors import Unavailable, WireError
+from asyncrl.failpoints import failpoint
 from asyncrl.plugins import GenSample
 from asyncrl.sockets import AsyncRequester, Keys, Requester
-from asyncrl.versions import Runs
-from asyncrl.wire import Buffer, FloatArray, IntArray
+from asyncrl.wire import Buffer, IntArray
+from buffers.batches import ClaimedBatch as ClaimedBatch  # noqa: PLC0414 - this module is the door
+from buffers.batches import Frames as Frames  # noqa: PLC0414
+from buffers.batches import GroupData as GroupData  # noqa: PLC0414
+from buffers.batches import SampleData as SampleData  # noqa: PLC0414
+from buffers.batches import claimed as claimed  # noqa: PLC0414
+from buffers.batches import group_data as group_data  # noqa: PLC0414
+from buffers.batches import row_of
+from buffers.carry import epoch_of as epoch_of  # noqa: PLC0414 - this module is the door
+from buffers.carry import grown_ledger as grown_ledger  # noqa: PLC0414
+from buffers.handover import PlaceWriter
 from buffers.places import PlaceReader
 
 MAX_BYTES = 1 << 30
-
-
-class SampleData(msgspec.Struct, frozen=True, gc=False):
-    """One sample of a claimed group: `response` i4 `[T]`, `logprobs` f4 `[T]`, `mask` u1 `[T]` or None
-    (all sampled).
-    """
-
-    index: int
-    response: IntArray
-    logprobs: FloatArray
-    mask: Any  # NDArray[uint8] | None
-    runs: Runs
-    finish: str
-    reward: float
-    parts: dict[str, float]
-    digests: dict[int, str]
-
-
-class GroupData(msgspec.Struct, frozen=True, gc=False):
-    """One claimed group: `prompt_ids` i4 `[P]`, the samples sorted by index."""
-
-    group: int
-    bound: int
-    row: dict[str, Any]
-    prompt_ids: IntArray
-    samples: tuple[SampleData, ...]
-    times: dict[str, float]
-
-
-class ClaimedBatch(msgspec.Struct, frozen=True):
-    """The batch of a step. `invalid` are groups that fail validation here (reason), left out of `groups`."""
-
-    step: int
-    version: int
-    replayed: bool
-    groups: tuple[GroupData, ...]
-    ledger: dict[str, int]
-    invalid: dict[int, str] = {}
 
 
 class RewardTask(msgspec.Struct, frozen=True):
@@ -75,14 +48,6 @@ class RewardTask(msgspec.Struct, frozen=True):
     prompt_ids: IntArray
     response_ids: IntArray
     row: dict[str, Any]
-
-
-def _row(text: str) -> dict[str, Any]:
-    """The row of a prompt; it came from a peer, so it may be anything."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError("wire.decode", f"row: {error}") from None
 
 
 class _AsyncClient:
@@ -107,9 +72,18 @@ class _AsyncClient:
         welcome: wire.Welcome = (await self._ask(hello)).message
         return welcome
 
-    async def heartbeat(self, stats: Mapping[str, float], *, waiting_for: str = "") -> None:
-        """This process is alive: its leases are renewed."""
-        await self._ask(wire.Heartbeat(self.role, self.name, self._pid, self._host, waiting_for, dict(stats)))
+    async def heartbeat(
+        self, stats: Mapping[str, float], *, waiting_for: str = "",
+        holds: Sequence[wire.Lease | wire.RewardItem] | None = None,
+    ) -> tuple[tuple[int, int], ...]:  # fmt: skip
+        """This process is alive: its leases are renewed. `holds`: those it works on; others are lost after a while.
+
+        The answer: leases (group, token) whose samples nobody wants any more.
+        """
+        named = None if holds is None else tuple((held.group, held.token) for held in holds)
+        beat = wire.Heartbeat(self.role, self.name, self._pid, self._host, waiting_for, dict(stats), named)
+        answer: wire.Ok = (await self._ask(beat)).message
+        return answer.cancelled
 
     def close(self) -> None:
         """Close the socket."""
@@ -117,9 +91,30 @@ class _AsyncClient:
 
 
 class ProducerClient(_AsyncClient):
-    """For producers: lease, submit, give back. One `lease` at a time."""
+    """For producers: lease, submit, give back. One `lease` at a time.
+
+    On the service's host payloads of `place_from` bytes and more (None: what the service says) are written to a file
+    that the service reads.
+    """
 
     role = "producer"
+    place_from: int | None = None
+    _writer: PlaceWriter | None = None
+
+    async def hello(self, fingerprint: str = "", role: str = "", run_id: str = "") -> wire.Welcome:
+        """Introduce this process; must be first. What the name held before is lost."""
+        welcome = await super().hello(fingerprint, role, run_id)
+        if self._writer is None:
+            self._writer = PlaceWriter.of(welcome)
+        if self.place_from is None:
+            self.place_from = welcome.place_bytes
+        return welcome
+
+    def close(self) -> None:
+        """Close the socket and the file."""
+        super().close()
+        if self._writer is not None:
+            self._writer.close()
 
     async def lease(self, *, engine_version: int, max_groups: int, wait_s: float) -> wire.Leases:
         """Groups to generate, maybe none; waits in the service up to `wait_s`.
@@ -138,7 +133,8 @@ class ProducerClient(_AsyncClient):
 
     async def _return_orphans(self, asked: asyncio.Future[wire.Packet]) -> None:
         try:
-            await self.give_back((await asked).message.leases, reason="stop")
+            leases = (await asked).message.leases  # bounded: the request has its timeout
+            await self.give_back(leases, reason="stop")
         except Unavailable:
             return  # the service is gone: the leases expire there
 
@@ -152,13 +148,13 @@ class ProducerClient(_AsyncClient):
         `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy.
         """
         arrays: dict[str, tuple[str, list[Any]]] = {
-            "prompt": ("i4", _parts([prompt_ids], "i4")),
-            "response": ("i4", _parts([sample.token_ids for sample in samples], "i4")),
-            "logprobs": ("f4", _parts([sample.logprobs for sample in samples], "f4")),
+            "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
+            "response": ("i4", _joined([sample.token_ids for sample in samples], "i4")),
+            "logprobs": ("f4", _joined([sample.logprobs for sample in samples], "f4")),
         }
         if masks:
             ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
-            arrays["mask"] = ("u1", _parts(ones, "u1"))
+            arrays["mask"] = ("u1", _joined(ones, "u1"))
         fields, payload = wire.pack_parts(arrays)
         heads = tuple(wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs) for item in samples)
         used = {version for sample in samples for version, _ in sample.runs}
@@ -166,7 +162,27 @@ class ProducerClient(_AsyncClient):
             self.name, lease.group, lease.token, heads, {v: digests[v] for v in sorted(used) if v in digests}, fields,
             msgspec.json.encode(row).decode(), fields[0].count, rewards=dict(rewards or {}),
         )  # fmt: skip
+        if self._writer is not None and len(payload) >= (self.place_from or 0):
+            found = await self._by_place(self._writer, message, payload)
+            if found is not None:
+                return found
         reply: wire.SamplesReply = (await self._ask(message, (payload,))).message
+        return reply
+
+    async def _by_place(self, writer: PlaceWriter, message: wire.Samples, payload: bytes) -> wire.SamplesReply | None:
+        """The answer to samples whose payload lies in a file; None where the service cannot read it there."""
+        place = writer.write(wire.encode_header(message), payload)
+        if place is None:
+            return None
+        failpoint("producer.after_place")
+        try:
+            reply: wire.SamplesReply = (await self._ask(wire.SamplesAt(self.name, place))).message
+        except WireError as error:
+            if error.code != "wire.place":
+                raise
+            writer.refused(place)
+            return None
+        writer.accepted()
         return reply
 
     async def give_back(self, leases: Sequence[wire.Lease], *, reason: str, dead: bool = False) -> None:
@@ -176,9 +192,9 @@ class ProducerClient(_AsyncClient):
             await self._ask(wire.LeaseReturn(self.name, groups, reason, dead))
 
 
-def _parts(parts: Sequence[Any], dtype: str) -> list[Any]:
-    """The arrays as they are sent; where they have the wire's dtype already, without a copy."""
-    return [np.asarray(part, dtype=wire.DTYPES[dtype]) for part in parts]
+def _joined(parts: Sequence[Any], dtype: str) -> list[Any]:
+    """The arrays in a row, as they are sent."""
+    return [np.concatenate(parts, dtype=wire.DTYPES[dtype], casting="unsafe")] if parts else []
 
 
 class RewardClient(_AsyncClient):
@@ -193,7 +209,7 @@ class RewardClient(_AsyncClient):
         tasks = []
         for item, payload in zip(work.items, packet.payloads, strict=True):
             arrays = wire.unpack_arrays(item.fields, payload)
-            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], _row(item.row)))
+            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row)))
         return tasks, work.done
 
     async def submit(
@@ -214,6 +230,8 @@ class LearnerClient:
     ) -> None:
         self.name = name
         self.epoch = 0
+        self._step = 0  # steps in the weights, as told by `register` and `commit`
+        self._batch: tuple[int, set[int]] = (0, set())  # step and groups of the newest batch, less those quarantined
         self._timeout_s = timeout_s
         self._pid, self._host = os.getpid(), socket.gethostname()
         self._requester = Requester(address, keys=keys, max_bytes=max_bytes)
@@ -237,10 +255,11 @@ class LearnerClient:
         earlier one.
         """
         message = wire.Register(
-            self.name, self._pid, self._host, step, ledger, takeover, fingerprint, dict(digests or {})
-        )
+            self.name, self._pid, self._host, step, ledger, takeover, fingerprint, dict(digests or {}),
+            secrets.randbits(63),
+        )  # fmt: skip
         registered: wire.Registered = self._ask(message, wait_s=15.0).message
-        self.epoch = registered.epoch
+        self.epoch, self._step = registered.epoch, step
         self._places = PlaceReader.of(registered)
         return registered
 
@@ -251,22 +270,26 @@ class LearnerClient:
         batch = packet.message
         if isinstance(batch, wire.NotYet):
             return batch
+        self._batch = (batch.step, {head.group for head in batch.groups})
         if self._places is None or not batch.places:
-            return _claimed(batch, packet.payloads)
+            return claimed(batch, packet.payloads)
         try:
             batch, payloads = self._places.fill(batch)
         except (OSError, WireError):
             self._places = None  # the files are not what they seemed: the service looks itself, and sends frames
             return self.claim(step=step, version=version, wait_s=wait_s)
-        return _claimed(batch, payloads)
+        return claimed(batch, payloads)
 
     def commit(self, *, step: int, version: int, digest: str) -> None:
         """The optimizer step is done; `digest` is that of the weights of `version`."""
-        self._ask(wire.Commit(self.epoch, step, version, digest))
+        self._step = step
+        groups = tuple(sorted(self._batch[1])) if self._batch[0] == step else None
+        self._ask(wire.Commit(self.epoch, step, version, digest, groups))
 
     def quarantine(self, *, step: int, groups: Sequence[int], reason: str) -> None:
         """Groups of a claimed step that cannot be used; they are dead."""
         self._ask(wire.Quarantine(self.epoch, step, tuple(groups), reason))
+        self._batch[1].difference_update(groups)
 
     def ledger(self, *, step: int) -> str:
         """What to store in the checkpoint of `step`."""
@@ -279,7 +302,7 @@ class LearnerClient:
 
     def goodbye(self, *, done: bool, reason: str = "") -> None:
         """The learner ends; `done` when the run is complete."""
-        self._ask(wire.Goodbye(self.epoch, done, reason))
+        self._ask(wire.Goodbye(self.epoch, done, reason, self._step))
 
     def heartbeat(self, stats: Mapping[str, float], *, waiting_for: str = "") -> None:
         """This process is alive."""
@@ -294,50 +317,6 @@ class LearnerClient:
             self._places.close()
 
 
-def _claimed(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:
-    groups: list[GroupData] = []
-    invalid: dict[int, str] = {}
-    place = 0
-    for head in batch.groups:
-        mine = payloads[place : place + len(head.records)]
-        place += len(head.records)
-        try:
-            groups.append(_group_data(head, mine))
-        except WireError as error:
-            invalid[head.group] = error.message
-    return ClaimedBatch(batch.step, batch.version, batch.replayed, tuple(groups), batch.ledger, invalid)
-
-
-def _group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
-    """Views into the payloads. Where two records hold the same sample the first one counts, as it did at the buffer."""
-    samples: dict[int, SampleData] = {}
-    prompt: Any = None
-    row = head.row
-    for record, payload in zip(head.records, payloads, strict=True):
-        message = wire.decode_samples(record)
-        row = row or message.row
-        why = wire.validate_samples(message, payload, group_size=1 << 20)
-        if why:
-            raise WireError("wire.decode", why)
-        arrays = wire.unpack_arrays(message.fields, payload)
-        prompt = arrays["prompt"] if prompt is None else prompt
-        start = 0
-        for item in message.samples:
-            place = slice(start, start + item.length)
-            start += item.length
-            if item.index in samples or item.index not in head.rewards:
-                continue
-            samples[item.index] = SampleData(
-                item.index, arrays["response"][place], arrays["logprobs"][place],
-                arrays["mask"][place] if "mask" in arrays else None, item.runs, item.finish,
-                head.rewards[item.index], head.parts.get(item.index, {}), message.digests,
-            )  # fmt: skip
-    if prompt is None or set(samples) != set(head.rewards):
-        raise WireError("wire.decode", "samples are missing")
-    ordered = tuple(samples[index] for index in sorted(samples))
-    return GroupData(head.group, head.bound, _row(row), prompt, ordered, head.times)
-
-
 class ObserverClient:
     """For tools: the status, the stop. Blocking."""
 
@@ -350,6 +329,16 @@ class ObserverClient:
         reply: wire.StatusReply = self._requester.request(wire.StatusRequest(), timeout_s=self._timeout_s).message
         status: dict[str, Any] = msgspec.json.decode(reply.json)
         return status
+
+    def tune(self, changes: Mapping[str, Any], *, author: str, undo_to: int = -1) -> wire.Tuned:
+        """Change settings of the running system; with `undo_to` >= 0 go back to those of that number."""
+        message = wire.Tune(msgspec.json.encode(dict(changes)).decode(), author, undo_to)
+        tuned: wire.Tuned = self._requester.request(message, timeout_s=self._timeout_s).message
+        return tuned
+
+    def undo_tune(self, number: int, *, author: str) -> wire.Tuned:
+        """Go back to the settings in force after change `number`; 0 is the configuration."""
+        return self.tune({}, author=author, undo_to=number)
 
     def stop(self, reason: str) -> None:
         """Ask the service to end after it has written everything."""

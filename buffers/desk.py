@@ -17,6 +17,7 @@ import msgspec
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, HandshakeError, WireError
+from asyncrl.lengths import LengthWatch
 from asyncrl.metrics import CATALOGUE, MetricsLog
 from asyncrl.rundir import RunDir, endpoint, run_id
 from asyncrl.sockets import Call
@@ -50,6 +51,7 @@ class Desk:
         self._replies: list[tuple[Call, Message, Sequence[Buffer]]] = []
         self._lease_polls: dict[str, Poll] = {}
         self._reward_polls: dict[str, Poll] = {}
+        self._lengths = LengthWatch()  # the bias alarm's running means
 
     def _answer(self, call: Call, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         self._replies.append((call, message, payloads))
@@ -79,21 +81,28 @@ class Desk:
             raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
         self._check_fingerprint(hello.name, hello.fingerprint)
         self._sessions += 1
+        shown = self._shown(hello)
         if hello.role in ("producer", "reward"):
             polls = self._lease_polls if hello.role == "producer" else self._reward_polls
             polls.pop(hello.name, None)
             self.groups.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=now)
         endpoints = {"weightsync": endpoint(self.config, "weightsync")}
         self._answer(
-            call, wire.Welcome(mine, self.groups.service_epoch, self._sessions, self.groups.meta.version, endpoints)
+            call,
+            wire.Welcome(mine, self.groups.service_epoch, self._sessions, self.groups.meta.version, endpoints, *shown),
         )
+
+    def _shown(self, hello: wire.Hello) -> tuple[str, str, int, int]:
+        """Folder, nonce, size of a file and of a payload for a producer that may be on this host."""
+        return "", "", 0, 0
 
     def _heartbeat(self, call: Call, now: float) -> None:
         beat: wire.Heartbeat = call.message
         if beat.role == "learner":
             worker = self.groups.workers.get(("learner", beat.name))
             if self.groups.meta.learner == (beat.name, beat.pid, beat.host) and worker is not None:
-                worker.seen, worker.waiting_for, worker.stats = now, beat.waiting_for, beat.stats
+                worker.seen, worker.stats = now, beat.stats
+                worker.waits(beat.waiting_for, now)
         else:
             self.groups.heartbeat(
                 beat.role,
@@ -103,6 +112,7 @@ class Desk:
                 now=now,
                 waiting_for=beat.waiting_for,
                 stats=beat.stats,
+                holds=beat.holds,
             )
         unknown = [name for name in beat.stats if name not in CATALOGUE and not name.startswith("reward/")]
         if unknown:
@@ -110,7 +120,8 @@ class Desk:
         self._roles_log.write(
             beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=beat.waiting_for
         )
-        self._answer(call, wire.Ok())
+        cancelled = self.groups.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
+        self._answer(call, wire.Ok(cancelled=cancelled))
 
     def _status(self, call: Call, now: float) -> None:
         extra = {
@@ -121,6 +132,18 @@ class Desk:
         }
         self._answer(call, wire.StatusReply(status_json(self.groups, now, extra)))
 
+    def _tune(self, call: Call, now: float) -> None:
+        ask: wire.Tune = call.message
+        if ask.undo_to >= 0:
+            number, changed, note = self.groups.undo_tune(ask.undo_to, author=ask.author, now=now)
+        else:
+            try:
+                changes = msgspec.json.decode(ask.changes, type=dict[str, Any])
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise WireError("wire.decode", f"changes: {error}") from None
+            number, changed, note = self.groups.tune(changes, author=ask.author, now=now)
+        self._answer(call, wire.Tuned(number, msgspec.json.encode(changed).decode(), note))
+
     def write_metrics(self, **labels: Any) -> None:
         """One line of metrics/buffer.jsonl."""
         values = {
@@ -130,5 +153,6 @@ class Desk:
             "ingest_bytes": self.counters["ingest_bytes"],
             "duplicates": self.counters["duplicates"],
             "bad_frames": self.bad_frames,
+            **self._lengths.values(),
         }
         self._buffer_log.write(values, **labels)

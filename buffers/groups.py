@@ -10,16 +10,18 @@ tests.
       +----------------+                            v                            v
                        |                         DEAD (quarantine)            CLAIMED
                        |                                                         | commit(step)
-                       +--> DROPPED(reason)  <-- late / rolled_back              v
-                                                                              TRAINED --checkpoint(step)--> RETIRED
+                       +--> DROPPED(reason)  <-- late / zero_variance / filtered v
+                            rolled_back / surplus          CLAIMED <--- TRAINED --checkpoint(step)--> RETIRED
+                                                           (claimed again, at most max_reuse times and until it is due)
 
-The transitions stand in layers, each a class on top of the one before: `book` (rows, indexes, changes), `leasing`
-(producers), `scoring` (reward workers), `training` (claim, commit), `reconcile` (registration), and here the clock, the
-conservation law, the diagnosis. Guarantees:
+The transitions stand in layers, each a class on top of the one before: `book` (rows, indexes, changes), `tunable` (live
+tuning), `judging` (poison, filters, budgets), `leasing` (producers), `arriving` (samples), `scoring` (reward workers),
+`training` (claim, commit), `reconcile` (registration), and here the clock, the diagnosis. Guarantees:
 1. time is passed in, randomness there is none: the same calls give the same decisions;
 2. a decision touches memory only; `take()` gives the rows, events and free payloads for the store to apply at once;
 3. `issued = leased + unscored + ready + claimed + trained + retired + dropped + dead` (`check`, on every commit);
-4. with `on_late` wait or drop no group is claimed above its bound (staleness.md, section 4).
+4. with `on_late` wait or drop no group is claimed above its bound (staleness.md, section 4), whatever is tuned
+   meanwhile; it is trained at most `max_reuse` times, as set when it was issued.
 
 Example, B = 1, G = 2, eta = 2: the naive cap of (eta + 1) * B lets two quick groups overtake a slow one, and then two
 groups are due at version 2. Here the claim at version 1 must hold r(2) = n(2) - (2 - 1) * 1 = 1 of the groups due at 2.
@@ -45,8 +47,13 @@ groups are due at version 2. Here the claim at version 1 must hold r(2) = n(2) -
 'step 3 waits 1.0 s for 1 group: 1 leased to p (last seen 6.0 s ago); late: group 0'
 >>> groups.finish(0, now=8.0), groups.claim(epoch=epoch, step=3, version=2, now=8.0).batch.groups
 ('READY', [0])
+>>> groups.tune({"max_staleness": 1, "pipeline_depth": 1}, author="me@here", now=9.0)[:2]  # 3 is leased with bound 1
+(1, {'buffer.max_staleness': (2, 1), 'buffer.pipeline_depth': (2, 1)})
+>>> leases = groups.lease("p", engine_version=2, max_groups=9, request=2, now=9.0)
+>>> [(lease.group, lease.deadline_version) for lease in leases]
+[(3, 3)]
 >>> groups.check(); groups.ledger_counts()
-{'issued': 3, 'leased': 0, 'unscored': 0, 'ready': 0, 'claimed': 1, 'trained': 2, 'retired': 0, 'dropped': 0, 'dead': 0}
+{'issued': 4, 'leased': 1, 'unscored': 0, 'ready': 0, 'claimed': 1, 'trained': 2, 'retired': 0, 'dropped': 0, 'dead': 0}
 """
 
 from __future__ import annotations
@@ -56,6 +63,7 @@ from typing import Any
 
 from asyncrl.wire import SampleHead, Samples
 from buffers.ledger import Record, State
+from buffers.notes import Worker
 from buffers.reconcile import Reconciling
 
 
@@ -82,18 +90,19 @@ class Groups(Reconciling):
         heads = tuple(SampleHead(index, 1, "stop", ((made_by, 1),)) for index in missing)
         head = Samples(group.holder, number, group.token, heads, {}, (), "", 1, rewards=dict.fromkeys(missing, reward))
         self.samples(head, checksum=group.token, invalid=str, keep=lambda: Record(0, 0, 0, 0, group.token), now=now)
-        return State(self.groups[number].state).name
+        found = self.groups.get(number) or self.ended[number]  # a filter may have dropped it
+        return State(found.state).name
 
     # ------------------------------------------------------------ looking
 
     def diagnosis(self, now: float) -> str:
         """Who the claim waits for, in one sentence."""
         step = self.meta.version + 1
-        size = min(self.settings.batch_groups, self.unclaimed)
+        size = self.batch_size(step)
         since = self.asked_since[1] if self.asked_since and self.asked_since[0] == step else now
         if size <= 0:
             return f"step {step}: all {self.settings.total_groups} groups of the run are in batches"
-        missing = max(0, size - len(self.ready_order))
+        missing = max(0, size - len(self.ready_order) - len(self._usable(step - 1)))
         late = self._late_ids(step)
         wanted = max(missing, len(late))
         head = f"step {step} waits {now - since:.1f} s for {wanted} group{'s' * (wanted != 1)}"
@@ -104,18 +113,19 @@ class Groups(Reconciling):
     def _late_ids(self, step: int) -> list[int]:
         if self.late_since is None or self.late_since[0] != step:
             return []
-        short = self._shortage(step - 1, self.settings.batch_groups)
+        short = self._shortage(step - 1, self.batch_size(step))
         return [] if short is None else self._victims(short[0], short[1])
 
     def _holders(self, now: float) -> list[str]:
         held = sorted((name, len(ids)) for name, ids in self.held.items() if ids)
-        return [
-            f"{number} leased to {name} (last seen {self._age('producer', name, now)} ago)" for name, number in held
-        ]
+        return [f"{number} leased to {name} ({self._last_seen_words('producer', name, now)})" for name, number in held]
 
-    def _age(self, role: str, name: str, now: float) -> str:
+    def _last_seen_words(self, role: str, name: str, now: float) -> str:
         worker = self.workers.get((role, name))
-        return f"{now - worker.seen:.1f} s" if worker else "never"
+        if worker is None:
+            return "never seen by this service"
+        who = f"pid {worker.pid} on {worker.host}, " if worker.pid else ""
+        return f"{who}last seen {now - worker.seen:.1f} s ago"
 
     def _waiting_parts(self, now: float) -> list[str]:
         parts = []
@@ -124,7 +134,7 @@ class Groups(Reconciling):
         if self.counts[State.UNSCORED]:
             busy = Counter({name: len(keys) for name, keys in self.scoring.items() if keys})
             by = ", ".join(
-                f"{number} samples at {name} (last seen {self._age('reward', name, now)} ago)"
+                f"{number} samples at {name} ({self._last_seen_words('reward', name, now)})"
                 for name, number in sorted(busy.items())
             )
             parts.append(f"{self.counts[State.UNSCORED]} unscored" + (f" ({by})" if by else ""))
@@ -134,7 +144,9 @@ class Groups(Reconciling):
         producers = [worker for (role, _), worker in self.workers.items() if role == "producer"]
         alive = [worker for worker in producers if now - worker.seen <= self.settings.lease_timeout_s]
         if not alive:
-            return "none is leased and no producer is alive"
+            last = sorted(producers, key=lambda worker: -worker.seen)[:4]
+            told = [f"{worker.name} ({self._last_seen_words('producer', worker.name, now)})" for worker in last]
+            return "none is leased and no producer is alive" + (f": {', '.join(told)}" if told else "")
         told = sorted(f"{worker.name} {worker.waiting_for or 'waits for work'}" for worker in alive)
         return f"none is leased; {'; '.join(told[:4])}"
 
@@ -142,6 +154,11 @@ class Groups(Reconciling):
         """The workers of a role for the status."""
         return [
             {"name": worker.name, "pid": worker.pid, "host": worker.host, "age_s": round(now - worker.seen, 3),
-             "waiting_for": worker.waiting_for, "stats": worker.stats}
+             "waiting_for": worker.waiting_for, "waiting_s": waited_s(worker, now), "stats": worker.stats}
             for (kind, _), worker in sorted(self.workers.items()) if kind == role
         ]  # fmt: skip
+
+
+def waited_s(worker: Worker, now: float) -> float:
+    """For how long it has been waiting without a break; 0 while it works."""
+    return 0.0 if worker.waiting_since is None else round(now - worker.waiting_since, 3)

@@ -5,29 +5,28 @@ Called through `buffers.groups.Groups`. Guarantees:
 2. a lost lease keeps the samples that arrived; only the missing ones are leased again, at most `max_reissue` times;
 3. a group keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new
    one;
-4. a sample made by an older version than the lease's lowers the deadline, a newer one does not raise it;
-5. an answer under an old token is refused, the same answer twice is acknowledged and changes nothing.
+4. who holds a group that is no longer wanted is told (`cancelled`), at every heartbeat for a while.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
 
-from asyncrl.errors import AsyncRLError
-from asyncrl.versions import oldest_version
-from asyncrl.wire import Lease, LeaseReturn, Samples, SamplesReply
+from asyncrl.wire import Lease, LeaseReturn
 from buffers.admission import depth_allows, feasible
-from buffers.book import Book, SampleEvent, Worker
-from buffers.ledger import Group, Record, Sample, State
+from buffers.judging import Judging
+from buffers.ledger import Group, State
+from buffers.notes import Worker
 
 #: Reasons of a return that are no fault of the prompt: the attempt does not count.
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
+#: Reasons of a loss of which the holder may know nothing: it is told, should it come back.
+FORGOTTEN = frozenset({"silent"})
 
 
-class Leasing(Book):
-    """Book plus what producers do."""
+class Leasing(Judging):
+    """Judging plus the leases of producers."""
 
     # ------------------------------------------------------------ workers
 
@@ -37,14 +36,15 @@ class Leasing(Book):
         if role == "producer":
             for number in sorted(self.held.get(name, ())):
                 self._lose(self.groups[number], "restarted", now)
+            self.cancelled.pop(name, None)
         elif role == "reward":
             self._lose_scoring(name)
 
     def heartbeat(
         self, role: str, name: str, *, pid: int, host: str, now: float, waiting_for: str = "",
-        stats: dict[str, float] | None = None,
+        stats: dict[str, float] | None = None, holds: tuple[tuple[int, int], ...] | None = None,
     ) -> None:  # fmt: skip
-        """A process is alive: its leases stay its own."""
+        """A process is alive: its leases stay its own; with `holds` only those that it names."""
         worker = self.workers.get((role, name))
         if worker is None or worker.pid not in (0, pid):
             worker = self.workers[role, name] = Worker(name)
@@ -52,7 +52,35 @@ class Leasing(Book):
                 if self.groups[number].pid not in (0, pid):
                     self._lose(self.groups[number], "restarted", now)
         worker.pid, worker.host, worker.seen = pid, host, now
-        worker.waiting_for, worker.stats = waiting_for, stats or {}
+        worker.waits(waiting_for, now)
+        worker.stats = stats or {}
+        if holds is not None:
+            (self._lose_unnamed if role == "producer" else self._lose_unnamed_scores)(name, frozenset(holds), now)
+
+    def _lose_unnamed(self, name: str, holds: frozenset[tuple[int, int]], now: float) -> None:
+        """Leases that their living holder does not know of: the grant never arrived, or a store that went back forgot
+        the samples that had been acknowledged. No fault of the prompt.
+        """
+        for number in sorted(self.held.get(name, ())):
+            group = self.groups[number]
+            if (number, group.token) in holds:
+                self.named[number] = now
+            elif now - self.named.setdefault(number, now) > self.settings.lease_timeout_s:
+                self._lose(group, "unnamed", now, counts=False)
+
+    def _lose_unnamed_scores(self, name: str, holds: frozenset[tuple[int, int]], now: float) -> None:
+        """The same for samples that are with a reward worker."""
+        for key in sorted(self.scoring.get(name, ())):
+            token = self.reward_leases[key].token
+            if (key[0], token) in holds:
+                self.named[token] = now
+            elif now - self.named.setdefault(token, now) > self.settings.lease_timeout_s:
+                del self.reward_leases[key], self.named[token]
+                self.scoring[name].discard(key)
+                self.to_score[key] = None
+                self.generation += 1
+        if len(self.named) > 2 * (len(self.groups) + len(self.reward_leases)) + 1000:
+            self.named.clear()  # tokens of leases that ended; the others count from their next heartbeat on
 
     def saw(self, role: str, name: str, now: float) -> Worker:
         """The worker of that name, seen now."""
@@ -69,6 +97,10 @@ class Leasing(Book):
     def expire(self, now: float) -> None:
         """Take their leases from workers that were silent for `lease_timeout_s`."""
         limit = self.settings.lease_timeout_s
+        for name in list(self.cancelled):
+            self.cancelled[name] = {key: e for key, e in self.cancelled[name].items() if now - e.since <= limit}
+            if not self.cancelled[name]:
+                del self.cancelled[name]
         for name in [name for name, ids in self.held.items() if ids]:
             if now - self._last_seen("producer", name, now) > limit:
                 for number in sorted(self.held[name]):
@@ -98,16 +130,20 @@ class Leasing(Book):
         if again or request <= worker.answered:
             return tuple(self._granted(group) for group in again)
         granted: list[Lease] = []
-        while len(granted) < max_groups:
+        quota = self.settings.max_groups_in_flight
+        room = max_groups if not quota else min(max_groups, quota - len(self.held.get(producer, ())))
+        while len(granted) < room:
             found = self._next_for(engine_version)
             if found is None:
                 break
             granted.append(self._grant(found, worker, engine_version, request, now))
         return tuple(granted)
 
-    def lease_blocked(self, engine_version: int) -> str:
+    def lease_blocked(self, engine_version: int, producer: str = "") -> str:
         """Why a producer at this version gets nothing now; the empty string where it would get something."""
         settings = self.settings
+        if 0 < settings.max_groups_in_flight <= len(self.held.get(producer, ())):
+            return f"{producer} holds {settings.max_groups_in_flight} groups, which is its quota (max_groups_in_flight)"
         if engine_version < 0:
             return "the engine holds no weights yet"
         if engine_version > self.meta.newest + 1:
@@ -119,7 +155,7 @@ class Leasing(Book):
             return "every prompt of the run is issued"
         if not self._fits(engine_version, settings.max_staleness):
             return f"no room before deadline {engine_version + settings.max_staleness}: the learner must take a batch"
-        if not depth_allows(self.outstanding, depth=settings.depth, producer_lag=lag, batch=settings.batch_groups):
+        if not self._deep_enough(self.outstanding, lag):
             return f"{self.outstanding} groups are ahead of the learner, pipeline_depth is {settings.depth}"
         return ""
 
@@ -135,7 +171,12 @@ class Leasing(Book):
     def _fits(self, engine_version: int, bound: int) -> bool:
         deadline = engine_version + bound
         v = self.frontier
-        return deadline >= v and feasible(self.due, v=v, batch=self.settings.batch_groups, extra=deadline)
+        return deadline >= v and feasible(self.due, v=v, batch=self.plan, extra=deadline)
+
+    def _deep_enough(self, outstanding: int, producer_lag: int) -> bool:
+        """(D): one more group may be under way."""
+        v = self._training_version
+        return depth_allows(outstanding, depth=self.settings.depth, producer_lag=producer_lag, batch=self.plan, v=v)
 
     def _next_for(self, engine_version: int) -> Group | None:
         """A group that waits for another attempt, earliest deadline first, else a new prompt; None: nothing allowed."""
@@ -149,9 +190,9 @@ class Leasing(Book):
                 return group
         if self._competing >= self.unclaimed or not self._fits(engine_version, settings.max_staleness):
             return None
-        if not depth_allows(self.outstanding, depth=settings.depth, producer_lag=lag, batch=settings.batch_groups):
+        if not self._deep_enough(self.outstanding, lag):
             return None
-        return Group(self.meta.cursor, bound=settings.max_staleness)
+        return Group(self.meta.cursor, bound=settings.max_staleness, max_uses=settings.max_reuse)
 
     def _pending_order(self) -> list[int]:
         def urgency(number: int) -> tuple[float, int]:
@@ -161,11 +202,9 @@ class Leasing(Book):
         return sorted(self.pending, key=urgency)
 
     def _may_resume(self, group: Group, engine_version: int, lag: int) -> bool:
-        settings = self.settings
         if group.deadline is None:  # nothing of it arrived: like a new prompt, but it precedes those
             active = self.outstanding - sum(self.groups[number].deadline is None for number in self.pending)
-            deep = depth_allows(active, depth=settings.depth, producer_lag=lag, batch=settings.batch_groups)
-            return deep and self._fits(engine_version, group.bound)
+            return self._deep_enough(active, lag) and self._fits(engine_version, group.bound)
         if engine_version + group.bound >= group.deadline:
             return True
         self._out(group)  # these samples will be older than those it has: the deadline falls
@@ -179,7 +218,7 @@ class Leasing(Book):
             self._touch("meta")
             self.groups[group.id] = group
             group.issued = now + self.wall_offset
-            self._event(now, "issue", g=group.id)
+            self._event(now, "issue", g=group.id, **({"uses": group.max_uses} if group.max_uses > 1 else {}))
         else:
             self._out(group)
         deadline = engine_version + group.bound
@@ -200,7 +239,8 @@ class Leasing(Book):
         return self._granted(group)
 
     def _granted(self, group: Group) -> Lease:
-        missing = tuple(index for index in range(self.settings.group_size) if index not in group.samples)
+        asked = self.settings.group_size + self.settings.over_issue
+        missing = tuple(index for index in range(asked) if index not in group.samples)
         digest = hashlib.blake2b(f"{self.settings.seed}/{group.id}".encode(), digest_size=7).digest()
         return Lease(
             group.id, group.token, group.attempt, missing, int.from_bytes(digest, "little"), group.deadline or 0
@@ -212,8 +252,10 @@ class Leasing(Book):
         """The holder will not finish it: samples that arrived stay, the rest waits for another producer."""
         self._event(now, "lost", g=group.id, token=group.token, producer=group.holder, why=why)
         if counts and group.attempt >= self.settings.max_reissue:
-            self._end(group, State.DEAD, "max_reissue", now, f"attempt {group.attempt}: {why}")
+            self._end(group, State.DEAD, "max_reissue", now, f"attempt {group.attempt}: {why}", tell=why in FORGOTTEN)
             return
+        if why in FORGOTTEN:
+            self._tell_holder(group, now)
         self._out(group)
         group.attempt += counts
         group.token, group.holder, group.pid, group.request = 0, "", 0, 0
@@ -224,11 +266,13 @@ class Leasing(Book):
     def _restart_group(self, group: Group, why: str, now: float) -> None:
         """All of its samples are given up; the prompt is issued again under the same id."""
         self._event(now, "lost", g=group.id, token=group.token, producer=group.holder, why=why)
+        self._cancel(group, why, now)
         self._out(group)
         self._forget_samples(group)
         group.state, group.attempt, group.deadline, group.step = State.LEASED, group.attempt + 1, None, 0
         group.token, group.holder, group.pid, group.request = 0, "", 0, 0
         group.unscored = group.ready = group.claimed = 0.0
+        group.uses = []
         self._in(group)
 
     def give_back(self, message: LeaseReturn, *, now: float) -> None:
@@ -239,142 +283,6 @@ class Leasing(Book):
             if group is None or group.state != State.LEASED or group.token != token or not token:
                 continue
             if message.dead:
-                self._end(group, State.DEAD, "prompt", now, message.reason)
+                self._end(group, State.DEAD, "prompt", now, message.reason, tell=False)
             else:
                 self._lose(group, message.reason, now, counts=message.reason not in GRACEFUL)
-
-    # ------------------------------------------------------------ samples
-
-    def samples(
-        self, head: Samples, *, checksum: int, invalid: Callable[[], str], keep: Callable[[], Record], now: float
-    ) -> SamplesReply:
-        """Take finished samples. `invalid` says why they may not be trained on, `keep` stores their bytes."""
-        self.saw("producer", head.producer, now)
-        group = self.groups.get(head.group)
-        if group is None:
-            return SamplesReply((), (), {item.index: self._ended_reason(head.group) for item in head.samples})
-        accepted, duplicate, refused = self._sort_samples(group, head, checksum)
-        if not accepted:
-            return SamplesReply((), tuple(duplicate), refused)
-        reason = invalid() or self._wrong_digest(head) or self._wrong_rewards(head)
-        if reason:
-            self._poisoned(group, reason, now)
-            return SamplesReply((), tuple(duplicate), refused | dict.fromkeys(accepted, f"poison: {reason}"))
-        self._accept(group, head, set(accepted), keep(), now)
-        return SamplesReply(tuple(accepted), tuple(duplicate), refused)
-
-    def _ended_reason(self, number: int) -> str:
-        if number in self.ended:
-            return f"gone: {State(self.ended[number].state).name.lower()} ({self.ended[number].reason})"
-        return "gone: retired" if number in self.retired else "unknown group"
-
-    @staticmethod
-    def _sort_samples(group: Group, head: Samples, checksum: int) -> tuple[list[int], list[int], dict[int, str]]:
-        current = group.state == State.LEASED and head.token == group.token != 0
-        if current and not group.samples:  # the usual case: everything is new
-            return [item.index for item in head.samples], [], {}
-        accepted: list[int] = []
-        duplicate: list[int] = []
-        refused: dict[int, str] = {}
-        for item in head.samples:
-            known = group.samples.get(item.index)
-            if known is not None and known.token == head.token and group.records[known.record].checksum == checksum:
-                duplicate.append(item.index)
-            elif known is not None:
-                refused[item.index] = "already there with other content"
-            elif not current:
-                refused[item.index] = "token: the lease was lost"
-            else:
-                accepted.append(item.index)
-        return accepted, duplicate, refused
-
-    def _wrong_digest(self, head: Samples) -> str:
-        for version, digest in head.digests.items():
-            known = self.digests.get(version)
-            if known and digest and digest not in known:
-                return f"digest: {head.producer} holds {digest} as version {version}, published was {known[-1]}"
-        return ""
-
-    @staticmethod
-    def _wrong_rewards(head: Samples) -> str:
-        if all(map(math.isfinite, head.rewards.values())):
-            return ""
-        bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
-        return f"reward: of sample {bad[0]} is not finite"
-
-    def _accept(self, group: Group, head: Samples, accepted: set[int], record: Record, now: float) -> None:
-        self._out(group)
-        number, at, rewards = len(group.records), self._stamp(now), head.rewards
-        group.records.append(record)
-        oldest_of_all = math.inf
-        for item in head.samples:
-            index, runs = item.index, item.runs
-            if index not in accepted:
-                continue
-            if len(runs) == 1:  # one version for all tokens
-                oldest = runs[0][0]
-                digests = {oldest: head.digests.get(oldest, "")}
-            else:
-                oldest = oldest_version(runs) or 0
-                digests = {version: head.digests.get(version, "") for version, _ in runs}
-            oldest_of_all = min(oldest_of_all, oldest)
-            reward = rewards.get(index)
-            group.samples[index] = Sample(head.token, item.length, oldest, number, item.finish, reward)
-            event = SampleEvent(at, group.id, index, head.token, head.producer, item.length, runs, digests, reward)
-            self._events.append(event)
-        group.deadline = min(group.deadline or 0, int(oldest_of_all) + group.bound)
-        if len(group.samples) == self.settings.group_size:
-            self._complete(group, now)
-        self._in(group)
-
-    def _complete(self, group: Group, now: float) -> None:
-        """All samples are in (the group is out of the indexes)."""
-        group.state, group.holder, group.unscored = State.UNSCORED, "", now + self.wall_offset
-        self._event(now, "unscored", g=group.id)
-        self._ready_if_scored(group, now)
-
-    def _ready_if_scored(self, group: Group, now: float) -> None:
-        if group.state != State.UNSCORED or any(sample.reward is None for sample in group.samples.values()):
-            return
-        self.meta.sequence += 1
-        self._touch("meta")
-        group.state, group.sequence, group.ready = State.READY, self.meta.sequence, now + self.wall_offset
-        self._event(now, "ready", g=group.id)
-        self.poison.append("")
-
-    def _poisoned(self, group: Group, reason: str, now: float) -> None:
-        kind = reason.split(":", maxsplit=1)[0]
-        self._end(group, State.DEAD, f"poison:{kind}", now, reason)
-        self._count_poison(reason)
-
-    def _count_poison(self, reason: str) -> None:
-        self.poison.append(reason)
-        bad = [text for text in self.poison if text]
-        if self.fault is None and len(bad) > self.settings.max_poison_rate * self.settings.poison_window:
-            kinds = [text.split(":")[0] for text in bad]
-            top = max(sorted(set(kinds)), key=kinds.count)
-            last = [text for text in bad if text.split(":")[0] == top][-1]
-            self.fault = (
-                "poison.budget",
-                f"{len(bad)} of the last {len(self.poison)} groups were poisoned, most by "
-                f"{top} ({kinds.count(top)}); the last: {last}",
-            )
-
-    def lose_payloads(self, numbers: Sequence[int], *, now: float) -> None:
-        """Their bytes are gone (power loss, damaged disk): generate them again; recorded ones are dead."""
-        for number in numbers:
-            group = self.groups[number]
-            if group.state in (State.CLAIMED, State.TRAINED):
-                self._leave_batch(group)
-                self._end(group, State.DEAD, "payload_lost", now)
-            elif group.attempt >= self.settings.max_reissue:
-                self._end(group, State.DEAD, "max_reissue", now, "payload lost")
-            else:
-                self._restart_group(group, "payload_lost", now)
-
-    def _leave_batch(self, group: Group) -> None:
-        batch = self.batches.get(group.step)
-        if batch is None:
-            raise AsyncRLError("internal", f"group {group.id} is in no batch")
-        batch.groups.remove(group.id)
-        self._touch(f"b{batch.step}")

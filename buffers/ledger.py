@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,6 +56,18 @@ class Settings(msgspec.Struct, frozen=True):
     poison_window: int = 64
     learner_timeout_s: float = 10.0
     seed: int = 0
+    depth_rule: Literal["fixed", "max", "auto"] = "fixed"  # max: depth is max_staleness; auto: it is found
+    learner_idle_target: float = 0.03
+    max_groups_in_flight: int = 0  # that one producer may hold; 0: as many as it asks for
+    steps: int = 0  # of the run; 0: ceil(total_groups / batch_groups)
+    max_reuse: int = 1  # steps that may train one group
+    algorithm: dict[str, Any] = {}  # `learner.algorithm` of the configuration, opaque here
+    over_issue: int = 0  # samples of a group that are asked for beyond group_size
+    max_filtered_rate: float = 0.98
+    filter_window: int = 256
+    replay_order: Literal["deadline", "priority"] = "deadline"
+    fresh_first: bool = True
+    priority_exponent: float = 1.0
 
 
 def settings_of(config: Config) -> Settings:
@@ -63,10 +75,17 @@ def settings_of(config: Config) -> Settings:
     buffer = config.buffer
     return Settings(
         group_size=config.sampling.group_size, batch_groups=buffer.batch_groups, max_staleness=buffer.max_staleness,
-        depth=buffer.depth, total_groups=config.total_groups, on_late=buffer.on_late,
+        depth=min(1, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
+        total_groups=config.total_groups, on_late=buffer.on_late,
         late_timeout_s=buffer.late_timeout_s, max_reissue=buffer.max_reissue, lease_timeout_s=buffer.lease_timeout_s,
         reward_retries=config.reward_workers.retries, max_failed_groups=config.reward_workers.max_failed_groups,
         max_poison_rate=buffer.max_poison_rate, seed=config.run.seed,
+        depth_rule=buffer.pipeline_depth if isinstance(buffer.pipeline_depth, str) else "fixed",
+        learner_idle_target=buffer.learner_idle_target, max_groups_in_flight=config.producers.max_groups_in_flight,
+        steps=config.learner.steps, max_reuse=buffer.max_reuse, over_issue=config.sampling.over_issue,
+        max_filtered_rate=buffer.max_filtered_rate, replay_order=buffer.replay_order, fresh_first=buffer.fresh_first,
+        priority_exponent=buffer.priority_exponent,
+        algorithm=msgspec.to_builtins(config.learner.algorithm),
     )  # fmt: skip
 
 
@@ -109,11 +128,13 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     samples: dict[int, Sample] = {}
     records: list[Record] = []
     sequence: int = 0  # order of becoming ready
-    step: int = 0  # of the batch it is in
+    step: int = 0  # of the last batch it is in
     issued: float = 0.0  # wall time; so are the next three
     unscored: float = 0.0
     ready: float = 0.0
     claimed: float = 0.0
+    uses: list[int] = []  # steps of the batches it is in, ascending; after a checkpoint also of those it was in
+    max_uses: int = 1  # steps that may train it; fixed when it is issued
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -134,6 +155,18 @@ class Batch(msgspec.Struct, array_like=True):
     epoch: int  # of the learner that claimed it first
     groups: list[int]
     claimed: float = 0.0  # wall time
+    tuning: str = ""  # JSON of the learner's overrides in force at the claim: the batch comes back with them
+
+
+class Budget(msgspec.Struct, array_like=True):
+    """What was used of the budgets that end a run (`buffers.judging`)."""
+
+    poison: list[tuple[int, str]] = []  # (which of all groups judged, reason), those of the window
+    poisoned: int = 0
+    filtered: list[tuple[int, str]] = []
+    filtered_total: int = 0
+    forgiven: dict[str, int] = {}  # reason of dead groups -> how many of before do not count
+    spent: bool = False  # the run has ended by one of them
 
 
 class Meta(msgspec.Struct, array_like=True):
@@ -147,6 +180,7 @@ class Meta(msgspec.Struct, array_like=True):
     done: bool = False
     learner: tuple[str, int, str] = ("", 0, "")  # name, pid, host of the registered one
     registered_step: int = -1  # step of its registration until its first claim: a Register sent again is the same
+    registrations: tuple[tuple[int, int], ...] = ()  # the newest: (random number of the message, epoch given)
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -165,6 +199,9 @@ class Ledger(msgspec.Struct, frozen=True):
     trained: tuple[tuple[int, int], ...] = ()
     dropped: dict[str, tuple[tuple[int, int], ...]] = {}
     dead: dict[str, tuple[tuple[int, int], ...]] = {}
+    steps: dict[int, tuple[int, ...]] = {}  # trained steps whose commit the buffer may not know: their groups
+    tuning: str = ""  # JSON of the row `tuning`, where something was tuned
+    uses: dict[int, tuple[int, ...]] = {}  # of groups in `trained` that may be trained again: the steps that did
 
     def to_json(self) -> str:
         """The text that goes into the checkpoint."""

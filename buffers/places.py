@@ -19,7 +19,7 @@ import xxhash
 from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.wire import Buffer
-from buffers.segments import HEAD, NONCE, segment_path
+from buffers.layout import HEAD, same_folder, segment_path
 
 
 class PlaceReader:
@@ -36,12 +36,8 @@ class PlaceReader:
     @classmethod
     def of(cls, registered: wire.Registered) -> PlaceReader | None:
         """A reader where the folder that the service names is the one seen here, else None."""
-        folder = Path(registered.segments or "/nonexistent")
-        try:
-            same = bool(registered.nonce) and (folder / NONCE).read_text() == registered.nonce
-        except OSError:
-            return None
-        return cls(folder) if same else None
+        folder = same_folder(registered.segments, registered.nonce)
+        return None if folder is None else cls(folder)
 
     def fill(self, batch: wire.Batch) -> tuple[wire.Batch, list[Buffer]]:
         """The batch with its records, and their payloads. Raises OSError or WireError where a file does not agree."""

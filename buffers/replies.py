@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Batch, Buffer, GroupHead, Place, RewardItem, decode_samples, pack_arrays, unpack_arrays
-from buffers.groups import Groups
+from buffers.groups import Groups, waited_s
 from buffers.ledger import Group, State
 from buffers.scoring import ToScore
 from buffers.segments import Segments
@@ -28,7 +28,9 @@ def batch_by_place(claimed: Claimed, groups: Groups) -> Batch:
         for r in group.records
     )
     batch = claimed.batch
-    return Batch(batch.step, batch.version, heads, claimed.replayed, groups.ledger_counts(), places)
+    return Batch(
+        batch.step, batch.version, heads, claimed.replayed, groups.ledger_counts(), places, tuning=batch.tuning
+    )
 
 
 def batch_reply(claimed: Claimed, groups: Groups, segments: Segments) -> tuple[Batch, list[Buffer], list[int]]:
@@ -48,7 +50,10 @@ def batch_reply(claimed: Claimed, groups: Groups, segments: Segments) -> tuple[B
         heads.append(_group_head(group, headers, row))
         payloads.extend(payload for _, payload in parts)
     batch = claimed.batch
-    return Batch(batch.step, batch.version, tuple(heads), claimed.replayed, groups.ledger_counts()), payloads, damaged
+    reply = Batch(
+        batch.step, batch.version, tuple(heads), claimed.replayed, groups.ledger_counts(), tuning=batch.tuning
+    )
+    return reply, payloads, damaged
 
 
 def _group_head(group: Group, headers: list[bytes], row: str) -> GroupHead:
@@ -62,15 +67,21 @@ def _group_head(group: Group, headers: list[bytes], row: str) -> GroupHead:
 
 def reward_reply(
     items: list[ToScore], groups: Groups, segments: Segments
-) -> tuple[tuple[RewardItem, ...], list[Buffer]]:
-    """The samples to score, each with a payload of its own."""
+) -> tuple[tuple[RewardItem, ...], list[Buffer], list[int]]:
+    """The samples to score, each with a payload of its own, and the groups whose bytes are damaged."""
     work: list[RewardItem] = []
     payloads: list[Buffer] = []
+    damaged: set[int] = set()
     for item in items:
         group = groups.groups[item.group]
         sample = group.samples[item.index]
-        header, payload = segments.read(group.records[sample.record])
-        head = decode_samples(header)
+        try:
+            header, payload = segments.read(group.records[sample.record])
+            head = decode_samples(header)
+            row = head.row or _row_of(group, segments)
+        except AsyncRLError:
+            damaged.add(item.group)
+            continue
         arrays = unpack_arrays(head.fields, payload)
         start = 0
         for part in head.samples:
@@ -80,10 +91,9 @@ def reward_reply(
         fields, data = pack_arrays(
             {"prompt": arrays["prompt"], "response": arrays["response"][start : start + sample.length]}
         )
-        row = head.row or _row_of(group, segments)
         work.append(RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields))
         payloads.append(data)
-    return tuple(work), payloads
+    return tuple(work), payloads, sorted(damaged)
 
 
 def _row_of(group: Group, segments: Segments) -> str:
@@ -105,7 +115,13 @@ def status_json(groups: Groups, now: float, extra: dict[str, Any]) -> str:
         "fault": None if groups.fault is None else {"code": groups.fault[0], "message": groups.fault[1]},
         "learner": None if not name else {
             "name": name, "pid": pid, "host": host, "age_s": round(now - learner.seen, 3) if learner else None,
-            "waiting_for": learner.waiting_for if learner else "", "stats": learner.stats if learner else {},
+            "waiting_for": learner.waiting_for if learner else "",
+            "waiting_s": waited_s(learner, now) if learner else 0.0, "stats": learner.stats if learner else {},
+        },
+        "tuning": {
+            "number": groups.tuning.number, "author": groups.tuning.author, "changed": groups.tuning.values,
+            "settings": groups.tuned(), "depth": groups.settings.depth,
+            "batch_groups": groups.plan.size(groups.frontier + 1),
         },
         "producers": groups.workers_of("producer", now), "rewards": groups.workers_of("reward", now),
         "waiting_for": groups.diagnosis(now) if groups.asked_since else "", **extra,

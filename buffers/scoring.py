@@ -11,13 +11,14 @@ A sample may be scored before its group is complete: scores then wait for the sa
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
 from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
-from buffers.book import RewardLease
-from buffers.leasing import Leasing
+from buffers.arriving import Arriving
 from buffers.ledger import Group, Sample, State
+from buffers.notes import RewardLease
 
 
 class ToScore(msgspec.Struct, frozen=True):
@@ -29,8 +30,8 @@ class ToScore(msgspec.Struct, frozen=True):
     attempt: int
 
 
-class Scoring(Leasing):
-    """Leasing plus what reward workers do."""
+class Scoring(Arriving):
+    """Arriving plus what reward workers do."""
 
     def reward_lease(self, name: str, *, max_samples: int, request: int, now: float) -> list[ToScore]:
         """Samples for this worker, oldest first. The same request again gets the same samples."""
@@ -65,7 +66,7 @@ class Scoring(Leasing):
         refused: dict[str, str] = {}
         accepted = 0
         for score in message.scores:
-            why = self._score(score, message.worker, now)
+            why = self._score(score, message.worker, now, message.reward_version)
             accepted += not why
             if why:
                 refused[f"{score.group}:{score.index}"] = why
@@ -97,7 +98,7 @@ class Scoring(Leasing):
             self.scoring[lease.worker].discard(key)
         self.to_score.pop(key, None)
 
-    def _score(self, score: Score, worker: str, now: float) -> str:
+    def _score(self, score: Score, worker: str, now: float, version: str = "") -> str:
         found = self._sample_for(score)
         if isinstance(found, str):
             return found
@@ -108,9 +109,14 @@ class Scoring(Leasing):
         self._release_score((score.group, score.index))
         self._out(group)
         sample.reward, sample.parts = score.reward, dict(score.parts)
-        self._event(now, "score", g=group.id, i=score.index, reward=score.reward, worker=worker)
-        self._ready_if_scored(group, now)
+        more: dict[str, Any] = {"parts": sample.parts} if sample.parts else {}
+        if version:
+            more["version"] = version
+        self._event(now, "score", g=group.id, i=score.index, reward=score.reward, worker=worker, **more)
+        verdict = self._ready_if_scored(group, now)
         self._in(group)
+        if verdict is not None:
+            self._end_by(group, verdict, now)
         return ""
 
     def _failure(self, failure: RewardFailure, worker: str, now: float) -> str:
@@ -122,19 +128,10 @@ class Scoring(Leasing):
         if sample.failures >= self.settings.reward_retries:
             detail = f"{failure.reason}: {failure.detail}"
             self._end(group, State.DEAD, "reward_failed", now, detail)
-            self._judge_rewards(detail)
+            self._count_failed("reward_failed", detail)
             return ""
         self._out(group)
         sample.failures += 1
         sample.failed_by = tuple(sorted({*sample.failed_by, worker}))
         self._in(group)
         return ""
-
-    def _judge_rewards(self, detail: str) -> None:
-        failed = self.ended_counts[State.DEAD, "reward_failed"] - self.forgiven
-        limit = self.settings.max_failed_groups
-        if self.fault is None and failed > limit:
-            self.fault = (
-                "reward.budget",
-                f"{failed} groups failed in their reward, {limit} are allowed; the last: {detail}",
-            )

@@ -1,7 +1,7 @@
 """Payloads on disk: append-only segment files, and a bounded cache of what was written last.
 
-Called by the service. A record is `[magic 4s, segment u32, header bytes u32, payload bytes u64, xxh3_64 u64][header]
-[payload]`, the checksum covering header and payload. Guarantees:
+Called by the service. Records have the form of `buffers.layout`; those that producers of this host wrote into files of
+their own are `guests`, and are read and released here like the service's. Guarantees:
 1. `append` gives the place at once, `flush` writes all that was appended with one gathering write, before the index;
 2. a new file begins at `segment_bytes`; a file goes when its last live record was released;
 3. `read` verifies the checksum: damaged bytes raise `store.corrupt`, they are never handed out;
@@ -16,35 +16,18 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import xxhash
-
 from asyncrl.errors import AsyncRLError, Unavailable
-from asyncrl.wire import Buffer
+from asyncrl.failpoints import failpoint
+from asyncrl.wire import Buffer, Place
+from buffers.guests import Guests, is_guest, writer_of
+from buffers.layout import GUEST, GUEST_BYTES, HEAD, MAGIC, NONCE, SPARE_BYTES, checksum_of, reserve, segment_path
 from buffers.ledger import Record
 
-MAGIC = b"ASEG"
-HEAD = struct.Struct("<4sIIQQ")
-AHEAD_BYTES = 8 << 20  # allocated ahead of the writing
-SPARE_BYTES = 128 << 20  # of free files kept to be written over
 IOV_LIMIT = 512
-NONCE = "nonce"
-
-
-def checksum_of(header: Buffer, payload: Buffer) -> int:
-    """xxh3_64 over both."""
-    digest = xxhash.xxh3_64(header)
-    digest.update(payload)
-    return digest.intdigest()
-
-
-def segment_path(folder: Path, number: int) -> Path:
-    """The file of a segment."""
-    return folder / f"{number:08d}.seg"
 
 
 class Segments:
@@ -80,8 +63,12 @@ class Segments:
         self._allocated = 0
         self.report: list[str] = []
         self.damaged: list[Record] = []
-        self._recover(list(live))
-        self._number = max((number for number in self._numbers()), default=0) + 1
+        records = list(live)
+        self._recover([record for record in records if not is_guest(record.segment)])
+        self._recover_guests([record for record in records if is_guest(record.segment)])
+        # Above every number that a record names, also one whose file is gone: two files would share a count.
+        named = [record.segment for record in records if not is_guest(record.segment)]
+        self._number = max([*self._numbers(), *named], default=0) + 1
         self._offset = self._written = 0  # with and without what is queued
         self._file = self._create(self._number)
 
@@ -91,7 +78,8 @@ class Segments:
         return segment_path(self._folder, number)
 
     def _numbers(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("*.seg") if path.stem.isdigit())
+        numbers = (int(path.stem) for path in self._folder.glob("*.seg") if path.stem.isdigit())
+        return sorted(number for number in numbers if not is_guest(number))
 
     def _create(self, number: int) -> int:
         if self._spares:
@@ -104,11 +92,9 @@ class Segments:
         numbers = self._numbers()
         sizes = {number: self._path(number).stat().st_size for number in numbers}
         for record in live:
-            end = record.offset + HEAD.size + record.header_bytes + record.payload_bytes
-            if end > sizes.get(record.segment, 0):
+            self._live[record.segment] += 1  # a damaged one too: it is released like any other
+            if not self._whole(record, sizes):
                 self.damaged.append(record)
-                continue
-            self._live[record.segment] += 1
         for number in numbers:
             ends = [
                 record.offset + HEAD.size + record.header_bytes + record.payload_bytes
@@ -120,6 +106,25 @@ class Segments:
                 self._cut(number, max(ends))
         last = [record for record in live if record.segment == numbers[-1]] if numbers else []
         self.damaged.extend(record for record in last if record not in self.damaged and not self._intact(record))
+
+    def _recover_guests(self, live: list[Record]) -> None:
+        """The newest file of each writer may be torn by a loss of power; the rest of what it held is not needed."""
+        newest: dict[int, int] = {}
+        for record in live:
+            writer = writer_of(record.segment)
+            newest[writer] = max(newest.get(writer, 0), record.segment)
+        sizes = {n: p.stat().st_size for n in {r.segment for r in live} if (p := self._path(n)).exists()}
+        torn = [record for record in live if not self._whole(record, sizes)]
+        self.guests = Guests(
+            self._folder, file_bytes=min(self._segment_bytes, GUEST_BYTES), fsync=self._fsync, live=live
+        )
+        self.damaged += torn
+        last = [record for record in live if record.segment == newest[writer_of(record.segment)]]
+        self.damaged += [record for record in last if record not in torn and not self._intact(record)]
+
+    @staticmethod
+    def _whole(record: Record, sizes: Mapping[int, int]) -> bool:
+        return record.offset + HEAD.size + record.header_bytes + record.payload_bytes <= sizes.get(record.segment, 0)
 
     def _cut(self, number: int, end: int) -> None:
         """Cut what lies behind `end`; a record of this segment there was written and never indexed: say so."""
@@ -157,8 +162,16 @@ class Segments:
         self._unwritten[record] = (header, payload, again)
         return record
 
+    def adopt(self, place: Place, header: Buffer, payload: Buffer, *, again: bool = True) -> Record:
+        """The record that a producer wrote at this place (`guests.read` has verified it) belongs to the index."""
+        record = self.guests.adopt(place)
+        if again:
+            self._remember(record, bytes(header), bytes(payload))
+        return record
+
     def _rotate(self) -> None:
         self.flush()
+        failpoint("buffer.rotate")
         self._finished.append(self._file)  # `sync` closes it, on its thread
         if self._fsync != "everysec":
             self._close_finished()
@@ -168,34 +181,33 @@ class Segments:
 
     def flush(self) -> None:
         """Write what was appended. Raises `disk.full` (or `store.refused`): the service then ends and starts again."""
-        if not self._queue:
+        if not self._queue and not self.guests.adopted:
             return
         queue, self._queue = self._queue, []
+        failpoint("buffer.before_segments")
         try:
-            self._allocate()
+            self.guests.flush()
+            if queue:
+                self._allocate()
             for start in range(0, len(queue), IOV_LIMIT):
                 self._write(queue[start : start + IOV_LIMIT])
-            if self._fsync == "always":
+            if self._fsync == "always" and queue:
                 os.fdatasync(self._file)
         except OSError as error:
             code = "disk.full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "store.refused"
             raise Unavailable(code, f"segment file: {error.strerror}", where=str(self._path(self._number))) from None
-        self._dirty = True
+        failpoint("buffer.after_segments")
+        self._dirty = self._dirty or bool(queue)
         for record, (header, payload, again) in self._unwritten.items():
             if again:
                 self._remember(record, header, payload)
         self._unwritten = {}
 
     def _allocate(self) -> None:
-        """Reserve the space of what is queued and some more; a file system that cannot is none the worse."""
-        if self._offset <= self._allocated:
-            return
-        self._allocated = max(self._offset, min(self._segment_bytes, self._offset + AHEAD_BYTES))
-        try:
-            os.posix_fallocate(self._file, self._written, self._allocated - self._written)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+        """Reserve the space of what is queued and some more."""
+        self._allocated = reserve(
+            self._file, written=self._written, needed=self._offset, allocated=self._allocated, limit=self._segment_bytes
+        )
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         wanted = sum(memoryview(part).nbytes for part in parts)
@@ -209,6 +221,7 @@ class Segments:
 
     def sync(self) -> None:
         """Flush what was written since the last call to the disk (everysec). May run on another thread."""
+        self.guests.sync()
         if self._fsync != "everysec" or not (self._dirty or self._finished):
             return
         self._dirty = False
@@ -240,17 +253,22 @@ class Segments:
         where = str(self._path(record.segment))
         size = HEAD.size + record.header_bytes + record.payload_bytes
         try:
-            if record.segment not in self._readers:
-                self._readers[record.segment] = os.open(where, os.O_RDONLY)
-            data = os.pread(self._readers[record.segment], size, record.offset)
+            data = os.pread(self._reader(record.segment), size, record.offset)
         except OSError as error:
             raise AsyncRLError("store.corrupt", f"record cannot be read: {error.strerror}", where=where) from None
         header = data[HEAD.size : HEAD.size + record.header_bytes]
         payload = memoryview(data)[HEAD.size + record.header_bytes :]
-        expected = HEAD.pack(MAGIC, record.segment, record.header_bytes, record.payload_bytes, record.checksum)
+        expected = HEAD.pack(MAGIC, record.segment % GUEST, record.header_bytes, record.payload_bytes, record.checksum)
         if len(data) != size or data[: HEAD.size] != expected or checksum_of(header, payload) != record.checksum:
             raise AsyncRLError("store.corrupt", f"record at {record.offset} is damaged", where=where)
         return header, payload
+
+    def _reader(self, number: int) -> int:
+        if is_guest(number):
+            return self.guests.open(number)
+        if number not in self._readers:
+            self._readers[number] = os.open(self._path(number), os.O_RDONLY)
+        return self._readers[number]
 
     def _remember(self, record: Record, header: Buffer, payload: Buffer) -> None:
         if record.payload_bytes > self._cache_bytes or record in self._cache:
@@ -268,6 +286,9 @@ class Segments:
         for record in records:
             if self._cache.pop(record, None) is not None:
                 self._cached -= record.payload_bytes + record.header_bytes
+            if is_guest(record.segment):
+                self.guests.release(record)
+                continue
             self._live[record.segment] -= 1
             self._unlink_if_free(record.segment)
 
@@ -288,6 +309,7 @@ class Segments:
         """Write what is queued and close the files."""
         self.flush()
         self.sync()
+        self.guests.close()
         self._close_finished()
         os.ftruncate(self._file, self._written)
         os.close(self._file)

@@ -23,12 +23,15 @@ from typing import Any
 import uvloop
 
 from asyncrl.config import BufferConfig, Config
+from asyncrl.failpoints import failpoint
 from asyncrl.role import RoleArgs, Stop, key_of, run
-from asyncrl.rundir import RunDir, endpoint, run_id, run_keys
+from asyncrl.rundir import RunDir, endpoint, run_id, run_keys, write_atomic
+from asyncrl.signs import Sign
 from asyncrl.sockets import Responder, keep_memory
+from buffers.filters import filters_of
 from buffers.groups import Groups
 from buffers.history import KEY, History
-from buffers.ledger import settings_of
+from buffers.ledger import State, settings_of
 from buffers.segments import Segments
 from buffers.service import BufferService
 from buffers.stores.base import Store
@@ -74,11 +77,24 @@ def process_gone(pid: int, host: str) -> bool:
         return False
 
 
+def _last_epoch(run_dir: RunDir) -> int:
+    """The epoch of the service before this one, by the run folder: an emptied store may be opened twice in a second."""
+    try:
+        return int(run_dir.service.read_bytes())
+    except (OSError, ValueError):
+        return 0
+
+
 def open_service(config: Config, store: Store) -> BufferService:
     """Read the state back and bring payloads, index and history to agreement."""
     now = time.monotonic()
-    opened = store.open(floor=int(time.time()))
-    groups = Groups(settings_of(config), epoch=opened.epoch, wall_offset=time.time() - now)
+    opened = store.open(floor=max(int(time.time()), _last_epoch(RunDir(config.run_dir)) + 1))
+    write_atomic(RunDir(config.run_dir).service, b"%d" % opened.epoch)
+    failpoint("buffer.at_open")
+    groups = Groups(
+        settings_of(config), epoch=opened.epoch, wall_offset=time.time() - now,
+        filters=filters_of(config.buffer.filters),
+    )  # fmt: skip
     groups.load(opened.rows)
     records = {record: group.id for group in groups.groups.values() for record in group.records}
     buffer = config.buffer
@@ -90,19 +106,22 @@ def open_service(config: Config, store: Store) -> BufferService:
         fsync=buffer.fsync,
         live=records,
     )
-    history = History(run_dir.history, last=dict(opened.rows).get(KEY, b""))
+    history = History(run_dir.history, last=dict(opened.rows).get(KEY, b""), fsync=buffer.fsync)
     for line in segments.report:
         print(f"buffer: {line}", flush=True)
     groups.note_start(now)
     if segments.damaged:
-        lost = sorted({records[record] for record in segments.damaged})
-        print(f"buffer: payloads of {len(lost)} groups are damaged; they are generated again", flush=True)
+        damaged = {records[record] for record in segments.damaged}
+        # A learner may hold a recorded batch in its memory: whether bytes are missed shows when it is claimed again.
+        lost = sorted(number for number in damaged if groups.groups[number].state < State.CLAIMED)
+        print(f"buffer: payloads of {len(damaged)} groups are damaged, {len(lost)} are generated again", flush=True)
         groups.lose_payloads(lost, now=now)
     groups.check()
     service = BufferService(
         config, groups=groups, store=store, segments=segments, history=history, process_gone=process_gone
     )
     service.flush()
+    failpoint("buffer.after_open")
     return service
 
 
@@ -113,24 +132,29 @@ async def serve(
     loop = asyncio.get_running_loop()
     syncing: asyncio.Future[Any] | None = None
     second = time.monotonic()
+    sign = Sign(RunDir(config.run_dir).alive, role="buffer", name="buffer")
     while not (stop.is_set() or service.stop_reason or failed):
         await asyncio.sleep(TICK_S)
         service.bad_frames = responder.counters["bad_frames"]
+        sign.beat(every_s=config.log.heartbeat_s)
         service.tick()
         if time.monotonic() - second >= 1.0:
             second = time.monotonic()
             service.write_metrics()
+            service.tidy()
             if syncing is not None and syncing.done():
                 syncing.result()
             if syncing is None or syncing.done():
                 syncing = loop.run_in_executor(None, _sync, service)
     if syncing is not None:
-        await syncing
+        await syncing  # bounded: an fsync; the launcher's grace ends a disk that hangs
+    sign.close()
 
 
 def _sync(service: BufferService) -> None:
     service.segments.sync()
     service.store.sync()
+    service.history.sync()
 
 
 async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:

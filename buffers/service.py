@@ -14,14 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError, error_for
-from asyncrl.rundir import run_id
+from asyncrl.failpoints import failpoint
+from asyncrl.rundir import RunDir, run_id
 from asyncrl.sockets import Call
+from asyncrl.wire import Buffer
+from buffers.dead import DeadLetters
 from buffers.desk import Desk, Poll
 from buffers.groups import Groups
 from buffers.history import KEY, History, lines_of
+from buffers.layout import GUEST_BYTES
 from buffers.ledger import Change, Record, ledger_of
 from buffers.replies import batch_by_place, batch_reply, reward_reply
 from buffers.segments import Segments
@@ -42,6 +48,7 @@ class BufferService(Desk):
         self.history = history
         self.stop_reason = ""
         self._process_gone = process_gone
+        self._dead = DeadLetters(RunDir(config.run_dir).dead)
         self._clock = clock  # monotonic seconds; the simulator injects its own
         self._claim_poll: Poll | None = None
         self._registering: Call | None = None
@@ -49,10 +56,11 @@ class BufferService(Desk):
         self._handlers: dict[type[Any], Callable[[Call, float], None]] = {
             wire.Hello: self._hello, wire.Heartbeat: self._heartbeat, wire.StatusRequest: self._status,
             wire.Stop: self._stop, wire.LeaseRequest: self._lease_request, wire.Samples: self._samples,
+            wire.SamplesAt: self._samples_at,
             wire.LeaseReturn: self._lease_return, wire.RewardRequest: self._reward_request, wire.Scores: self._scores,
             wire.Register: self._register, wire.Claim: self._claim, wire.Commit: self._commit,
             wire.Quarantine: self._quarantine, wire.LedgerRequest: self._ledger, wire.Checkpointed: self._checkpointed,
-            wire.Goodbye: self._goodbye,
+            wire.Goodbye: self._goodbye, wire.Tune: self._tune,
         }  # fmt: skip
 
     # ------------------------------------------------------------ the drain
@@ -93,16 +101,23 @@ class BufferService(Desk):
         lines = lines_of(taken.events) if taken.events else b""
         changes = [*taken.changes, Change(KEY, lines)] if lines else taken.changes
         if changes:
+            failpoint("buffer.before_apply")
             try:
                 self.store.apply(changes)
             except StoreLost:
                 print(f"buffer: the {self.store.kind} store lost its state; it is written again", flush=True)
+                failpoint("buffer.at_reseed")
                 self.store.reseed([*self.groups.rows(), Change(KEY, lines)])
+                failpoint("buffer.after_reseed")
+            failpoint("buffer.after_apply")
             self.history.write(lines)
+            failpoint("buffer.before_answer")
+        self._lengths.take(taken.events)
         replies, self._replies = self._replies, []
         for call, message, payloads in replies:
             call.reply(message, payloads)
         if taken.freed:
+            failpoint("buffer.before_release")
             self.segments.release(taken.freed)
 
     # ------------------------------------------------------------ polls
@@ -143,7 +158,7 @@ class BufferService(Desk):
             if ended
             else self.groups.fault[1]
             if self.groups.fault
-            else self.groups.lease_blocked(ask.engine_version)
+            else self.groups.lease_blocked(ask.engine_version, ask.producer)
         )
         self._answer(call, wire.Leases(leases, self.groups.meta.version, reason, ended))
 
@@ -153,7 +168,8 @@ class BufferService(Desk):
         if items or ended or now >= poll.until:
             del self._reward_polls[name]
             self.groups.workers["reward", name].answered = poll.call.request
-            work, payloads = reward_reply(items, self.groups, self.segments)
+            work, payloads, damaged = reward_reply(items, self.groups, self.segments)
+            self.groups.lose_payloads(damaged, now=now)
             self._answer(poll.call, wire.RewardWork(work, ended and not items), payloads)
 
     def _look_at_claim(self, poll: Poll, now: float) -> None:
@@ -163,12 +179,14 @@ class BufferService(Desk):
             claimed = self.groups.claim(epoch=ask.epoch, step=ask.step, version=ask.version, now=now)
             if claimed is not None:
                 self.segments.flush()
+                lengths = self._lengths.values()
                 if ask.by_place:
-                    self._answer(poll.call, batch_by_place(claimed, self.groups))
+                    reply = batch_by_place(claimed, self.groups)
+                    self._answer(poll.call, msgspec.structs.replace(reply, lengths=lengths))
                     return
                 batch, payloads, damaged = batch_reply(claimed, self.groups, self.segments)
                 if not damaged:
-                    self._answer(poll.call, batch, payloads)
+                    self._answer(poll.call, msgspec.structs.replace(batch, lengths=lengths), payloads)
                     return
                 self.groups.lose_payloads(damaged, now=now)  # the claim is looked at again at the next tick
         except AsyncRLError as error:
@@ -178,7 +196,8 @@ class BufferService(Desk):
             return
         if now >= poll.until or self.stop_reason:
             ready = len(self.groups.ready_order)
-            self._answer(poll.call, wire.NotYet(self.groups.diagnosis(now), ready, self.config.buffer.batch_groups))
+            wanted = self.groups.batch_size(ask.step)
+            self._answer(poll.call, wire.NotYet(self.groups.diagnosis(now), ready, wanted))
         else:
             self._claim_poll = poll
 
@@ -215,21 +234,47 @@ class BufferService(Desk):
         head: wire.Samples = call.message
         if len(call.payloads) != 1:
             raise WireError("wire.decode", f"samples come with one payload frame, not {len(call.payloads)}")
-        payload = call.payloads[0]
-        header, checksum = bytes(call.header), call.checksum  # as they came, verified by the decoder
+        # As they came, verified by the decoder.
+        self._take_samples(call, head, bytes(call.header), call.payloads[0], checksum=call.checksum, now=now)
+
+    def _samples_at(self, call: Call, now: float) -> None:
+        ask: wire.SamplesAt = call.message
+        limit = self.config.network.max_message_bytes
+        header, payload = self.segments.guests.read(ask.producer, ask.place, max_bytes=limit)
+        head = wire.decode_samples(header)
+        if head.producer != ask.producer:
+            raise WireError("wire.unexpected", f"samples of {head.producer} come from {ask.producer}")
+        self._take_samples(call, head, header, payload, checksum=ask.place.checksum, now=now, place=ask.place)
+
+    def _shown(self, hello: wire.Hello) -> tuple[str, str, int, int]:
+        if hello.role != "producer":
+            return "", "", 0, 0
+        buffer = self.config.buffer
+        return (*self.segments.shown(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
+
+    def _take_samples(
+        self, call: Call, head: wire.Samples, header: Buffer, payload: Buffer, *, checksum: int, now: float,
+        place: wire.Place | None = None,
+    ) -> None:  # fmt: skip
+        """Samples that came with their payload, or that lie at a place."""
 
         def invalid() -> str:
             # A publish is known to producers before the learner's commit arrives here, hence one version more.
-            return wire.validate_samples(
-                head, payload, group_size=self.groups.settings.group_size, newest_version=self.groups.meta.newest + 1
-            )
+            settings, newest = self.groups.settings, self.groups.meta.newest + 1
+            asked = settings.group_size + settings.over_issue
+            return wire.validate_samples(head, payload, group_size=asked, newest_version=newest)
 
         def keep() -> Record:
             self.counters["ingest_bytes"] += memoryview(payload).nbytes
             unscored = len(head.rewards) < len(head.samples)  # reward workers will ask for it
+            if place is not None:
+                self.counters["place_bytes"] += memoryview(payload).nbytes
+                return self.segments.adopt(place, header, payload, again=unscored)
             return self.segments.append(header, payload, checksum, again=unscored)
 
         reply = self.groups.samples(head, checksum=checksum, invalid=invalid, keep=keep, now=now)
+        if reply.refused and any(why.startswith("poison: ") for why in reply.refused.values()):
+            self._dead.put(group=head.group, token=head.token, header=header, payload=payload)
         self.counters["duplicates"] += len(reply.duplicate)
         self.counters["refused_samples"] += len(reply.refused)
         self._answer(call, reply)
@@ -262,14 +307,16 @@ class BufferService(Desk):
             epoch = self.groups.register(
                 name=ask.name, pid=ask.pid, host=ask.host, step=ask.step, ledger=ledger_of(ask.ledger),
                 takeover=ask.takeover, now=now, process_gone=bool(name) and self._process_gone(pid, host),
-                digests=ask.digests,
+                digests=ask.digests, once=ask.once,
             )  # fmt: skip
         except AsyncRLError as error:
             first = self.groups.workers.get(("learner", name))
-            if error.code != "learner.duplicate" or (first is not None and first.seen > call.received):
+            waits = error.code == "learner.duplicate" and not self.groups.meta.done
+            if not waits or (first is not None and first.seen > call.received):
                 raise
             self._registering = call  # whether the first one still lives shows at its next heartbeat, or in 10 s
             return
+        failpoint("buffer.after_reconcile")
         folder, nonce = self.segments.shown()
         self._answer(call, wire.Registered(epoch, run_id(self.config), self.groups.replay_to, folder, nonce))
 
@@ -284,14 +331,30 @@ class BufferService(Desk):
 
     def _commit(self, call: Call, now: float) -> None:
         ask: wire.Commit = call.message
-        self.groups.commit(epoch=ask.epoch, step=ask.step, version=ask.version, digest=ask.digest, now=now)
+        self.groups.commit(
+            epoch=ask.epoch, step=ask.step, version=ask.version, digest=ask.digest, now=now, groups=ask.groups
+        )
         self.write_metrics(step=ask.step)
         self._answer(call, wire.Ok())
 
     def _quarantine(self, call: Call, now: float) -> None:
         ask: wire.Quarantine = call.message
+        self._keep_dead(ask)
         self.groups.quarantine(epoch=ask.epoch, step=ask.step, groups=ask.groups, reason=ask.reason, now=now)
         self._answer(call, wire.Ok())
+
+    def _keep_dead(self, ask: wire.Quarantine) -> None:
+        """Keep the messages of groups that the learner cannot use, before the state machine frees them."""
+        self.groups.fence(ask.epoch)
+        for number in ask.groups:
+            group = self.groups.groups.get(number)
+            for at, record in enumerate(group.records if group is not None and group.step == ask.step else ()):
+                token = min((s.token for s in group.samples.values() if s.record == at), default=0) if group else 0
+                try:
+                    header, payload = self.segments.read(record)
+                except (AsyncRLError, OSError):
+                    continue  # damaged: the claim reports it
+                self._dead.put(group=number, token=token, header=header, payload=payload)
 
     def _ledger(self, call: Call, now: float) -> None:
         self._answer(
@@ -304,14 +367,21 @@ class BufferService(Desk):
 
     def _goodbye(self, call: Call, now: float) -> None:
         ask: wire.Goodbye = call.message
-        self.groups.goodbye(epoch=ask.epoch, done=ask.done, reason=ask.reason, now=now)
+        self.groups.goodbye(epoch=ask.epoch, done=ask.done, reason=ask.reason, now=now, step=ask.step)
         self._answer(call, wire.Ok())
 
     # ------------------------------------------------------------ metrics and end
 
+    def tidy(self) -> None:
+        """Called every second: files of producers that are silent go, when nothing in them lives."""
+        now, limit = self._clock(), self.groups.settings.lease_timeout_s
+        workers = self.groups.workers.items()
+        self.segments.guests.keep_only({name for (_, name), worker in workers if now - worker.seen <= limit})
+
     def close(self) -> None:
         """Answer every poll, write what is left, close."""
         self.stop_reason = self.stop_reason or "stop"
+        failpoint("buffer.at_close")
         self._look_at_polls(self._clock(), clock=True)
         if self._registering is not None:
             self._refuse(self._registering, error_for("net.unreachable", "the buffer stops"))

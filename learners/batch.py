@@ -40,6 +40,7 @@ class Sample(msgspec.Struct, frozen=True):
     behaviour: Array  # f4 [T]
     mask: Array  # u1 [T]: 1 where the policy sampled the token
     advantage: float
+    number: int = 0  # its place among the samples of the batch
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -58,6 +59,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     behaviour: Array  # f4 [N]
     mask: Array  # u1 [N]
     advantages: Array  # f4 [N]
+    samples: Array  # i4 [S]: place of each sequence among the samples of the batch
 
 
 class Minibatch(msgspec.Struct, frozen=True):
@@ -73,18 +75,19 @@ class StepBatch(msgspec.Struct, frozen=True):
 
     shares: tuple[tuple[Minibatch, ...], ...]
     stats: dict[str, float]
+    advantages: tuple[float, ...] = ()  # of every sample, in the order of the batch
 
 
 _FIELDS = {
     "input_ids": "i4", "position_ids": "i4", "cu_seqlens": "i4", "positions": "i4", "targets": "i4", "sequences": "i4",
-    "behaviour": "f4", "mask": "u1", "advantages": "f4",
+    "behaviour": "f4", "mask": "u1", "advantages": "f4", "samples": "i4",
 }  # fmt: skip
 
 
 # ---------------------------------------------------------------- assembly
 
 
-def unusable(group: GroupData, *, max_tokens: int) -> str:
+def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
     """Why the learner cannot train this group; the empty string where it can. Looks at what the wire checks do not."""
     for sample in group.samples:
         if not np.isfinite(sample.reward):
@@ -92,6 +95,10 @@ def unusable(group: GroupData, *, max_tokens: int) -> str:
         tokens = group.prompt_ids.size + sample.response.size
         if tokens > max_tokens:
             return f"length: sample {sample.index} has {tokens} tokens, learner.micro_batch_tokens is {max_tokens}"
+        if vocabulary:
+            for ids in (group.prompt_ids, sample.response):
+                if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+                    return f"vocabulary: sample {sample.index} has a token outside 0..{vocabulary - 1}"
     return "" if group.samples else "empty: no samples"
 
 
@@ -116,15 +123,16 @@ def assemble(
             behaviour=sample.logprobs,
             mask=np.ones(sample.response.size, np.uint8) if sample.mask is None else sample.mask,
             advantage=float(value),
+            number=number,
         )
-        for (group, sample), value in zip(samples, advantages, strict=True)
+        for number, ((group, sample), value) in enumerate(zip(samples, advantages, strict=True))
     ]
     chunks = _split_groups([len(group.samples) for group in batch.groups], minibatches)
     cut = [_minibatch(sequences[part], ranks=ranks, max_tokens=max_tokens, packing=packing) for part in chunks]
     shares = tuple(tuple(minibatch[rank] for minibatch in cut) for rank in range(ranks))
     stats = statistics(batch, advantages)
     stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
-    return StepBatch(shares, stats)
+    return StepBatch(shares, stats, tuple(map(float, advantages)))
 
 
 def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
@@ -271,6 +279,7 @@ def _micro(
         behaviour=joined([sequence.behaviour for sequence in sequences], "f4"),
         mask=joined([sequence.mask for sequence in sequences], "u1"),
         advantages=np.repeat(np.array([s.advantage for s in sequences], np.float32), counts),
+        samples=np.array([sequence.number for sequence in sequences], np.int32),
     )
 
 

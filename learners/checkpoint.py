@@ -6,12 +6,14 @@ BLAKE2b of every other file). Guarantees:
 1. it is written under a hidden name, synced, and renamed last: a crash at any point leaves the earlier ones untouched;
 2. `newest` checks every byte against the manifest, skips what is damaged and says why;
 3. the last `keep` are kept, older ones and left-overs of crashes are removed, and only after a new one is durable;
-4. no pickle: safetensors and JSON.
+4. no pickle: safetensors and JSON;
+5. a full disk is `disk.full` on every rank alike: the hidden folder goes, the earlier checkpoints stay.
 The folder must be on a file system that all ranks see.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -22,12 +24,14 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.failpoints import failpoint
 from asyncrl.rundir import write_atomic
 from learners.backends.base import Backend
 from learners.gang import Gang
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+SPARE_BYTES = 1 << 20  # left free beside a checkpoint: logs and the index need room as well
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -59,42 +63,99 @@ def steps_in(root: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def save(root: Path, state: State | None, *, step: int, backend: Backend, gang: Gang, keep: int) -> Path:
-    """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable when it returns."""
+def save(
+    root: Path, state: State | None, *, step: int, backend: Backend, gang: Gang, keep: int,
+    fence: Callable[[], None] = lambda: None,
+) -> Path:  # fmt: skip
+    """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable when it returns.
+
+    `fence` is asked on rank 0 right before the checkpoint becomes visible, and raises where another learner took over.
+    Raises `disk.full` on every rank where one of them could not write; earlier checkpoints are as they were.
+    """
     target = folder_of(root, step)
     temporary = root / f".{target.name}.tmp"
+
+    def agree(error: str) -> None:
+        """Rank 0 says whether it worked; where it did not, every rank raises the same."""
+        said = gang.share(error.encode()).decode()
+        if said:
+            if gang.lead:
+                fence()  # its owner may have removed the folder below this process
+                shutil.rmtree(temporary, ignore_errors=True)  # its bytes are needed more than its content
+            raise AsyncRLError("disk.full", f"checkpoint of step {step}: {said}", where=str(root))
+
     if gang.lead:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    gang.barrier()
-    try:
-        path = backend.save(temporary)
-        mine = {path.name: _entry(path)}
-        _sync(path)
-    except OSError as error:
-        raise AsyncRLError("disk.full", f"checkpoint of step {step}: {error}", where=str(root)) from error
+        fence()
+    agree(_attempt(lambda: _begin(root, temporary)) if gang.lead else "")
+    mine: dict[str, FileEntry] = {}
+    error = _attempt(lambda: mine.update(_shard(temporary, backend)))
     entries: dict[str, FileEntry] = {}
-    for text in gang.gather(msgspec.json.encode(mine)):
-        entries.update(msgspec.json.decode(text, type=dict[str, FileEntry]))
+    errors = []
+    for text in gang.gather(msgspec.json.encode((error, mine))):
+        other, files = msgspec.json.decode(text, type=tuple[str, dict[str, FileEntry]])
+        entries.update(files)
+        errors.append(other)
+    agree(next(filter(None, errors), ""))
     if gang.lead:
         assert state is not None
-        try:
-            _complete(temporary, target, state, entries)
-        except OSError as error:
-            raise AsyncRLError("disk.full", f"checkpoint of step {step}: {error}", where=str(root)) from error
+        whole = state
+        error = _attempt(lambda: _complete(temporary, target, whole, entries, fence))
+    agree(error)
+    if gang.lead:
         _clean(root, step=step, keep=keep)
-    gang.barrier()
     return target
 
 
-def _complete(temporary: Path, target: Path, state: State, entries: dict[str, FileEntry]) -> None:
+def _attempt(work: Callable[[], None]) -> str:
+    """Run it; what the file system said against it."""
+    try:
+        work()
+    except OSError as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _begin(root: Path, temporary: Path) -> None:
+    """An empty hidden folder, where there is room for a checkpoint as large as the last one."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    needed = next((size_of(folder_of(root, known)) for known in steps_in(root)), 0)
+    free = shutil.disk_usage(root).free
+    if free < needed + SPARE_BYTES:
+        raise OSError(errno.ENOSPC, f"{free} bytes are free, the last checkpoint has {needed}")
+    temporary.mkdir()
+    failpoint("learner.checkpoint_begin")
+
+
+def _shard(temporary: Path, backend: Backend) -> dict[str, FileEntry]:
+    """Write and sync this rank's tensors."""
+    path = backend.save(temporary)
+    failpoint("learner.checkpoint_shard")
+    found = {path.name: _entry(path)}
+    _sync(path)
+    return found
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _complete(
+    temporary: Path, target: Path, state: State, entries: dict[str, FileEntry], fence: Callable[[], None]
+) -> None:
     """State and manifest, then the rename that makes the checkpoint exist."""
+    failpoint("learner.checkpoint_state")
     write_atomic(temporary / STATE, msgspec.json.encode(state))
     entries[STATE] = _entry(temporary / STATE)
+    failpoint("learner.checkpoint_manifest")
     write_atomic(temporary / MANIFEST, msgspec.json.encode(entries, order="sorted"))
+    failpoint("learner.checkpoint_rename")
+    fence()
     if target.exists():  # the same step again after a restart, or a damaged one
         shutil.rmtree(target)
     os.replace(temporary, target)
+    failpoint("learner.checkpoint_renamed")
     _sync(target.parent)
 
 

@@ -50,12 +50,12 @@ class Gang:
 
     def leave(self) -> None:
         """Wait for the others and leave the group."""
-        dist.barrier()
+        dist.barrier()  # bounded: the timeout of the group
         dist.destroy_process_group()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        dist.barrier()
+        dist.barrier()  # bounded: the timeout of the group
 
     def share(self, data: bytes | None) -> bytes:
         """The bytes of rank 0, on every rank."""
@@ -80,7 +80,7 @@ class Gang:
                 dist.send(_tensor(shares[rank]), rank)
             return shares[0]
         content = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
-        dist.recv(content, 0)
+        dist.recv(content, 0)  # bounded: the timeout of the group
         return content.numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:

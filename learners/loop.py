@@ -4,7 +4,12 @@ Called by `learners.main`. Rank 0 has `services`; the others follow the orders t
 1. a step is: claim, cut, train, publish version `step`, commit it, record, and a checkpoint every few steps;
 2. a checkpoint holds the buffer's ledger; the buffer retires groups only after it is durable;
 3. the end (all steps done, or SIGTERM) comes between two steps, with a checkpoint;
-4. updates with a gradient that is not finite are skipped and said; `MAX_SKIPPED` steps of them in a row end the run.
+4. updates with a gradient that is not finite are skipped and said; `MAX_SKIPPED` steps of them in a row end the run;
+5. a buffer that has lost its state is told what the current weights hold, after they were made durable: nothing in
+   them is trained again;
+6. a buffer that is gone for good costs no step: a checkpoint is written with the learner's own account, then exit 69;
+7. a checkpoint that cannot be written is said, counted and tried again; `learner.checkpoint_failures` in a row, or the
+   last one of the run, end it with `disk.full`.
 
     start --> claim --> train --> publish --> commit --> record --(every n)--> checkpoint --> checkpointed
                 ^                                                                   |
@@ -16,20 +21,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from asyncrl.config import Config, dump
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, StateLost, Unavailable
+from asyncrl.failpoints import failpoint
 from asyncrl.metrics import read_lines
 from asyncrl.rundir import RunDir, write_atomic
 from learners import checkpoint
 from learners.backends.base import Backend
-from learners.batch import assemble, decode_share, encode_share
 from learners.gang import Gang
 from learners.services import Services
-from learners.update import StepResult, train_step
+from learners.trial import Trial
+from learners.update import StepResult
 
 if TYPE_CHECKING:
     from buffers.client import ClaimedBatch
@@ -38,11 +44,18 @@ MAX_SKIPPED = 3
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What rank 0 tells the gang: train `step`, or end (`step` 0). `publish`: the weights go out after it."""
+    """What rank 0 tells the gang about `step`.
+
+    train: its share follows; `publish`: the weights go out after it. save: a checkpoint, since the buffer has lost its
+    state. end: all is done, or the end was asked for (`reason`). leave: the buffer is gone (`reason`): a checkpoint,
+    then exit code 69.
+    """
 
     step: int
     publish: bool = False
     reason: str = ""
+    what: Literal["train", "save", "end", "leave"] = "train"
+    tuning: str = ""  # settings changed by `asyncrl tune`, of this step
 
 
 class Learner:
@@ -59,37 +72,44 @@ class Learner:
         self._services = services
         self._run = RunDir(config.run_dir)
         self._saved = 0  # step of the newest checkpoint
-        self._stats: dict[str, float] = {}  # of the batch in training, on rank 0
+        self._trial = Trial(config.learner, gang=gang, backend=backend, bury=self._bury, say=_say)
         self._skipped = 0
+        self._failures = 0  # checkpoints in a row that could not be written
 
     def run(self) -> str:
         """Train to the end; why it ended (empty: all steps are done)."""
         step = self._restore()
         while True:
             started = time.monotonic()
-            order, batch, data = self._next(step + 1)
-            if not order.step:
+            order, batch, data = self._next(step)
+            if order.what in ("end", "leave"):
                 break
+            if order.what == "save":
+                self._start_again(step)
+                continue
             waited = time.monotonic() - started
-            result = train_step(
-                decode_share(data), backend=self._backend, gang=self._gang, config=self._config.learner, step=order.step
-            )
-            self._check(result, order.step)
+            self._trial.retune(order.tuning)
+            result, batch = self._trial.train(data, step=order.step, batch=batch)
             step = order.step
+            self._check(result, step)
+            if self._services is not None and batch is not None:
+                self._services.note_trained(batch)
+            failpoint("learner.after_step")
             trained = time.monotonic()
             if order.publish:
                 self._publish(step)
             published = time.monotonic()
             self._commit(step)
-            last = step == self._config.learner.steps
-            if last or step % self._config.learner.checkpoint_every == 0:
+            if step < self._config.learner.steps and step % self._config.learner.checkpoint_every == 0:
                 self._checkpoint(step)
             times = {"wait_s": waited, "train_s": trained - started - waited, "publish_s": published - trained,
                      "checkpoint_s": time.monotonic() - published, "step_s": time.monotonic() - started}  # fmt: skip
-            self._record(batch, result.metrics | times)
+            self._record(batch, result, times)
             self._progress()
         if step > self._saved:
-            self._checkpoint(step)
+            self._checkpoint(step, last=True)
+        if order.what == "leave":
+            raise self._trouble(order.reason)
         self._finish(step, order.reason)
         return order.reason
 
@@ -113,29 +133,47 @@ class Learner:
             self._publish(order.step)
         return order.step
 
-    def _next(self, step: int) -> tuple[Order, ClaimedBatch | None, bytes]:
-        """The order for `step`, rank 0's batch, and this rank's share of it."""
+    def _start_again(self, step: int) -> None:
+        """The buffer has lost its state: make the current weights durable, then register with what they hold."""
+        if step > self._saved:
+            self._checkpoint(step)
+        if self._services is not None:
+            self._services.register_again(step)
+
+    def _trouble(self, reason: str) -> AsyncRLError:
+        trouble = self._services.trouble if self._services is not None else None
+        return trouble or Unavailable("net.unreachable", reason)
+
+    def _next(self, done: int) -> tuple[Order, ClaimedBatch | None, bytes]:
+        """The order after `done` steps, rank 0's batch, and this rank's share of it."""
         batch: ClaimedBatch | None = None
         order, shares = None, None
         if self._services is not None:
-            if step <= self._config.learner.steps:
-                batch = self._services.claim(step)
-            if batch is None:
-                order = Order(0, reason="" if step > self._config.learner.steps else "asked to stop")
-            else:
-                shares = self._cut(batch)
-                order = Order(step, self._services.wants_publish(batch))
+            order, batch, shares = self._decide(self._services, done)
         order = self._share(order)
-        return order, batch, self._gang.scatter(shares) if order.step else b""
+        return order, batch, self._gang.scatter(shares) if order.what == "train" else b""
 
-    def _cut(self, batch: ClaimedBatch) -> list[bytes]:
-        learner = self._config.learner
-        cut = assemble(
-            batch, advantage=learner.algorithm.advantage, ranks=self._gang.size, packing=learner.packing,
-            max_tokens=learner.micro_batch_tokens, minibatches=learner.algorithm.minibatches,
-        )  # fmt: skip
-        self._stats = cut.stats
-        return [encode_share(share) for share in cut.shares]
+    def _decide(self, services: Services, done: int) -> tuple[Order, ClaimedBatch | None, list[bytes] | None]:
+        """What comes after `done` steps, on rank 0."""
+        step = done + 1
+        try:
+            services.raise_trouble()
+            if done >= self._config.learner.steps:
+                return Order(done, what="end"), None, None
+            batch = services.claim(step)
+            if batch is None:
+                return Order(done, what="end", reason="asked to stop"), None, None
+            failpoint("learner.after_claim")
+            self._trial.retune(batch.tuning)
+            batch, shares = self._trial.cut(batch)
+        except StateLost as error:
+            services.trouble = error
+            _say(f"warning: {error.message}; registering again with what the weights of step {done} hold")
+            return Order(done, what="save"), None, None
+        except Unavailable as error:
+            services.trouble = error
+            return Order(done, what="leave", reason=error.message), None, None
+        return Order(step, services.wants_publish(batch), tuning=batch.tuning), batch, shares
 
     def _share(self, order: Order | None) -> Order:
         data = self._gang.share(msgspec.msgpack.encode(order) if order is not None else None)
@@ -145,7 +183,8 @@ class Learner:
         """Stop before the commit where the loss has been broken for several steps."""
         self._skipped = self._skipped + 1 if result.skipped else 0
         if result.skipped and self._gang.lead:
-            _say(f"error: step {step}: the gradient is not finite; the update was skipped ({self._skipped} in a row)")
+            why = result.broken or "nothing in the batch can be trained on"
+            _say(f"error: step {step}: {why}; the update was skipped ({self._skipped} in a row)")
         if self._skipped >= MAX_SKIPPED:
             raise AsyncRLError("learner.nonfinite", f"{self._skipped} steps in a row up to step {step}")
 
@@ -157,45 +196,75 @@ class Learner:
             for _ in weights:  # collective: take part to the end
                 pass
 
+    def _bury(self, step: int, group: int, reason: str) -> None:
+        if self._services is not None:
+            self._services.quarantine(step, group, reason)
+
     def _commit(self, step: int) -> None:
+        failpoint("learner.before_commit")
         if self._services is not None:
             self._services.commit(step)
+        failpoint("learner.after_commit")
 
-    def _record(self, batch: ClaimedBatch | None, values: dict[str, float]) -> None:
+    def _record(self, batch: ClaimedBatch | None, result: StepResult, values: dict[str, float]) -> None:
         if self._services is None or batch is None:
             return
-        values = self._stats | values | {
+        values = self._trial.stats | result.metrics | values | {
             "step": batch.step, "version": batch.step, "replayed": int(batch.replayed),
-            "tokens_per_s": self._stats["tokens"] / max(values["step_s"], 1e-9),
+            "checkpoint_failures": float(self._failures),
+            "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
         }  # fmt: skip
-        self._services.record(values, batch)
+        self._services.record(values, batch, self._trial.groups_log(batch, result))
 
-    def _checkpoint(self, step: int) -> None:
-        state = None
+    def _checkpoint(self, step: int, *, last: bool = False) -> None:
+        """Write one. A full disk does not stop the training, until it was full several times; the last one must be."""
+        state, fence = None, _no_fence
         if self._services is not None:
+            fence = self._services.mark.check
             state = checkpoint.State(
-                step=step, ledger=self._services.buffer.ledger(step=step), digests=self._services.digests,
-                ranks=self._gang.size, config=dump(self._config),
+                step=step, ledger=self._services.ledger(step), digests=self._services.digests, ranks=self._gang.size,
+                config=dump(self._config),
             )  # fmt: skip
-        checkpoint.save(
-            self._run.checkpoints, state, step=step, backend=self._backend, gang=self._gang,
-            keep=self._config.learner.checkpoint_keep,
-        )  # fmt: skip
+        learner = self._config.learner
+        try:
+            checkpoint.save(
+                self._run.checkpoints, state, step=step, backend=self._backend, gang=self._gang,
+                keep=learner.checkpoint_keep, fence=fence,
+            )  # fmt: skip
+        except AsyncRLError as error:
+            if error.code != "disk.full":
+                raise
+            self._failures += 1
+            if last or self._failures >= learner.checkpoint_failures:
+                raise
+            if self._gang.lead:
+                _say(f"ERROR: {error.message}. The newest checkpoint is of step {self._saved}; failed in a row: "
+                     f"{self._failures}, the run ends at {learner.checkpoint_failures}. {error.remedy}")  # fmt: skip
+            return
+        self._failures = 0
         self._saved = step
-        if self._services is not None:
-            self._services.buffer.checkpointed(step=step)
+        failpoint("learner.before_checkpointed")
+        if self._services is not None and state is not None:
+            self._services.checkpointed(step, state.ledger)
+        failpoint("learner.after_checkpointed")
 
     def _finish(self, step: int, reason: str) -> None:
         """Export the final weights and write the result where the run is complete; say goodbye."""
         if not reason:
+            failpoint("learner.at_export")
             self._backend.export_hf(self._run.export)
         if self._services is None:
             return
         if not reason:  # the buffer's ledger before it hears that the run is over
-            ledger = msgspec.json.decode(self._services.buffer.ledger(step=step) or "{}")
+            ledger = msgspec.json.decode(self._services.ledger(step) or "{}")
             lines = read_lines(self._run.metrics / "learner.jsonl")
             write_atomic(self._run.result, msgspec.json.encode(result_of(step, lines, ledger)))
-        self._services.end(done=not reason, reason=reason or "all steps are done")
+        failpoint("learner.at_goodbye")
+        self._services.end(step, done=not reason, reason=reason or "all steps are done")
+
+
+def _no_fence() -> None:
+    """The ranks beside rank 0 write what it tells them."""
 
 
 def result_of(step: int, lines: Sequence[Mapping[str, Any]], ledger: Any) -> dict[str, Any]:

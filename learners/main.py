@@ -3,34 +3,49 @@
 Started by `asyncrl launch` or by hand; without torchrun it is a gang of one. Guarantees:
 1. rank 0 alone connects to services; the other ranks talk to their gang only;
 2. SIGTERM ends the run after the step under way, with a checkpoint, exit code 0; where the buffer does not answer,
-   after a few seconds with exit code 69: its ledger belongs into the checkpoint;
+   the checkpoint holds the learner's own account of what it trained, and the exit code is 69 after a few seconds;
 3. a learner that another one has taken over from ends with exit code 75 (`fenced`).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.role import RoleArgs, Stop, key_of, run
+from asyncrl.rundir import RunDir
+from asyncrl.signs import Sign, Ticker
 
 HEARTBEAT_TIMEOUT_S = 4.0
 
 
 def body(args: RoleArgs, config: Config, stop: Stop) -> None:
-    """Join the gang, build the backend, connect (rank 0), train."""
+    """Sign from the moment on when the heavy imports are done, and train."""
     import torch
 
+    rank = int(os.environ.get("RANK", "0"))
+    name = f"{args.name}-rank{rank}" if rank else args.name
+    sign = Sign(RunDir(config.run_dir).alive, role="learner", name=name)
+    torch.set_num_threads(config.learner.threads)
+    with Ticker(sign, every_s=config.log.heartbeat_s, waits=lambda: "its model to load") as ticker:
+        _train(args, config, stop, ticker)
+
+
+def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
+    """Join the gang, build the backend, connect (rank 0), train."""
     from asyncrl.plugins import find
     from learners.gang import Gang, lost_peer
     from learners.loop import Learner
     from learners.watchdog import Watchdog
 
     started = time.monotonic()
-    torch.set_num_threads(config.learner.threads)
     _quiet()
     gang = Gang.join(config)
     gang.device.seed_all(config.run.seed + gang.rank)
@@ -44,6 +59,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
         waits = services.waits_for() if services is not None else "an order or a collective of the other ranks"
         return f"rank {gang.rank} of {gang.size} waits for {waits or 'a collective of the other ranks'}"
 
+    ticker.waits = services.waits_for if services is not None else str
     watchdog = Watchdog(config.run.hang_timeout_s, diagnosis=diagnosis)
     try:
         learner = Learner(config, gang=gang, backend=backend, services=services, progress=watchdog.progress)
@@ -65,7 +81,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
     from asyncrl.fingerprint import model_fingerprint
-    from asyncrl.rundir import RunDir, endpoint
+    from asyncrl.rundir import endpoint
     from buffers.client import LearnerClient
     from learners.services import Heart, Services, Silence
     from weightsync.plan import TensorSpec, plan_buckets
@@ -87,7 +103,8 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
 
     silence = Silence(f"buffer {buffer_address}", limit_s=network.request_timeout_s, stop=stop)
     buffer: Any = WatchedClient(network.request_timeout_s, silence)
-    pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set())
+    leaving = threading.Event()
+    pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())
     welcome = buffer.hello(fingerprint)
     address = welcome.endpoints.get("weightsync", "") if args.connect else ""
     publisher = Publisher(
@@ -98,8 +115,18 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     return Services(
         config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
         plan=plan_buckets(specs, bucket_bytes=config.weightsync.bucket_bytes),
-        heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close), decode=_decoder(config),
+        heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving),
+        decode=_decoder(config), vocabulary=_vocabulary(config),
     )  # fmt: skip
+
+
+def _vocabulary(config: Config) -> int:
+    """Token ids below this exist in the model; 0 where its config.json does not say."""
+    try:
+        found = json.loads((Path(config.model.path) / "config.json").read_text())
+        return int(found.get("vocab_size") or found.get("text_config", {}).get("vocab_size") or 0)
+    except (OSError, ValueError, TypeError):
+        return 0
 
 
 def _decoder(config: Config) -> Any:

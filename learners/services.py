@@ -6,7 +6,10 @@ Called by `learners.loop` on rank 0 alone. Guarantees:
 2. a wait for a batch shows the buffer's diagnosis, and ends with it after `learner.batch_timeout_s` (`hang`);
 3. a group that cannot be trained is quarantined with its reason before the step begins;
 4. after a restart nothing is published while recorded batches lead back to a version that generators already hold;
-5. heartbeats come from a thread with a connection of its own: a long poll does not hold them up.
+5. heartbeats come from a thread with a connection of its own: a long poll does not hold them up;
+6. a buffer that forgot this learner or does not answer ends no step: it is noted as `trouble`, what it should have
+   heard stands in the account, and the loop decides between two steps;
+7. records that cannot be written (a full disk) are counted and said, and end nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,11 +27,14 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, Unavailable
+from asyncrl.errors import AsyncRLError, StateLost, Unavailable
+from asyncrl.failpoints import failpoint
 from asyncrl.metrics import MetricsLog
 from asyncrl.role import Stop
 from asyncrl.rundir import RunDir
 from asyncrl.wire import NotYet
+from learners.account import Account, EpochMark
+from learners.archive import Archive
 from learners.batch import group_lag, unusable
 
 if TYPE_CHECKING:
@@ -72,41 +78,86 @@ class Services:
     def __init__(
         self, config: Config, *, buffer: BufferClient, publisher: WeightPublisher, plan: Any, stop: Stop,
         takeover: bool = False, fingerprint: str = "", heart: Heart | None = None, decode: Any = None,
+        vocabulary: int = 0,
     ) -> None:  # fmt: skip
         self.buffer = buffer
         self.publisher = publisher
         self.digests: dict[int, str] = {}
+        self.account = Account("")
+        self.mark = EpochMark(RunDir(config.run_dir).learner)
+        self.trouble: StateLost | Unavailable | None = None  # the buffer forgot this learner, or is gone
         self._config = config
         self._plan = plan
         self._stop = stop
         self._takeover = takeover
         self._fingerprint = fingerprint
         self._heart = heart
+        self._vocabulary = vocabulary  # 0: not known
+        self._lost_lines = 0  # steps whose records could not be written
         self._decode = decode or (lambda ids: " ".join(map(str, ids)))
         self._committed = -1
+        self._ahead = -1  # the version of the generators that recorded batches lead back to
         run = RunDir(config.run_dir).create()
         self._log = MetricsLog(run.metrics / "learner.jsonl")
         self._samples = run.samples
+        self._groups = run.metrics / "groups.jsonl"
         self._tracker = _tracker(config, run.tensorboard)
+        self._archive = Archive(config, say=_say) if config.log.archive else None
 
     # ------------------------------------------------------------ start and end
 
     def register(self, *, step: int, ledger: str, digests: dict[int, str]) -> bool:
         """Tell the buffer where this learner starts; whether the weights of `step` are to be published first."""
         self.digests = dict(digests)
-        answer = self.buffer.register(
-            step=step, ledger=ledger, takeover=self._takeover, fingerprint=self._fingerprint, digests=digests
-        )
+        self.account = Account(ledger)
+        failpoint("learner.at_register")
+        answer = self._register(step, takeover=self._takeover)
+        failpoint("learner.after_register")
         self.publisher.start(epoch=answer.epoch)
         self._committed = self.publisher.committed_version()
-        catching_up = answer.replay_to > step and self._committed > step
+        # Where the recorded batches end before what generators hold, those versions never come again: they go back.
+        catching_up = step < self._committed <= answer.replay_to
+        self._ahead = self._committed if catching_up else -1
         print(f"learner: epoch {answer.epoch}, step {step}, batches recorded up to {answer.replay_to}, "
               f"generators hold version {self._committed}", flush=True)  # fmt: skip
         return not catching_up
 
-    def end(self, *, done: bool, reason: str) -> None:
+    def register_again(self, step: int) -> None:
+        """The buffer has lost its state: tell it what the weights of `step` hold. Generators have them already."""
+        answer = self._register(step, takeover=False)
+        self.trouble = None
+        print(f"learner: registered again: epoch {answer.epoch}, step {step}", flush=True)
+
+    def _register(self, step: int, *, takeover: bool) -> Any:
+        ledger = self.account.text(step=step, epoch=self.mark.highest().epoch)
+        answer = self.buffer.register(
+            step=step, ledger=ledger, takeover=takeover, fingerprint=self._fingerprint, digests=self.digests
+        )
+        self.mark.take(answer.epoch)
+        return answer
+
+    def raise_trouble(self) -> None:
+        """What an earlier call met; the step under way was ended first."""
+        if self.trouble is not None:
+            raise self.trouble
+
+    def _tell(self, call: Callable[[], None]) -> bool:
+        """Say something to the buffer that the account also knows; False where it could not be said (`trouble`)."""
+        if self.trouble is None:
+            try:
+                call()
+            except (StateLost, Unavailable) as error:
+                print(f"learner: error: {error.message}", flush=True)
+                self.trouble = error
+        return self.trouble is None
+
+    def end(self, step: int, *, done: bool, reason: str) -> None:
         """Say goodbye to the buffer. A round of weights under way is given up: nobody needs it any more."""
-        self.buffer.goodbye(done=done, reason=reason)
+        if not self._tell(lambda: self.buffer.goodbye(done=done, reason=reason)):
+            if isinstance(self.trouble, StateLost):
+                self.register_again(step)
+                self._tell(lambda: self.buffer.goodbye(done=done, reason=reason))
+            self.raise_trouble()
 
     def close(self) -> None:
         """Stop the heart, close connections and files."""
@@ -129,6 +180,7 @@ class Services:
             if not isinstance(answer, NotYet):
                 self._waiting("")
                 return self._usable(answer)
+            self.mark.check()  # a buffer that went back may take this learner for the registered one again
             now = time.monotonic()
             diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"
             self._waiting(diagnosis)
@@ -140,17 +192,32 @@ class Services:
         return None
 
     def _usable(self, batch: ClaimedBatch) -> ClaimedBatch:
+        if self._archive is not None:
+            self._archive.put(batch, epoch=self.mark.epoch)
         limit = self._config.learner.micro_batch_tokens
         bad = dict(batch.invalid)
-        bad.update({g.group: why for g in batch.groups if (why := unusable(g, max_tokens=limit))})
-        for group, why in bad.items():
-            print(f"learner: warning: group {group} of step {batch.step} is quarantined: {why}", flush=True)
-            self.buffer.quarantine(step=batch.step, groups=[group], reason=why)
+        for group in batch.groups:
+            if why := unusable(group, max_tokens=limit, vocabulary=self._vocabulary):
+                bad[group.group] = why
+        for number, why in bad.items():
+            self.quarantine(batch.step, number, why)
         return msgspec.structs.replace(batch, groups=tuple(g for g in batch.groups if g.group not in bad))
+
+    def quarantine(self, step: int, group: int, reason: str) -> None:
+        """A group of the claimed step cannot be trained: it is dead, with its reason."""
+        print(f"learner: warning: group {group} of step {step} is quarantined: {reason}", flush=True)
+        self.account.bury(step, group, reason)
+        if self._archive is not None:
+            self._archive.bury(step, group, reason)
+        self._tell(lambda: self.buffer.quarantine(step=step, groups=[group], reason=reason))
+
+    def note_trained(self, batch: ClaimedBatch) -> None:
+        """The weights hold the groups of this step now."""
+        self.account.train(batch.step, [group.group for group in batch.groups])
 
     def wants_publish(self, batch: ClaimedBatch) -> bool:
         """False while a recorded batch leads to a version that the generators already left behind."""
-        return not (batch.replayed and batch.step < self._committed)
+        return not (batch.replayed and batch.step < self._ahead)
 
     def publish(self, version: int, weights: Weights) -> str:
         """Stage the weights of a version; their digest. `weights` is exhausted in any case (it is collective)."""
@@ -167,22 +234,37 @@ class Services:
 
     def commit(self, step: int) -> None:
         """The step is done: its groups are trained, and version `step` exists."""
-        self.buffer.commit(step=step, version=step, digest=self.digests.get(step, ""))
+        self._tell(lambda: self.buffer.commit(step=step, version=step, digest=self.digests.get(step, "")))
+
+    def ledger(self, step: int) -> str:
+        """What a checkpoint of `step` holds of the buffer: its own words, or what this learner knows by itself."""
+        said: list[str] = []
+        if self._tell(lambda: said.append(self.buffer.ledger(step=step))):
+            return said[0]
+        return self.account.text(step=step, epoch=self.mark.epoch)
+
+    def checkpointed(self, step: int, ledger: str) -> None:
+        """A checkpoint of `step` with this ledger is durable."""
+        self.account.renew(step, ledger)
+        self._tell(lambda: self.buffer.checkpointed(step=step))
 
     # ------------------------------------------------------------ records
 
-    def record(self, values: dict[str, float], batch: ClaimedBatch) -> None:
+    def record(
+        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None
+    ) -> None:  # fmt: skip
         """The step's line of metrics, its samples, the tracker, and one line on the terminal."""
-        step = batch.step
-        self._log.write(values, groups_of_step=[group.group for group in batch.groups])
-        if self._tracker is not None:
-            self._tracker.log(values, step=step)
+        step, values = batch.step, values | batch.lengths
+        try:
+            self._write_records(values, batch, groups)
+        except OSError as error:
+            self._lost_lines += 1
+            print(
+                f"learner: ERROR: the records of step {step} are lost ({self._lost_lines} so far): {error}", flush=True
+            )
         if self._heart is not None:
             self._heart.stats = {"step": float(step), "version": float(step),
                                  "busy_share": 1 - values["wait_s"] / max(values["step_s"], 1e-9)}  # fmt: skip
-        with self._samples.open("ab", buffering=0) as file:
-            for line in sample_lines(batch, self._config.log.samples_per_step, self._decode):
-                file.write(msgspec.json.encode(line) + b"\n")
         wait = 100 * values["wait_s"] / max(values["step_s"], 1e-9)
         bound = self._config.buffer.max_staleness
         print(
@@ -193,6 +275,19 @@ class Services:
             + (" (replayed)" if batch.replayed else ""),
             flush=True,
         )
+
+    def _write_records(
+        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None
+    ) -> None:  # fmt: skip
+        if groups is not None:
+            with self._groups.open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode({"t": time.time(), **groups}) + b"\n")
+        self._log.write(values, groups_of_step=[group.group for group in batch.groups])
+        if self._tracker is not None:
+            self._tracker.log(values, step=batch.step)
+        with self._samples.open("ab", buffering=0) as file:
+            for line in sample_lines(batch, self._config.log.samples_per_step, self._decode):
+                file.write(msgspec.json.encode(line) + b"\n")
 
     def waits_for(self) -> str:
         """What the learner waits for, as its heartbeats say; empty while it works."""
@@ -219,6 +314,10 @@ def _sample_line(batch: ClaimedBatch, group: GroupData, sample: Any, decode: Any
         "reward": sample.reward, "parts": sample.parts, "length": int(sample.response.size), "finish": sample.finish,
         "runs": sample.runs,
     }  # fmt: skip
+
+
+def _say(text: str) -> None:
+    print(f"learner: {text}", flush=True)
 
 
 def _tracker(config: Config, folder: Path) -> Any:
@@ -250,15 +349,20 @@ class Silence:
 
 
 class Heart:
-    """A thread that sends heartbeats over its own connection. `beat(stats, waiting_for)` sends one."""
+    """A thread that sends heartbeats over its own connection. `beat(stats, waiting_for)` sends one.
 
-    def __init__(self, beat: Any, *, every_s: float, close: Any = None) -> None:
+    `ended` is set by `stop`: a beat under way should then be given up.
+    """
+
+    def __init__(
+        self, beat: Any, *, every_s: float, close: Any = None, ended: threading.Event | None = None
+    ) -> None:  # fmt: skip
         self.stats: dict[str, float] = {}
         self.waiting_for = "its model to load"
         self._beat = beat
         self._close = close
         self._every_s = every_s
-        self._ended = threading.Event()
+        self._ended = ended or threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heart-{os.getpid()}", daemon=True)
         self._thread.start()
 

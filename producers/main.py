@@ -3,7 +3,8 @@
 Started as `python -m producers.main --config RESOLVED.toml --name NAME [--connect URL --key FILE]`. Guarantees:
 1. it asks for work with the version that its engine holds, never with one it has only heard of (the gate race);
 2. each sample leaves as it finishes, with the digests of the weights that made it;
-3. a lost lease stops its generation; a prompt that cannot be encoded is given back as dead with its reason;
+3. a lost lease stops its generation, and so does one that the buffer cancels (dropped, or complete without it); a
+   prompt that cannot be encoded is given back as dead with its reason;
 4. SIGTERM gives the leases back (`stopping`) and ends with 0, within two seconds where the buffer does not answer; so
    does a finished run. A broken engine ends with 70, a
    buffer that stays away with 69: the supervisor starts a new process, nothing here is worth saving.
@@ -17,14 +18,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, Unavailable
+from asyncrl.failpoints import failpoint
 from asyncrl.plugins import Engine, GenRequest, find
+from asyncrl.signs import Sign
 from asyncrl.sockets import keep_memory
 from asyncrl.wire import Lease
 from buffers.client import ProducerClient
@@ -62,6 +65,7 @@ class Producer:
         self.work: dict[asyncio.Task[None], Lease] = {}
         self.samples = 0
         self.refused = 0
+        self.cancelled = 0  # leases given up because the buffer said so
         self._swaps = 0
         self._version = -1
         self._last = (time.monotonic(), 0.0)  # (when, busy_s) of the last heartbeat
@@ -69,7 +73,7 @@ class Producer:
     async def run(self) -> None:
         """Keep groups in flight until the run is done."""
         await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
-        limit = self.config.producers.groups_in_flight(self.config.sampling.group_size)
+        limit = self.config.producers.groups_in_flight(self.config.sampling.asked_samples)
         done = False
         while (self.work or not done) and not self.leaving:
             if done or len(self.work) >= limit:
@@ -78,7 +82,8 @@ class Producer:
                 done = await self._ask(limit - len(self.work))
             for task in [task for task in self.work if task.done()]:
                 del self.work[task]
-                task.result()
+                if not task.cancelled():
+                    task.result()
 
     async def _ask(self, groups: int) -> bool:
         """Lease up to that many groups and start them; True when none will come any more."""
@@ -87,6 +92,8 @@ class Producer:
         answer = await self._patiently(
             lambda: self.client.lease(engine_version=version, max_groups=groups, wait_s=POLL_S)
         )
+        if answer.leases:
+            failpoint("producer.after_lease")
         for lease in answer.leases:
             self.work[asyncio.create_task(self._group(lease))] = lease
         self.waiting_for = "" if self.work else answer.reason or "a lease"
@@ -116,6 +123,7 @@ class Producer:
             versions = {version for sample in samples for version, _ in sample.runs}
             # A sample can end in the first step after a swap, while the digest of the new weights is being computed.
             await self.receiver.wait_version(max(versions), timeout_s=self.config.weightsync.timeout_s)
+            failpoint("producer.before_send")
             reply = await self._patiently(
                 lambda: self.client.submit(
                     lease, prompt_ids=prompt_ids, samples=samples, row=row,
@@ -123,11 +131,24 @@ class Producer:
                     rewards={item.sample.index: item.reward for item in finished if item.reward is not None},
                 )
             )  # fmt: skip
+            failpoint("producer.after_ack")
             self.samples += len(samples)
             self.refused += len(reply.refused)
+            await self._stop_work(reply.cancelled, but=lease)
+            if (lease.group, lease.token) in reply.cancelled:
+                return False
             return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
 
         await roll_out(self.engine, self.environment, request, row=row, deliver=deliver)
+
+    async def _stop_work(self, cancelled: Sequence[tuple[int, int]], *, but: Lease | None = None) -> None:
+        """Give up leases whose samples nobody wants any more (`but` the one whose own delivery says so)."""
+        wanted = set(cancelled)
+        for task, lease in list(self.work.items()):
+            if (lease.group, lease.token) in wanted and lease is not but and not task.done():
+                self.cancelled += 1
+                await self.engine.abort([f"{lease.group}:{lease.token}"])
+                task.cancel()
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         def waits(code: str) -> None:
@@ -139,9 +160,24 @@ class Producer:
         """Tell the buffer how it goes; renews the leases."""
         while True:
             stats = self.stats()
-            waits = self.receiver.waiting_for if stats["engine_version"] < 0 else self.waiting_for
-            await self._patiently(partial(self.client.heartbeat, stats, waiting_for=waits))
+            holds = tuple(self.work.values())
+            beat = partial(self.client.heartbeat, stats, waiting_for=self.waits(), holds=holds)
+            await self._stop_work(await self._patiently(beat))
             await asyncio.sleep(self.config.log.heartbeat_s)
+
+    def waits(self) -> str:
+        """What it waits for; empty while it works."""
+        waits = self.receiver.waiting_for if self.engine.health().version < 0 else self.waiting_for
+        return waits or self.patience.waits_for
+
+    async def signs(self, sign: Sign) -> None:
+        """Signs of life that need no other role."""
+        try:
+            while True:
+                sign.beat(self.waits())
+                await asyncio.sleep(self.config.log.heartbeat_s)
+        finally:
+            sign.close()
 
     def stats(self) -> dict[str, float]:
         """Numbers of the heartbeat, by catalogue name."""
@@ -165,6 +201,8 @@ class Producer:
         if self.work:
             await asyncio.wait(self.work, timeout=GIVE_BACK_S)
         self.work.clear()
+        if leases:
+            failpoint("producer.before_give_back")
         if leases and not self.patience.gave_up:
             try:
                 await asyncio.wait_for(self.client.give_back(leases, reason=reason), GIVE_BACK_S)
@@ -205,8 +243,15 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [
             asyncio.create_task(work)
-            for work in (producer.run(), receiver.run(leave), producer.heartbeats(), until_stopped(stop, producer))
+            for work in (
+                producer.run(),
+                receiver.run(leave),
+                producer.heartbeats(),
+                until_stopped(stop, producer),
+                producer.signs(Sign(rundir.RunDir(config.run_dir).alive, role="producer", name=args.name)),
+            )
         ]
+        # bounded: the life of the role; each of its parts has its own deadlines
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()

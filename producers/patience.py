@@ -60,6 +60,11 @@ class Patience:
             await asyncio.sleep(pause)
             pause = min(2.0, 2 * pause)
 
+    @property
+    def waits_for(self) -> str:
+        """The service, while it has been silent for so long that it was named; else empty."""
+        return f"the {self._service}, which does not answer" if self._said else ""
+
     async def _watched(self, call: Callable[[], Awaitable[T]], started: float) -> T:
         asking = asyncio.ensure_future(call())
         try:

@@ -59,4 +59,5 @@ async def roll_out(
         pumping.result()
     finally:
         pumping.cancel()
-        await asyncio.gather(pumping, return_exceptions=True)  # its own error has come out above, or another one has
+        # Its own error has come out above, or another one has. bounded: it was cancelled
+        await asyncio.gather(pumping, return_exceptions=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Unavailable, WorkError
+from asyncrl.failpoints import failpoint
 from asyncrl.sockets import Keys, Requester
 from asyncrl.wire import Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
 from weightsync.digest import whole_digest
@@ -97,6 +98,7 @@ class Publisher:
         """Copy the weights out; the round runs behind. `chunks` are all tensors of the plan in its order."""
         self._raise_error()
         slot, digests = self._staging.fill(plan, chunks)
+        failpoint("weightsync.staged")
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole_digest(digests), full.NAME)
         with self._changed:
             self.digests[version] = manifest.digest
@@ -166,6 +168,7 @@ class Publisher:
     def _next_offer(self) -> _Offer | None:
         """The newest version once the service does not know it; None at the end."""
         with self._changed:
+            # bounded: work of this process alone; close() wakes it
             self._changed.wait_for(lambda: self._closing or (self._offers and self._offers[-1] is not self._announced))
             return None if self._closing else self._offers[-1]
 
@@ -228,6 +231,7 @@ class Publisher:
 
     def _wait_announced(self) -> _Offer | None:
         with self._changed:
+            # bounded: work of this process alone; close() wakes it
             self._changed.wait_for(lambda: self._closing or self._announced is not None)
             return None if self._closing else self._announced
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Unavailable, WorkError
+from asyncrl.failpoints import failpoint
 from asyncrl.plugins import Engine
 from asyncrl.sockets import AsyncRequester, Keys
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Tensor
@@ -96,13 +97,14 @@ class Receiver:
         stopped = asyncio.ensure_future(_until(stop))
         followed = asyncio.ensure_future(self._follow(requester))
         try:
+            # bounded: the life of the role; the service's silence ends it after max_outage_s
             await asyncio.wait({stopped, followed}, return_when=asyncio.FIRST_COMPLETED)
             if followed.done():
-                await followed
+                followed.result()
         finally:
             stopped.cancel()
             followed.cancel()
-            await asyncio.wait({stopped, followed})
+            await asyncio.wait({stopped, followed}, timeout=self._commit_s)
             requester.close()
 
     async def _follow(self, requester: AsyncRequester) -> None:
@@ -193,17 +195,20 @@ class Receiver:
         for number, group in enumerate(by_bucket(tensors, len(manifest.bucket_bytes))):
             view = await asyncio.to_thread(inbox.read, number)
             await self._engine.apply_bucket(number, view)
+            failpoint("weightsync.after_bucket")
             if await asyncio.to_thread(bucket_digest, group, view) != manifest.bucket_digests[number]:
                 raise TransportError(f"bucket {number} of version {manifest.version} has another digest than published")
 
     async def _commit(self, manifest: Manifest) -> None:
         self._pending = None
+        failpoint("weightsync.before_commit")
         # Not cancelled at the deadline: a commit that was cut in the middle leaves a model of two versions.
         commit = asyncio.ensure_future(self._engine.commit_update())
         done, _ = await asyncio.wait({commit}, timeout=self._commit_s)
         if not done:
             raise WorkError("engine.broken", f"no commit of version {manifest.version} within {self._commit_s:g} s")
         digest = commit.result()
+        failpoint("weightsync.after_commit")
         if digest != manifest.digest:
             raise WorkError(
                 "engine.broken", f"after the commit of version {manifest.version} the model holds {digest}, not "

@@ -23,8 +23,10 @@ import uvloop
 from asyncrl import role
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.failpoints import failpoint
 from asyncrl.metrics import MetricsLog
 from asyncrl.rundir import RunDir, endpoint, run_id
+from asyncrl.signs import Sign
 from asyncrl.sockets import Call, Keys, Responder
 from asyncrl.wire import (
     Hello,
@@ -69,6 +71,8 @@ class Service:
         self._stop_asked = ""
         self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl")
         self._mode = config.weightsync.transport
+        self._sign = Sign(RunDir(config.run_dir).alive, role="weightsync", name="weightsync")
+        self._sign_s = config.log.heartbeat_s
         self._responder = Responder(
             address, self._handle, keys=keys, max_bytes=config.network.max_message_bytes,
             insecure=config.network.insecure_no_auth,
@@ -80,6 +84,7 @@ class Service:
         try:
             while not stop.is_set() and not self._stop_asked:
                 await asyncio.sleep(TICK_S)
+                self._sign.beat(every_s=self._sign_s)
                 self._advance()
             if self._stop_asked:
                 stop.set(self._stop_asked)
@@ -87,6 +92,7 @@ class Service:
                     self._polls.pop(name).call.reply(Instruction("stop", detail=self._stop_asked))
                 await asyncio.sleep(TICK_S)
         finally:
+            self._sign.close()
             self._responder.close()
             self._log.close()
 
@@ -112,7 +118,9 @@ class Service:
                 self._questions[call.peer] = Held(call, now + min(message.wait_s, LONGEST_HOLD_S))
             return reply
         if isinstance(message, Publish):
-            return self._rounds.publish(message, now=now)
+            published = self._rounds.publish(message, now=now)
+            failpoint("weightsync.at_publish")
+            return published
         if isinstance(message, Hello):
             return self._welcome(message)
         if isinstance(message, StatusRequest):

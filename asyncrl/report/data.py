@@ -99,7 +99,7 @@ def load_run(run: RunDir) -> RunData:
     roles: dict[str, list[Line]] = defaultdict(list)
     for line in _lines(run.metrics / "roles.jsonl"):
         roles[str(line.get("name", "?"))].append(line)
-    kept = ("service", "register", "lost", "drop", "dead", "end")
+    kept = ("service", "register", "lost", "cancel", "drop", "dead", "tune", "end")
     return RunData(
         run=run,
         config=config,
@@ -174,5 +174,6 @@ def summary(data: RunData, outcome: Outcome) -> list[str]:
         f"ledger    {ledger_text(audit)}; doubled {audit.doubled}",
         f"weights   {deliveries.matched} deliveries acknowledged with the right digest, {deliveries.wrong} with "
         f"another, {deliveries.left_out} not in time; {audit.spans_matched} of {audit.spans} spans match",
+        *([f"alarm     {audit.lengths.alarm}"] if audit.lengths.alarm else []),
         f"audit     {'OK' if audit.ok else 'FAILED: ' + audit.violations[0]}",
     ]

@@ -12,7 +12,7 @@ import time
 from html import escape
 
 from asyncrl import __version__
-from asyncrl.report import sections
+from asyncrl.report import bias, sections
 from asyncrl.report.data import RunData
 
 STYLE = """
@@ -93,7 +93,8 @@ def page(data: RunData) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     cards = [
         sections.learning(data), sections.staleness(data), sections.utilisation(data), sections.queue(data),
-        sections.weights(data), sections.throughput(data), sections.ledger(data), sections.processes(data),
+        sections.weights(data), sections.throughput(data), sections.ledger(data), bias.lengths(data),
+        sections.processes(data),
         sections.faults(data), sections.versions(data), sections.samples(data), sections.configuration(data),
     ]  # fmt: skip
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

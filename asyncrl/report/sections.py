@@ -18,7 +18,7 @@ from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.svg import Line, Points, bar_chart, lanes, legend, line_chart, short, stacked_chart, thin
 
 SHOWN_SAMPLES = 40
-TROUBLE = frozenset({"exit", "restart", "kill", "given up", "lost", "drop", "dead"})
+TROUBLE = frozenset({"exit", "restart", "kill", "given up", "lost", "drop", "dead", "silent"})
 SHOWN_EVENTS = 200
 BINS = 160
 PACKAGES = (

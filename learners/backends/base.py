@@ -69,6 +69,9 @@ class Backend(Protocol):
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
         """Clip, update, forget the gradients. Collective."""
 
+    def discard(self) -> float:
+        """Forget the gradients without an update; their global norm. Collective."""
+
     def weight_specs(self) -> list[WeightSpec]:
         """What `iter_hf_weights` gives, in its order."""
 

@@ -101,8 +101,7 @@ class FSDP2Backend:
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
         """Clip by the global norm and update with AdamW."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_norm)
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        value = self._clip(max_norm)
         skipped = not np.isfinite(value)
         if not skipped:
             for group in self._optimizer.param_groups:
@@ -110,6 +109,17 @@ class FSDP2Backend:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return UpdateInfo(value, skipped)
+
+    def discard(self) -> float:
+        """Forget the gradients; their global norm."""
+        norm = self._clip(float("inf"))
+        self._optimizer.zero_grad(set_to_none=True)
+        self._reshard()
+        return norm
+
+    def _clip(self, max_norm: float) -> float:
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     @torch.no_grad()
     def self_check(self) -> None:
@@ -175,7 +185,7 @@ class FSDP2Backend:
             for name in TOKENIZER_FILES:
                 if (source / name).exists():
                     shutil.copyfile(source / name, folder / name)
-        self._gang.barrier()
+        self._gang.barrier()  # bounded: the timeout of the group
 
     # ------------------------------------------------------------ checkpoints
 

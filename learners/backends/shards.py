@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -57,7 +57,10 @@ def save_shard(folder: Path, state: Mapping[str, Tensor], *, rank: int, extra: M
             tensors[name] = local.detach().cpu().contiguous()
             starts[name] = start
     path = shard_path(folder, rank)
-    save_file(tensors, path, metadata={"starts": msgspec.json.encode(starts).decode()})
+    try:
+        save_file(tensors, path, metadata={"starts": msgspec.json.encode(starts).decode()})
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(str(error)) from error
     return path
 
 

@@ -126,6 +126,7 @@ class HFEngine:
         self._commands.put(lambda: decoder.submit(request))
         try:
             while outbox.left:
+                # bounded: the end of the engine's thread puts an error here, its hang is run.hang_timeout_s
                 item = await outbox.queue.get()
                 if isinstance(item, AsyncRLError):
                     raise item

@@ -5,7 +5,9 @@ Started by `producers.rewards.scorer` as `python -m producers.rewards.child READ
 2. an exception of a function is a failure of that sample, never a reward;
 3. async functions of a job run together, each within the timeout; a batch function that raises is tried again sample by
    sample, so that one bad sample does not fail the others;
-4. what functions print goes to the worker's log; the pipes are not stdin or stdout.
+4. what functions print goes to the worker's log; the pipes are not stdin or stdout;
+5. it and every process that it starts has at most `memory_bytes` of data each: more is a MemoryError, a failure of the
+   sample with the reason `memory`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,7 +115,7 @@ class Scoring:
             except Exception as error:  # as in `_one`
                 return failure_of(spec.label, error)
 
-        return list(await asyncio.gather(*(guarded(sample) for sample in samples)))
+        return list(await asyncio.gather(*(guarded(sample) for sample in samples)))  # bounded: each by wait_for
 
     def _result(self, place: int, sample: RewardSample, outcomes: dict[str, Outcome]) -> Result:
         reward, parts = 0.0, {}
@@ -143,7 +146,14 @@ def _settle(raw: Any) -> Any:
 
 
 async def _await(raw: Any) -> Any:
-    return await raw
+    return await raw  # bounded: the scorer kills this process at the timeout of the call
+
+
+def limit(memory_bytes: int) -> None:
+    """Bound this process and those it starts (data segments and private mappings, not the files that it maps)."""
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,6 +163,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         setup = pipe.receive(None)
         assert isinstance(setup, Setup)
+        limit(setup.memory_bytes)
         try:
             scoring = Scoring(setup, pipe)
         except AsyncRLError as error:

@@ -13,6 +13,7 @@ It imports no torch and runs no function of the user in its own process.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +24,9 @@ from typing import TypeVar
 from asyncrl import role, rundir
 from asyncrl.config import Config
 from asyncrl.errors import Unavailable
-from asyncrl.wire import RewardFailure, Score
+from asyncrl.failpoints import failpoint
+from asyncrl.signs import Sign
+from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
 from producers.patience import Bell, Patience
 from producers.rewards.functions import RewardSample
@@ -62,6 +65,7 @@ class Worker:
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         # One thread for the child's whole life: PR_SET_PDEATHSIG kills it when the *thread* that made it ends.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self.holding: tuple[RewardItem, ...] = ()
         self.scored = 0
         self.failed = 0
         self._busy_s = 0.0
@@ -78,12 +82,15 @@ class Worker:
             )
             if tasks:
                 self.waiting_for = ""
+                self.holding = tuple(task.item for task in tasks)
                 await self._score(tasks)
+                self.holding = ()
             elif done:
                 return
 
     async def _score(self, tasks: Sequence[RewardTask]) -> None:
         """Score a batch on the scorer's thread, and send what is ready meanwhile."""
+        failpoint("reward.before_score")
         samples = [sample_of(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
         loop = asyncio.get_running_loop()
         ready: list[Result] = []
@@ -104,7 +111,9 @@ class Worker:
             await bell.wait(timeout_s=LOOK_S)
             batch, ready = ready, []
             if batch:
+                failpoint("reward.after_score")
                 await self._send(tasks, batch)
+                failpoint("reward.after_ack")
         self._busy_s += time.monotonic() - started
         scoring.result()
 
@@ -128,8 +137,18 @@ class Worker:
     async def heartbeats(self) -> None:
         """Tell the buffer how it goes; renews the leases."""
         while True:
-            await self._patiently(partial(self.client.heartbeat, self.stats(), waiting_for=self.waiting_for))
+            beat = partial(self.client.heartbeat, self.stats(), waiting_for=self.waiting_for, holds=self.holding)
+            await self._patiently(beat)
             await asyncio.sleep(self.config.log.heartbeat_s)
+
+    async def signs(self, sign: Sign) -> None:
+        """Signs of life that need no other role."""
+        try:
+            while True:
+                sign.beat(self.waiting_for and (self.patience.waits_for or self.waiting_for))
+                await asyncio.sleep(self.config.log.heartbeat_s)
+        finally:
+            sign.close()
 
     def stats(self) -> dict[str, float]:
         """Numbers of the heartbeat, by catalogue name."""
@@ -141,6 +160,14 @@ class Worker:
             self._calls = 0
         self._beat, self._busy_s = now, 0.0
         return stats
+
+
+def half_of_memory() -> int:
+    """Bytes; 0 where the system does not say how much it has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (OSError, ValueError):
+        return 0
 
 
 async def until_stopped(stop: role.Stop) -> None:
@@ -159,12 +186,19 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         timeout_s=limit_s,
     )  # fmt: skip
     functions = [FunctionSpec(item.function, item.label, item.weight, item.data_sources) for item in config.reward]
-    scorer = Scorer(functions, prompt_key=config.data.prompt_key, timeout_s=config.reward_workers.timeout_s)
+    limits = config.reward_workers
+    scorer = Scorer(
+        functions, prompt_key=config.data.prompt_key, timeout_s=limits.timeout_s,
+        memory_bytes=limits.memory_bytes or half_of_memory(), max_processes=limits.max_processes,
+    )  # fmt: skip
     worker = Worker(config, client=client, scorer=scorer, stop=stop, patience=patience)
     tasks: list[asyncio.Task[None]] = []
     try:
         await patience.ask(client.hello)
-        tasks = [asyncio.create_task(part) for part in (worker.run(), worker.heartbeats(), until_stopped(stop))]
+        sign = Sign(rundir.RunDir(config.run_dir).alive, role="reward", name=args.name)
+        parts = (worker.run(), worker.heartbeats(), until_stopped(stop), worker.signs(sign))
+        tasks = [asyncio.create_task(part) for part in parts]
+        # bounded: the life of the role; each of its parts has its own deadlines
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
@@ -176,7 +210,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         for task in tasks:
             task.cancel()
         scorer.stop()  # ends a call under way, so that the scorer's thread returns
-        worker.thread.shutdown(wait=True, cancel_futures=True)
+        worker.thread.shutdown(wait=True, cancel_futures=True)  # bounded: the child of its call is dead
         scorer.close()
         client.close()
 

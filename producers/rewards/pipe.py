@@ -38,6 +38,7 @@ class Setup(msgspec.Struct, frozen=True, tag=1):
     functions: tuple[FunctionSpec, ...]
     prompt_key: str
     timeout_s: float
+    memory_bytes: int = 0  # 0: no limit
 
 
 class Ready(msgspec.Struct, frozen=True, tag=2):

@@ -4,7 +4,9 @@ Called by `producers.rewards.main` from one thread. Guarantees:
 1. a call that takes longer than the timeout is killed with its whole process group, and is a `timeout` of the sample it
    worked on; a child that exits or crashes is `died`; both start a new child and the other samples go on;
 2. every sample of a job gets exactly one result, in any order, unless the parent itself is stopped;
-3. functions that cannot be loaded are `config.reward`, at the start and at any restart.
+3. functions that cannot be loaded are `config.reward`, at the start and at any restart;
+4. a call is also ended (`died`) where its processes become more than `max_processes`, or its output more than
+   `OUTPUT_BYTES`: a fork bomb or an endless print costs one sample and not the machine.
 It never makes up a reward.
 """
 
@@ -13,27 +15,58 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.processes import in_group
 from producers.rewards.functions import RewardSample
-from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup, Silence
+from producers.rewards.pipe import (
+    WHOLE_BATCH,
+    Begin,
+    Closed,
+    Frame,
+    FunctionSpec,
+    Job,
+    Pipe,
+    Ready,
+    Result,
+    Setup,
+    Silence,
+)
 
 IMPORT_LIMIT_S = 120.0  # for the user's modules
+LOOK_S = 0.25  # how often a call that takes long is looked at
+OUTPUT_BYTES = 256 << 20  # that one job may add to the worker's log
 GRACE_S = 1.0  # above the timeout, so that an async function's own timeout comes first
+
+
+class TooMuch(Exception):
+    """A call uses more of the machine than it may."""
+
+
+def _output() -> int:
+    """Size of the worker's log, into which the child prints; 0 where it is no file."""
+    found = os.fstat(1)
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 class Scorer:
     """One child process with all reward functions of a configuration."""
 
-    def __init__(self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float) -> None:
+    def __init__(
+        self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
+        max_processes: int = 512,
+    ) -> None:  # fmt: skip
         self.version = ""
         self.restarts = 0
-        self._setup = Setup(tuple(functions), prompt_key, timeout_s)
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes)
+        self._max_processes = max_processes
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
         self._stopped = False
@@ -98,24 +131,45 @@ class Scorer:
         """Run one job. What is left of it, and whose fault that is: nothing left where all went well."""
         assert self._pipe is not None
         left, culprit, self._label, self._ending = list(places), WHOLE_BATCH, "", ""
+        log = _output()
         try:
             self._pipe.send(Job(tuple(samples[place] for place in places)))
             while left:
-                frame = self._pipe.receive(self._setup.timeout_s + GRACE_S)
+                frame = self._receive(log)
                 if isinstance(frame, Begin):
                     culprit = WHOLE_BATCH if frame.place == WHOLE_BATCH else places[frame.place]
                     self._label = frame.label
                 elif isinstance(frame, Result):
                     place = places[frame.place]
+                    if place not in left:  # a function forked and returned twice: the first result stays
+                        continue
                     left.remove(place)
                     culprit = WHOLE_BATCH
                     on_result(Result(place, frame.reward, frame.parts, frame.reason, frame.detail))
         except Silence:
             return left, culprit, "timeout"
-        except (Closed, msgspec.DecodeError) as error:
+        except TooMuch as error:
+            self._ending = str(error)
+            return left, culprit, "died"
+        except (Closed, msgspec.DecodeError, IndexError) as error:
             self._ending = self._exit_code() or str(error)
             return left, culprit, "died"
         return [], WHOLE_BATCH, ""
+
+    def _receive(self, log: int) -> Frame:
+        """The next frame of a job that began when the log had this size. Raises Silence at the timeout, or TooMuch."""
+        assert self._pipe is not None and self._child is not None
+        deadline = time.monotonic() + self._setup.timeout_s + GRACE_S
+        while (left := deadline - time.monotonic()) > LOOK_S:
+            with contextlib.suppress(Silence):
+                frame: Frame = self._pipe.receive(LOOK_S)
+                return frame
+            if len(in_group(self._child.pid)) > self._max_processes:
+                raise TooMuch(f"it had more than {self._max_processes} processes")
+            if _output() - log > OUTPUT_BYTES:
+                raise TooMuch(f"it printed more than {OUTPUT_BYTES >> 20} MiB")
+        last: Frame = self._pipe.receive(max(0.0, left))
+        return last
 
     def _exit_code(self) -> str:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.plugins import GenSample
 from asyncrl.rundir import RunDir, endpoint
 from buffers.client import ClaimedBatch, GroupData, LearnerClient, ObserverClient, ProducerClient, RewardClient
+from buffers.dead import DeadLetters, read_letter
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -487,7 +489,103 @@ def test_poison_digest_and_handshake(make: Make) -> None:
         producer.client.close()
 
     asyncio.run(work())
-    assert set(service.status()["dead"]) == {"poison:logprobs", "poison:digest", "poison:version"}
+    assert set(service.status()["dead"]) == {"poison:logprobs", "poison:digest"}
+    assert [line["why"] for line in read_lines(service.run.history) if line["e"] == "lost"] == ["unknown_version"]
+    letters = {path.name: read_letter(path) for path in service.run.dead.glob("*.frames")}
+    assert sorted(name.partition("-")[0] for name in letters) == ["g0", "g1"]
+    poison = next(wire.decode_samples(frames[0]) for name, frames in letters.items() if name.startswith("g0-"))
+    kept = wire.unpack_arrays(poison.fields, next(frames[1] for name, frames in letters.items() if name[:3] == "g0-"))
+    assert np.isnan(kept["logprobs"]).all()
+    client.close()
+
+
+def test_quarantined_groups_stay_as_dead_letters(make: Make) -> None:
+    service = make().start()
+    client = learner(service.address)
+
+    async def work() -> None:
+        producer = Producer(service.address)
+        await producer.client.hello("model")
+        for lease in (await producer.lease(0, 2)).leases:
+            await producer.answer(lease)
+        producer.client.close()
+
+    asyncio.run(work())
+    batch = client.claim(step=1, version=0, wait_s=10)
+    bad = batch.groups[0].group
+    client.quarantine(step=1, groups=[bad], reason="packer: too long")
+    letter = service.run.dead.glob(f"g{bad}-t*.frames")
+    assert wire.decode_samples(read_letter(next(letter))[0]).group == bad
+    assert service.status()["dead"] == {"poison:packer": 1}
+    client.close()
+
+
+def test_dead_letters_are_bounded(tmp_path: Path) -> None:
+    letters = DeadLetters(tmp_path / "dead", keep=2)
+    for number in range(4):
+        letters.put(group=number, token=7, header=b"head", payload=b"body%d" % number)
+    assert sorted(path.name for path in (tmp_path / "dead").iterdir()) == ["g2-t7.frames", "g3-t7.frames"]
+    assert read_letter(tmp_path / "dead" / "g3-t7.frames") == (b"head", b"body3")
+    again = DeadLetters(tmp_path / "dead", keep=2)  # another process goes on with the same folder
+    again.put(group=9, token=1, header=b"", payload=b"")
+    assert sorted(path.name for path in (tmp_path / "dead").iterdir()) == ["g3-t7.frames", "g9-t1.frames"]
+
+
+def test_settings_are_changed_while_it_runs_and_stay_changed(make: Make) -> None:
+    service = make().start()
+    client = learner(service.address)
+    observer = ObserverClient(service.address, timeout_s=10)
+    tuned = observer.tune({"max_staleness": 3, "learner.algorithm.tis_cap": 1.5}, author="me@here")
+    assert tuned.number == 1 and msgspec.json.decode(tuned.changed)["buffer.max_staleness"] == [1, 3]
+    with pytest.raises(AsyncRLError) as refused:
+        observer.tune({"on_late": "perhaps"}, author="me@here")
+    assert refused.value.code == "tune.refused"
+    with pytest.raises(WireError):
+        observer._requester.request(wire.Tune("[1]", "me@here"), timeout_s=10)
+    service.kill()
+    service.start()
+    shown = service.status()["tuning"]
+    assert (shown["number"], shown["author"], shown["settings"]["buffer.max_staleness"]) == (1, "me@here", 3)
+    produce(service.address, 2)
+    packet = client._requester.request(wire.Claim(client.epoch, 1, 0, 8.0), timeout_s=15)
+    assert msgspec.json.decode(packet.message.tuning) == {"learner.algorithm.tis_cap": 1.5}
+    assert packet.message.groups[0].bound == 3
+    assert observer.undo_tune(0, author="me@here").number == 2
+    assert service.status()["tuning"]["settings"]["buffer.max_staleness"] == 1
+    told = [(event["n"], event["key"], event["old"], event["new"]) for event in history(service, "tune")]
+    assert told == [
+        (1, "buffer.max_staleness", 1, 3), (1, "learner.algorithm.tis_cap", 2.0, 1.5),
+        (2, "buffer.max_staleness", 3, 1), (2, "learner.algorithm.tis_cap", 1.5, 2.0),
+    ]  # fmt: skip
+    observer.close()
+    client.close()
+
+
+def test_filters_and_over_issue_of_the_configuration(make: Make) -> None:
+    service = make(buffer='filters = ["zero_variance"]', sampling__over_issue="1").start()
+    client = learner(service.address)
+
+    async def work() -> None:
+        producer = Producer(service.address)
+        await producer.client.hello("model")
+        same, *others = (await producer.lease(0, 3)).leases
+        assert same.missing == (0, 1, 2)
+        alike = [sample(index) for index in (2, 0)]
+        reply = await producer.client.submit(
+            same, prompt_ids=np.array([1], np.int32), samples=alike, digests={0: "d0"}, row={}, rewards={2: 1.0, 0: 1.0}
+        )
+        assert reply.accepted == (2, 0) and reply.cancelled == ((same.group, same.token),)
+        assert await producer.client.heartbeat({}) == ((same.group, same.token),)
+        for lease in others:
+            reply = await producer.answer(lease)
+            assert reply.accepted == (0, 1) and list(reply.refused) == [2]
+        producer.client.close()
+
+    asyncio.run(work())
+    batch = claim(client, 1)
+    assert ids(batch) == [1, 2] and all([s.index for s in group.samples] == [0, 1] for group in batch.groups)
+    assert service.status()["dropped"] == {"zero_variance": 1}
+    assert [event["why"] for event in history(service, "cancel")] == ["complete"] * 3
     client.close()
 
 
@@ -535,7 +633,8 @@ def test_claim_that_waits_names_who_it_waits_for(make: Make) -> None:
         return answer.diagnosis
 
     said = asyncio.run(hold())
-    assert said.startswith("step 1 waits") and "2 leased to producer-1 (last seen" in said
+    who = f"producer-1 (pid {os.getpid()} on {socket.gethostname()}, last seen"
+    assert said.startswith("step 1 waits") and f"2 leased to {who}" in said
     client.close()
 
 

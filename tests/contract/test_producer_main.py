@@ -32,6 +32,8 @@ class Buffer:
 
     def __init__(self, total: int, *, lose: tuple[int, ...] = (), down_for: int = 0) -> None:
         self.total, self.lose, self.down_for = total, lose, down_for
+        self.cancel_by_beat: set[int] = set()
+        self.cancel_by_reply: set[int] = set()
         self.next = 0
         self.messages: dict[int, list[tuple[wire.Samples, bytes]]] = {}
         self.returned: dict[int, tuple[str, bool]] = {}
@@ -57,7 +59,8 @@ class Buffer:
                     call.reply(wire.Ok())
                 case wire.Heartbeat():
                     self.beats.append(message)
-                    call.reply(wire.Ok())
+                    leased = sorted(group for group in self.cancel_by_beat if group < self.next)
+                    call.reply(wire.Ok(cancelled=tuple((group, 70 + group) for group in leased)))
 
     def _lease(self, call: Call, message: wire.LeaseRequest) -> None:
         if self.down_for:
@@ -82,7 +85,8 @@ class Buffer:
         if message.group in self.lose:
             call.reply(wire.SamplesReply((), (), dict.fromkeys(indices, "token: the lease was lost")))
         else:
-            call.reply(wire.SamplesReply(indices))
+            wanted = message.group not in self.cancel_by_reply
+            call.reply(wire.SamplesReply(indices, cancelled=() if wanted else ((message.group, message.token),)))
 
     def samples_of(self, group: int) -> dict[int, wire.SampleHead]:
         return {item.index: item for message, _ in self.messages.get(group, []) for item in message.samples}
@@ -236,6 +240,29 @@ def test_a_lost_lease_ends_its_generation(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum(len(buffer.samples_of(group)) for group in (1, 2)) < 2 * GROUP
     assert buffer.beats[-1].stats["refused_samples"] >= 0
     assert all(sorted(buffer.samples_of(group)) == list(range(GROUP)) for group in (0, 3, 4, 5, 6, 7))
+
+
+def test_cancelled_leases_are_given_up_at_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from producers.engines.hf import HFEngine
+
+    aborted: list[str] = []
+    real = HFEngine.abort
+
+    async def abort(self: HFEngine, ids: Any) -> int:
+        aborted.extend(ids or ())
+        return await real(self, ids)
+
+    monkeypatch.setattr(HFEngine, "abort", abort)
+    buffer = Buffer(60)
+    buffer.cancel_by_beat, buffer.cancel_by_reply = set(range(1, 60, 4)), set(range(3, 60, 4))
+    produce(tmp_path, prepare(tmp_path, ROWS), buffer, monkeypatch)
+    given_up = {int(name.partition(":")[0]) for name in aborted}
+    assert given_up & buffer.cancel_by_beat and given_up & buffer.cancel_by_reply
+    assert all(len(buffer.messages[group]) == 1 for group in buffer.cancel_by_reply)
+    short = [group for group in buffer.cancel_by_beat if len(buffer.samples_of(group)) < GROUP]
+    assert short  # nobody waits for the samples that are missing
+    assert all(sorted(buffer.samples_of(group)) == list(range(GROUP)) for group in range(0, 60, 2))
+    assert not buffer.returned
 
 
 def test_a_buffer_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,11 @@ import msgspec
 import numpy as np
 
 from asyncrl import config as configuration
+from learners import update
 from learners.backends.fsdp2 import FSDP2Backend, decoder_layers
 from learners.batch import Minibatch, Sample, _minibatch
 from learners.gang import Gang
+from learners.trial import Trial
 from learners.update import train_step
 
 STEPS = 3
@@ -47,12 +49,12 @@ function = "a:b"
 def samples(count: int, seed: int) -> list[Sample]:
     rng = np.random.default_rng(seed)
     made = []
-    for _ in range(count):
+    for number in range(count):
         prompt, length = int(rng.integers(1, 8)), int(rng.integers(1, 14))
         mask = (rng.random(length) < 0.9).astype(np.uint8)
         made.append(Sample(
             rng.integers(3, 20, prompt + length).astype(np.int32), prompt, -3 * rng.random(length).astype("f4"),
-            mask, float(rng.normal()),
+            mask, float(rng.normal()), number,
         ))  # fmt: skip
     return made
 
@@ -83,13 +85,16 @@ def case(model: Path, gang: Gang, *, extra: str, count: int = 14) -> dict[str, A
     config = make_config(model, extra=extra)
     backend = FSDP2Backend(config, gang)
     backend.self_check()
-    metrics = []
+    metrics, by_sample = [], []
     for step in range(1, STEPS + 1):
         share = cut(count, step, config, gang)
-        metrics.append(train_step(share, backend=backend, gang=gang, config=config.learner, step=step).metrics)
+        result = train_step(share, backend=backend, gang=gang, config=config.learner, step=step)
+        metrics.append(result.metrics)
+        by_sample.append(sorted(result.weights.items()))
     values, whole, names = digest(backend)
     specs = [(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
-    return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "specs": specs}
+    return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "specs": specs,
+            "by_sample": by_sample}  # fmt: skip
 
 
 CASES = {
@@ -110,6 +115,7 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     results = {name: case(model, gang, extra=extra, count=1 if name == "few" else 14)
                for name, extra in CASES.items()}  # fmt: skip
     results["half"] = half_precision(model, gang)
+    results["poison"] = {how: poison(model, gang, how) for how in ("raises", "nan")}
     results["resume"] = resume(model, gang, out / "checkpoint")
     return results
 
@@ -123,6 +129,78 @@ def half_precision(model: Path, gang: Gang) -> dict[str, Any]:
     exported = {name: data.nbytes for name, data in backend.iter_hf_weights()}
     masters = {str(p.dtype) for p in backend._policy.parameters()}
     return {"metrics": metrics, "bytes": exported, "masters": sorted(masters), "specs": backend.weight_specs()}
+
+
+MARK = -7.25
+
+
+def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
+    """A step whose loss breaks on one rank alone, for two of six groups; the ranks find them and train the rest."""
+    config = make_config(model)
+    backend = FSDP2Backend(config, gang)
+    rng = np.random.default_rng(5)
+    groups = tuple(Group(n, rng.integers(3, 20, 4).astype(np.int32), tuple(
+        GroupSample(i, rng.integers(3, 20, 6 + n).astype(np.int32),
+                    np.full(6 + n, MARK if n in (1, 4) and i == 0 else -1.0, np.float32), float(i))
+        for i in range(3)
+    )) for n in range(6))  # fmt: skip
+    inner = update.loss_of
+
+    def broken(name: str) -> Any:
+        def loss(inputs: Any, settings: Any) -> Any:
+            result = inner(name)(inputs, settings)
+            if not bool((inputs.behaviour == MARK).any()):
+                return result
+            if how == "raises":
+                raise ValueError(f"seen on rank {gang.rank}")
+            return result._replace(loss=result.loss * float("nan"))
+
+        return loss
+
+    found: dict[int, str] = {}
+    trial = Trial(config.learner, gang=gang, backend=backend, say=str,
+                  bury=lambda step, group, why: found.update({group: why}))  # fmt: skip
+    update.loss_of = broken  # type: ignore[assignment]
+    try:
+        batch = Batch(1, 0, groups)
+        shares = trial.cut(batch)[1] if gang.lead else None  # type: ignore[arg-type]
+        given: Any = batch if gang.lead else None
+        result, left = trial.train(gang.scatter(shares), step=1, batch=given)
+    finally:
+        update.loss_of = inner
+    values, _, names = digest(backend)
+    return {"found": found, "metrics": [result.metrics], "broken": result.broken, "weights": values, "names": names,
+            "left": [group.group for group in left.groups] if left is not None else []}  # fmt: skip
+
+
+class GroupSample(msgspec.Struct, frozen=True):
+    """What training reads of a sample."""
+
+    index: int
+    response: Any
+    logprobs: Any
+    reward: float
+    mask: Any = None
+    runs: Any = ((0, 1),)
+    finish: str = "stop"
+    parts: dict[str, float] = {}
+
+
+class Group(msgspec.Struct, frozen=True):
+    """What training reads of a group."""
+
+    group: int
+    prompt_ids: Any
+    samples: tuple[GroupSample, ...]
+    bound: int = 4
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What training reads of a batch."""
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
 
 
 def resume(model: Path, gang: Gang, folder: Path) -> dict[str, Any]:

@@ -70,6 +70,10 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
     for left, right in zip(got["metrics"], wanted["metrics"], strict=True):
         for name in ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "ratio_max", "clip_share"):
             assert left[name] == pytest.approx(right[name], rel=limit, abs=limit), name
+    for left, right in zip(got.get("by_sample", ()), wanted.get("by_sample", ()), strict=True):
+        assert len(left) == len(right) and left, "a mean importance weight of every sample, on whatever rank it was"
+        for (number, weight), (other, expected) in zip(left, right, strict=True):
+            assert number == other and weight == pytest.approx(expected, rel=limit, abs=limit)
     assert got["names"] == wanted["names"]
     for name, values in got["weights"].items():
         np.testing.assert_allclose(values, wanted["weights"][name], atol=limit, rtol=0, err_msg=name)
@@ -186,6 +190,16 @@ def test_the_export_is_a_hugging_face_folder(two: Any) -> None:
     wanted = two[0]["plain"]["weights"]
     for name, parameter in loaded.named_parameters():
         np.testing.assert_allclose(parameter.detach().flatten().numpy(), wanted[name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("how", ["raises", "nan"])
+def test_poison_on_one_rank_is_found_by_all(two: Any, one: Any, how: str) -> None:
+    for results in (two[0], one[0]):
+        found = results["poison"][how]
+        assert sorted(map(int, found["found"])) == [1, 4] and found["left"] == [0, 2, 3, 5] and not found["broken"]
+        if how == "raises":
+            assert all("loss: ValueError: seen on rank" in why for why in found["found"].values())
+    compare(two[0]["poison"][how], one[0]["poison"][how])
 
 
 def test_orders_and_sums_reach_every_rank(two: Any) -> None:

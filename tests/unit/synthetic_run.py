@@ -31,6 +31,7 @@ def issue(group: int, *, version: int, bound: int = 2, samples: int = 2) -> list
     for index in range(samples):
         events.append({"e": "sample", "g": group, "i": index, "token": group + 1, "producer": "producer-0", "length": 5,
                        "runs": [[version, 5]], "digests": {str(version): digest_of(version)}})  # fmt: skip
+        events.append({"e": "score", "g": group, "i": index, "reward": 0.5, "worker": "reward-0"})
     return [*events, {"e": "unscored", "g": group}, {"e": "ready", "g": group}]
 
 
@@ -79,6 +80,8 @@ dir = "{root}"
 path = "models/tiny"
 [data]
 path = "rows.jsonl"
+[sampling]
+group_size = 2
 [buffer]
 max_staleness = 2
 batch_groups = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import Event, digest_of, good_history, issue, register, train, write_history
 
-from asyncrl.audit import Audit, audit, audit_file, render
+from asyncrl.audit import Audit, audit, audit_file, audit_run, render
 
 
 def kinds(found: Audit) -> set[str]:
@@ -129,6 +129,18 @@ def test_quarantined_group_leaves_its_step() -> None:
     assert found.ok and found.dead == {"sample.invalid": 1} and found.trained == 7
 
 
+def test_quarantined_group_that_an_earlier_step_had_trained() -> None:
+    events = good_history()
+    find(events, "issue", g=1)["uses"] = 2
+    claim, commit = find(events, "claim", step=2), find(events, "commit", step=2)
+    claim["groups"] = [2, 3, 1]
+    events.insert(events.index(commit), {"e": "drop", "g": 1, "reason": "poison:loss"})
+    events.insert(events.index(commit), {**claim, "groups": [2, 3], "replayed": True})
+    assert "steps" not in kinds(audit(events)) and "claim" not in kinds(audit(events))
+    events[events.index(commit) - 1]["groups"] = [3]
+    assert "claim" in kinds(audit(events))
+
+
 def test_group_that_was_never_issued() -> None:
     events = good_history()
     find(events, "commit", step=2)["groups"] = [2, 99]
@@ -169,7 +181,8 @@ def test_store_that_was_lost_issues_again() -> None:
     again = [{"e": "service", "service_epoch": 2}, register(2, 1)]
     for group in (2, 3, 4, 5):
         again += issue(group, version=1)
-    again += [*train(2, [2, 3], epoch=2), *train(3, [4, 5], epoch=2), {"e": "end", "done": True, "reason": ""}]
+    again += [*train(2, [2, 3], epoch=2), *train(3, [4, 5], epoch=2), {"e": "retire", "step": 3},
+              {"e": "end", "done": True, "reason": ""}]  # fmt: skip
     found = audit([*head, *again])
     assert found.ok and found.trained == 6 and found.superseded == 1  # group 6 was forgotten with the store
 
@@ -182,7 +195,7 @@ def test_torn_and_damaged_lines(tmp_path: Path) -> None:
     assert found.ok and found.torn and "cut" in render(found)
     path.write_bytes(whole[:-1])  # only the newline is missing
     assert audit_file(path).ok and not audit_file(path).torn
-    path.write_bytes(whole.replace(b'"e":"ready"', b'"e":', 1))
+    path.write_bytes(whole.replace(b'"e":"unscored"', b'"e":', 1))
     assert kinds(audit_file(path)) == {"log"}
     path.write_bytes(b"")
     assert not audit_file(path).ok
@@ -197,3 +210,208 @@ def test_event_with_a_missing_field_is_a_violation() -> None:
 def test_many_violations_are_cut_short() -> None:
     events = [event for event in good_history(steps=60) if event["e"] != "claim"]
     assert len(audit(events).violations) < 100
+
+
+# ---------------------------------------------------------------- tampering: every trace of it is named
+
+
+UNSEEN = {"unscored", "end"}  # say nothing that other lines do not say; without its end a run counts as going on
+
+
+def test_every_line_that_is_deleted_is_named() -> None:
+    events = good_history()
+    for place, event in enumerate(events):
+        found = audit([*events[:place], *events[place + 1 :]])
+        dropped = event["e"] == "ready" and event["g"] == 8  # may well be dropped before it is ready
+        assert found.ok == (event["e"] in UNSEEN or dropped), (event, found.violations)
+
+
+def test_every_line_that_is_doubled_is_named() -> None:
+    """A line that stands there twice is no proof of a second time, but of a log that is not whole."""
+    events = good_history()
+    harmless = {"unscored", "ready", "score", "retire", "end", "claim", "drop", "commit"}  # the same said again
+    for place, event in enumerate(events):
+        found = audit([*events[: place + 1], event, *events[place + 1 :]])
+        assert found.ok == (event["e"] in harmless), (event, found.violations)
+
+
+def test_group_twice_in_a_commit() -> None:
+    events = good_history()
+    find(events, "commit", step=2)["groups"] = [2, 3, 3]
+    assert "doubled" in kinds(audit(events))
+
+
+def test_group_left_out_of_a_commit_and_claimed() -> None:
+    events = good_history()
+    find(events, "commit", step=2)["groups"] = [2]
+    assert any(text == "steps: step 2 did not train group 3 of its batch" for text in audit(events).violations)
+
+
+def test_sample_under_an_old_token_and_twice() -> None:
+    events = good_history()
+    find(events, "sample", g=4, i=1)["token"] = 99
+    assert kinds(audit(events)) == {"lease"}
+    events = good_history()
+    place = events.index(find(events, "sample", g=4, i=1))
+    assert kinds(audit([*events[:place], events[place], *events[place:]])) == {"sample"}
+
+
+def test_lease_while_another_holds_the_group() -> None:
+    events = good_history()
+    place = events.index(find(events, "sample", g=4, i=0))
+    again = dict(find(events, "lease", g=4), token=77)
+    assert kinds(audit([*events[:place], again, *events[place:]])) == {"lease"}
+    lost: Event = {"e": "lost", "g": 4, "token": 5, "producer": "producer-0", "why": "silent"}
+    fine = [*events[:place], lost, again, *events[place:]]
+    assert audit(fine).ok and audit(fine).lost_leases == 1
+
+
+def test_group_keeps_its_bound() -> None:
+    events = good_history()
+    place = events.index(find(events, "sample", g=4, i=1))
+    lost: Event = {"e": "lost", "g": 4, "token": 5, "producer": "producer-0", "why": "silent"}
+    again = dict(find(events, "lease", g=4), token=77, bound=5)
+    assert kinds(audit([*events[:place], lost, again, *events[place:]])) == {"bound"}
+    late = dict(lost, why="late")  # all of its samples are given up: it begins anew
+    first = find(events, "sample", g=4, i=0)
+    score = find(events, "score", g=4, i=0)
+    assert audit([*events[:place], late, again, first, score, *events[place:]]).ok
+
+
+def test_batch_handed_out_again_with_other_groups() -> None:
+    events = good_history()
+    place = events.index(find(events, "claim", step=3)) + 1
+    again = dict(find(events, "claim", step=3), groups=[5, 4])
+    assert kinds(audit([*events[:place], again, *events[place:]])) == {"claim"}
+    same = dict(find(events, "claim", step=3))
+    assert audit([*events[:place], same, *events[place:]]).ok
+
+
+def test_older_learner_writes_after_a_newer_one() -> None:
+    events = good_history()
+    place = events.index(find(events, "claim", step=3))
+    found = audit([*events[:place], register(2, 2), *events[place:]])  # the commits that follow are of epoch 1
+    assert kinds(found) == {"epoch"} and found.fenced == 4
+    assert "epoch" in kinds(audit([*events[:place], register(1, 2), *events[place:]]))
+
+
+def test_commits_that_a_checkpoint_tells_are_believed() -> None:
+    """The learner was killed after its checkpoint of step 3, before the buffer heard of the commit."""
+    events = good_history(steps=4)
+    place = events.index(find(events, "commit", step=3))
+    told = dict(events[place], digest="")
+    rest = [dict(event, epoch=3) if event.get("epoch") == 1 else event for event in events[place + 1 :]]
+    assert audit([*events[:place], register(2, 2), told, register(3, 3), *rest]).ok
+    assert "epoch" in kinds(audit([*events[:place], register(2, 2), told, *rest]))
+
+
+def test_service_and_token_epochs() -> None:
+    events = good_history()
+    place = events.index(find(events, "claim", step=3))
+    assert kinds(audit([*events[:place], {"e": "service", "service_epoch": 1}, *events[place:]])) == {"epoch"}
+    assert audit([*events[:place], {"e": "service", "service_epoch": 2}, *events[place:]]).ok
+    token = (7 << 24) + 1
+    for event in events:
+        if event["e"] in ("lease", "sample") and event["g"] == 4:
+            event["token"] = token
+    assert kinds(audit(events)) == {"epoch"}
+
+
+def test_versions_rise_by_one() -> None:
+    events = good_history()
+    find(events, "commit", step=3)["version"] = 7
+    assert "version" in kinds(audit(events))
+    events = good_history()
+    one, two = (events.index(find(events, "commit", step=step)) for step in (2, 3))
+    events[one], events[two] = events[two], events[one]
+    assert "version" in kinds(audit(events))
+
+
+def test_log_without_its_beginning_is_named() -> None:
+    assert {"log"} <= kinds(audit(good_history()[1:]))
+    assert "steps" in kinds(audit([event for event in good_history() if event.get("step") != 1]))
+
+
+# ---------------------------------------------------------------- reuse, tuning, forks
+
+
+def test_groups_may_be_trained_as_often_as_they_may_be_used() -> None:
+    events = good_history(steps=2)
+    for event in events:
+        if event["e"] == "issue":
+            event["uses"] = 2
+        if event.get("step") == 2 and event["e"] in ("claim", "commit"):
+            event["groups"] = [2, 1]  # 1 was trained in step 1
+    events.insert(-2, {"e": "drop", "g": 3, "reason": "late"})
+    found = audit(events)
+    assert found.ok and (found.trained, found.trainings) == (3, 4)
+    for event in events:
+        event.pop("uses", None)
+    assert kinds(audit(events)) == {"doubled"}
+
+
+def test_tuning_is_listed_with_the_lags_before_and_after() -> None:
+    """max_staleness 1 -> 4 -> 0: three parts of the run with lags of their own, each under the bound of its leases."""
+    parts = [(1, [(1, 0), (2, 0), (3, 1)]), (4, [(4, 0), (5, 1), (6, 2)]), (0, [(7, 6), (8, 7), (9, 8)])]
+    events: list[Event] = [{"e": "service", "service_epoch": 1}, register(1, 0)]
+    old = 1
+    for number, (bound, steps) in enumerate(parts):
+        if number:
+            events.append({"t": 5.0, "e": "tune", "n": number, "author": "me@here", "key": "buffer.max_staleness",
+                           "old": old, "new": bound})  # fmt: skip
+        for step, version in steps:
+            events += [*issue(step, version=version, bound=bound), *train(step, [step])]
+        old = bound
+    found = audit(events)
+    assert found.ok and found.lag_before_tuning == {0: 1, 1: 2}
+    assert [(change.n, change.step, change.steps) for change in found.tuned] == [(1, 3, 3), (2, 6, 3)]
+    assert [change.lag_counts for change in found.tuned] == [{3: 3}, {0: 3}]
+    assert found.tuned[0].changed == {"buffer.max_staleness": (1, 4)}
+    text = render(found)
+    assert "before tuning: groups by lag: 0: 1, 1: 2" in text and "tune 1 after step 3" in text
+    assert "by me@here: buffer.max_staleness 4 -> 0; 3 steps since, groups by lag: 0: 3" in text
+    find(events, "lease", g=6)["bound"] = 2  # lag 3: its own bound counts, not the one in force
+    assert kinds(audit(events)) == {"lag"}
+
+
+def test_one_change_of_several_settings_is_one_entry() -> None:
+    change: Event = {"t": 1.0, "e": "tune", "n": 3, "author": "me@here", "key": "buffer.on_late", "old": "wait",
+                     "new": "drop"}  # fmt: skip
+    events = [*good_history(), change, dict(change, key="buffer.batch_groups", old=4, new=8), dict(change, n=2)]
+    found = audit(events)
+    assert [change.n for change in found.tuned] == [3, 2] and kinds(found) == {"tune"}
+    assert found.tuned[0].changed == {"buffer.on_late": ("wait", "drop"), "buffer.batch_groups": (4, 8)}
+
+
+def test_fork_begins_after_its_parents_step(tmp_path: Path) -> None:
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    write_history(parent / "history.jsonl", good_history(steps=3))
+    events: list[Event] = [{"e": "service", "service_epoch": 2}, register(2, 2)]
+    events += [*issue(4, version=2), *issue(5, version=2), *train(3, [4, 5], epoch=2)]
+    write_history(child / "history.jsonl", events)
+    assert kinds(audit_run(child)) == {"steps"}  # where are steps 1 and 2?
+    (child / "fork.json").write_text('{"parent": "../parent", "step": 2}')
+    found = audit_run(child)
+    assert found.ok and found.first_step == 3 and "fork of ../parent" in render(found)
+    for event in events:
+        if event["e"] == "sample":
+            event["digests"] = {"2": "f" * 32}  # not what the parent committed as version 2
+    write_history(child / "history.jsonl", events)
+    assert kinds(audit_run(child)) == {"digest"}
+    events = [*events[:2], *issue(2, version=2), *issue(5, version=2), *train(3, [2, 5], epoch=2)]
+    write_history(child / "history.jsonl", events)
+    assert kinds(audit_run(child)) == {"doubled"}  # group 2 was trained by the parent's step 2
+
+
+def test_payloads_that_an_older_store_misses_after_their_step() -> None:
+    """A store that went back says that payloads are lost which a surviving step had trained: that step stands."""
+    events = good_history()
+    at = events.index(find(events, "commit", step=2))
+    group = events[at]["groups"][0]
+    lost = {"e": "lost", "g": group, "token": 0, "producer": "", "why": "payload_lost"}
+    assert audit([*events[: at + 1], lost, *events[at + 1 :]]).ok
+    # Taken back by a learner that starts before it, it must be made again: the same commit is not believed then.
+    again = register(2, 1)
+    found = audit([*events[: at + 1], lost, again, {**find(events, "claim", step=2), "epoch": 2},
+                   {**events[at], "epoch": 2}])  # fmt: skip
+    assert "sample" in kinds(found)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -26,7 +27,8 @@ from asyncrl.launch import Launched, LaunchOptions, absolute, changes, settle_co
 from asyncrl.progress import JsonTail, Progress, is_loud
 from asyncrl.report.data import load_run
 from asyncrl.rundir import RunDir
-from asyncrl.status import launchers, render, stop_command
+from asyncrl.signs import Sign
+from asyncrl.status import launchers, render, run_status, stop_command
 from asyncrl.supervise import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -421,3 +423,33 @@ def test_producers_join_under_their_own_names(stand_ins: Path) -> None:
     name = json.loads(processes.read_text().splitlines()[0])["name"]
     assert name.startswith("producer-") and name.endswith("-0") and name != "producer-0"
     assert not (stand_ins / "run" / "config.toml").exists()
+
+
+def test_status_says_who_waits_since_when_and_who_is_silent(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    now = time.time()
+    for name, age, waits, since in (("producer-0", 0.0, "a lease", 12.0), ("producer-1", 0.0, "", 0.0),
+                                    ("reward-0", 30.0, "samples", 40.0)):  # fmt: skip
+        sign = Sign(run.alive, role=name.split("-")[0], name=name, clock=lambda age=age: now - age)
+        sign._since = now - since if since else 0.0
+        sign.beat(waits)
+    text = render(run_status(run) | {"result": {}})
+    who = f"(pid {os.getpid()} on {socket.gethostname()})"
+    assert f"producer-0  waits for 12 s for a lease {who}" in text and f"producer-1  works {who}" in text
+    assert "reward-0    silent for 30 s; last heard of: waits for 40 s for samples" in text
+
+
+def test_status_of_a_stopped_and_of_an_ended_process(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    child = subprocess.Popen(["sleep", "60"])
+    sign = Sign(run.alive, role="producer", name="producer-0")
+    sign._who = ("producer", "producer-0", child.pid, socket.gethostname())
+    sign.beat()
+    child.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while run_status(run)["alive"]["producer-0"]["state"] != "T" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "producer-0  is stopped (state T), silent for" in render(run_status(run) | {"result": {}})
+    child.kill()
+    child.wait(timeout=10)
+    assert f"producer-0  has ended (pid {child.pid} on" in render(run_status(run) | {"result": {}})

@@ -12,8 +12,9 @@ import pytest
 import buffers.admission
 import buffers.groups
 import buffers.ledger
-from asyncrl.errors import AsyncRLError, Fenced
+from asyncrl.errors import AsyncRLError, Fenced, StateLost
 from asyncrl.wire import LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
+from buffers.carry import grown_ledger
 from buffers.groups import Groups
 from buffers.ledger import IdSet, Ledger, Record, Settings, State, ledger_of
 
@@ -85,7 +86,7 @@ class Run:
     def step(self, step: int, version: int | None = None) -> list[int]:
         """Lease, finish, claim and commit one batch."""
         at = step - 1 if version is None else version
-        while self.g.counts[State.READY] < self.g.settings.batch_groups:
+        while self.g.counts[State.READY] < self.g.batch_size(step):
             got = self.lease(at)
             assert got, self.g.lease_blocked(at)
             self.finish(*got)
@@ -587,9 +588,57 @@ def test_older_checkpoint_than_the_store_retired() -> None:
     run.step(3)
     run.g.checkpointed(epoch=run.epoch, step=2, now=0.0)
     run.register(1, old)  # step 2's batch is gone, step 3's cannot be replayed without it
-    assert [run.state(n) for n in range(3)] == ["RETIRED", "DROPPED", "READY"]
+    assert [run.state(n) for n in range(3)] == ["RETIRED", "DROPPED", "LEASED"]  # 2: by a version that is gone
     assert run.g.ended[1].reason == "rolled_back"
+    assert run.lease(1) == [2]
+    run.finish(2)
     assert run.claim(2) == [2] and run.lease(1) == [3]
+
+
+def test_samples_of_a_version_that_is_gone_are_not_claimed() -> None:
+    run = Run(batch_groups=1, max_staleness=2, total_groups=6)
+    run.step(1)
+    old = run.g.ledger(epoch=run.epoch, step=1)
+    run.step(2)
+    held = run.lease(2)  # at work while the learner goes back
+    run.g.checkpointed(epoch=run.epoch, step=2, now=0.0)
+    run.register(1, old)
+    run.finish(*held, version=2)
+    assert run.claim(2) is None and run.state(held[0]) == "LEASED"
+    assert run.lease(1) == held
+    run.finish(*held, version=1)
+    assert run.claim(2) == held
+
+
+def test_a_store_that_went_back_is_told_from_another_learner() -> None:
+    run = Run(batch_groups=1, max_staleness=2, total_groups=6)
+    run.step(1)
+    with pytest.raises(StateLost):
+        run.g.claim(epoch=run.epoch + 1, step=2, version=1, now=0.0)  # registered with a state that is gone
+    with pytest.raises(StateLost):
+        run.claim(4)  # the learner has done step 3
+    with pytest.raises(StateLost):
+        run.commit(2)  # it was claimed here once
+    with pytest.raises(StateLost):
+        run.g.ledger(epoch=run.epoch, step=2)
+    with pytest.raises(Fenced):
+        run.g.commit(epoch=run.epoch - 1, step=2, version=2, digest="", now=0.0)
+
+
+def test_commits_that_never_arrived_are_told_to_the_history() -> None:
+    run = Run(batch_groups=1, max_staleness=2, total_groups=6)
+    run.step(1)
+    run.lease(1)
+    run.finish(1)
+    assert run.claim(2) == [1]
+    text = grown_ledger(run.g.ledger(epoch=run.epoch, step=1).to_json(), epoch=1, step=2, trained={2: [1]}, dead={})
+    run.g.take()
+    run.register(2, ledger_of(text))
+    events = [(event["e"], event.get("step")) for event in run.g.take().events if isinstance(event, dict)]
+    assert ("commit", 2) in events and events.index(("commit", 2)) < events.index(("register", 2))
+    assert [run.state(n) for n in range(2)] == ["RETIRED", "RETIRED"]
+    run.register(2, ledger_of(text), pid=9)  # known by now
+    assert not [event for event in run.g.take().events if isinstance(event, dict) and event["e"] == "commit"]
 
 
 def test_second_learner() -> None:

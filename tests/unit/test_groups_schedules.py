@@ -1,7 +1,8 @@
 """Random schedules over the state machine: the staleness theorem, conservation, exactly once, liveness.
 
 A schedule is drawn from a seed: producers that lag, crash, answer late, twice, with older versions than leased; rewards
-that fail; services that restart; learners that resume from a checkpoint; settings that change while it runs.
+that fail; services that restart; learners that resume from a checkpoint; settings that change while it runs; filters
+that drop and fail, samples asked for beyond the group, groups that are trained several times.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from buffers.ledger import Ledger, Record, Settings, State
 from buffers.scoring import ToScore
 
 
+def sometimes(*, group: int, **_: Any) -> str:
+    """A filter that drops some groups and breaks on others."""
+    if group % 11 == 5:
+        raise ValueError("broken")
+    return "not this one" if group % 7 == 3 else ""
+
+
 class World:
     """One run under a random schedule."""
 
@@ -29,10 +37,13 @@ class World:
         self.settings = Settings(
             group_size=pick([1, 2]), batch_groups=pick([1, 2, 3]), max_staleness=eta, depth=self.rng.randint(0, eta),
             total_groups=24, on_late=pick(["wait", "drop"]), late_timeout_s=pick([3.0, 20.0]), max_reissue=pick([1, 3]),
-            lease_timeout_s=6.0, reward_retries=1, max_failed_groups=1000, max_poison_rate=1.0,
+            lease_timeout_s=6.0, reward_retries=1, max_failed_groups=1000, max_poison_rate=1.0, filter_window=10_000,
+            over_issue=pick([0, 0, 1, 2]), max_reuse=pick([1, 1, 2, 4]), fresh_first=pick([True, False]),
+            replay_order=pick(["deadline", "priority"]), seed=seed,
         )  # fmt: skip
+        self.filters = pick([[], [("m:sometimes", sometimes)]])
         self.eta = eta
-        self.groups = Groups(self.settings)
+        self.groups = Groups(self.settings, filters=self.filters)
         self.rows: dict[str, bytes] = {}
         self.now = 0.0
         self.numbers = 0
@@ -163,15 +174,18 @@ class World:
             oldest = min(self.made[number, index, item.token] for index, item in group.samples.items())
             assert step - 1 - oldest <= group.bound, (step, number, oldest, group.bound)
             assert len(group.samples) == self.settings.group_size
-        before = [number for earlier, batch in self.surviving.items() if earlier < step for number in batch]
-        assert not set(before) & set(numbers) and len(set(numbers)) == len(numbers)
+        before = Counter(number for earlier, batch in self.surviving.items() if earlier < step for number in batch)
+        assert all(before[number] < self.groups.groups[number].max_uses for number in numbers)
+        assert len(set(numbers)) == len(numbers)
+        self.seen["reused"] += sum(before[number] > 0 for number in numbers)
 
     def restart_service(self) -> None:
         """What was not applied is gone; the rest comes back from the rows."""
         self.apply()
-        fresh = Groups(self.groups.settings, epoch=self.groups.service_epoch + 1)
+        fresh = Groups(self.groups.base, epoch=self.groups.service_epoch + 1, filters=self.filters)
         fresh.load(self.rows.items())
         fresh.check()
+        assert (fresh.settings, fresh.plan) == (self.groups.settings, self.groups.plan)
         assert fresh.ledger_counts() == self.groups.ledger_counts()
         self.groups = fresh
         self.seen["restart"] += 1
@@ -179,18 +193,27 @@ class World:
     def lose_store(self) -> None:
         """Everything the service knew is gone: only the checkpoint is left."""
         self.rows = {}
-        self.groups = Groups(self.groups.settings, epoch=self.groups.service_epoch + 1)
+        self.groups = Groups(self.groups.base, epoch=self.groups.service_epoch + 1, filters=self.filters)
         self.held = {name: [] for name in self.held}
         self.register()
         self.seen["lost"] += 1
 
     def retune(self) -> None:
-        import msgspec
-
         eta = self.rng.randint(0, 3)
-        self.groups.settings = msgspec.structs.replace(
-            self.groups.settings, max_staleness=eta, depth=self.rng.randint(0, eta)
-        )
+        pick = self.rng.choice
+        changes: dict[str, Any] = {
+            "max_staleness": eta, "pipeline_depth": pick([self.rng.randint(0, eta), "max", "auto"]),
+            "max_reuse": pick([1, self.settings.max_reuse]), "on_late": pick(["wait", "drop"]),
+            "max_groups_in_flight": pick([0, 0, 2]),
+        }  # fmt: skip
+        if self.rng.random() < 0.5:
+            changes["batch_groups"] = self.rng.randint(1, 4)
+        number = self.groups.tuning.number
+        if number and self.rng.random() < 0.3:
+            back = self.rng.choice([0, *self.groups.tuning.past])
+            self.groups.undo_tune(back, author="x", now=self.now)
+        else:
+            self.groups.tune(changes, author="x", now=self.now)
         self.seen["retune"] += 1
 
     def move(self) -> None:
@@ -255,6 +278,9 @@ class World:
             self.groups.tick(self.now)
             for name in self.held:
                 self.sync(name)
+                holds = tuple((lease.group, lease.token) for lease in self.held[name])
+                pid = self.groups.saw("producer", name, self.now).pid
+                self.groups.heartbeat("producer", name, pid=pid, host="h", now=self.now, holds=holds)
                 self.lease(name)
                 for lease in list(self.held[name]):
                     if self.open(lease):
@@ -281,11 +307,16 @@ def test_random_schedules(block: int) -> None:
             world.finish()
             world.groups.check()
             trained = [number for batch in world.surviving.values() for number in batch]
-            assert len(trained) == len(set(trained)) == world.settings.total_groups
+            assert len(trained) == world.groups.settings.total_groups
+            assert max(Counter(trained).values()) <= world.settings.max_reuse
+            world.seen["filtered"] += world.groups.ended_counts[State.DROPPED, "filtered"]
+            world.seen["filter_failed"] += world.groups.ended_counts[State.DEAD, "filter_failed"]
         except (AssertionError, AsyncRLError, KeyError) as error:
             raise AssertionError(f"seed {seed}, {world.settings}: {error}") from error
         seen += world.seen
-    for kind in ("crash", "restart", "register", "retune", "lost", "duplicate", "refused"):
+    kinds = ("crash", "restart", "register", "retune", "lost", "duplicate", "refused", "reused", "filtered",
+             "filter_failed")  # fmt: skip
+    for kind in kinds:
         assert seen[kind] > 20, (kind, seen)  # the paths were really taken
 
 

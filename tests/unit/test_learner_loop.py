@@ -58,6 +58,8 @@ class ClaimedBatch(msgspec.Struct, frozen=True):
     groups: tuple[GroupData, ...]
     ledger: dict[str, int]
     invalid: dict[int, str]
+    lengths: dict[str, float] = {}
+    tuning: str = ""
 
 
 def make_batch(step: int, *, groups: int = 3, replayed: bool = False, invalid: dict[int, str] | None = None) -> Any:
@@ -102,7 +104,7 @@ class FakeBuffer:
 
     def ledger(self, *, step: int) -> str:
         self.calls.append(("ledger", step))
-        return json.dumps({"trained_to": step})
+        return json.dumps({"epoch": 1, "trained_to": step})
 
     def checkpointed(self, *, step: int) -> None:
         self.calls.append(("checkpointed", step))
@@ -223,11 +225,40 @@ def test_a_whole_run_in_order(gang: Gang, model_dir: Path, tmp_path: Path) -> No
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["grad_norm"] > 0 and line["lag_max"] <= 2 and "reward/exact" in line for line in lines)
     assert "skipped" not in lines[0]
+    logged = [json.loads(line) for line in (run.metrics / "groups.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == [1, 2, 3]
+    for group, trained in zip(logged[1]["groups"], make_batch(2).groups, strict=True):
+        assert group["g"] == trained.group and group["indexes"] == [sample.index for sample in trained.samples]
+        assert group["tokens"] == [sample.response.size for sample in trained.samples]
+        assert abs(sum(group["advantages"])) < 1e-4 and all(0 < weight <= 2 for weight in group["weights"])
     samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
     assert len(samples) == 6 and {"step", "group", "lag", "prompt", "response", "reward"} <= samples[0].keys()
     result = json.loads(run.result.read_text())
-    assert result["steps"] == 3 and result["reward_last5"] == 0.5 and result["ledger"] == {"trained_to": 3}
+    assert result["steps"] == 3 and result["reward_last5"] == 0.5 and result["ledger"] == {"epoch": 1, "trained_to": 3}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in run.export.iterdir()}
+
+
+def test_tuned_settings_are_in_force_for_exactly_their_step(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
+    def final(name: str, tuning: dict[int, str]) -> tuple[dict[str, bytes], Any]:
+        learner, buffer, backend, services = make_learner(make_config(model_dir, tmp_path / name), gang)
+        for step, text in tuning.items():
+            buffer.batches[step] = msgspec.structs.replace(make_batch(step), tuning=text)
+        learner.run()
+        services.close()
+        return weights(backend), learner._trial
+
+    plain, _ = final("plain", {})
+    entropy = '{"learner.algorithm.entropy_coeff": 0.5}'
+    one, trial = final("one", {2: entropy})
+    assert trial._config.algorithm.entropy_coeff == 0.0  # of step 3: back to the configuration
+    assert one != plain and final("again", {2: entropy})[0] == one
+    assert final("all", {1: entropy, 2: entropy, 3: entropy})[0] not in (one, plain)
+    with pytest.raises(AsyncRLError) as refused:
+        final("wrong", {1: '{"learner.optim.lr": 1.0}'})
+    assert refused.value.code == "tune.refused" and "learner.optim.lr" in refused.value.message
+    with pytest.raises(AsyncRLError) as refused:
+        final("worse", {1: '{"learner.algorithm.clip_low": -1}'})
+    assert refused.value.code == "tune.refused"
 
 
 def test_a_restart_is_bitwise_and_replays_without_publishing(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
@@ -249,7 +280,7 @@ def test_a_restart_is_bitwise_and_replays_without_publishing(gang: Gang, model_d
     second, buffer, backend, services = make_learner(config, gang, committed=4, replay_to=4)
     assert second.run() == ""
     services.close()
-    assert buffer.calls[0] == ("register", 2, '{"trained_to": 2}')
+    assert buffer.calls[0] == ("register", 2, '{"epoch": 1, "trained_to": 2}')
     assert [call[1] for call in buffer.calls if call[0] == "claim"] == [3, 4, 5]
     # Generators hold version 4: 3 was left behind, 4 is published again, 5 is new.
     assert [call[1] for call in buffer.calls if call[0] == "publish"] == [4, 5]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import AsyncRLError
+from buffers.layout import HEAD, checksum_of
 from buffers.ledger import Record
-from buffers.segments import HEAD, Segments, checksum_of
+from buffers.segments import Segments
 
 
 def make(folder: Path, **changes: Any) -> Segments:
@@ -136,3 +137,23 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(AsyncRLError) as error:
         segments.flush()
     assert error.value.code == "disk.full" and error.value.exit_code == 69
+
+
+def test_damaged_records_that_are_released_cost_no_other_file(tmp_path: Path) -> None:
+    """An older index names records of files that are gone: new files get other numbers, and keep their records."""
+    segments = make(tmp_path)
+    records = [put(segments, number, 1500) for number in range(6)]
+    segments.flush()
+    segments.close()
+    for name in files(tmp_path)[1:]:
+        (tmp_path / name).unlink()
+    again = make(tmp_path, live=records)
+    assert again.damaged == records[2:]
+    fresh = [put(again, number, 1500) for number in range(10, 16)]
+    again.flush()
+    again.release(records[2:])
+    assert [got(again, record)[0] for record in fresh] == [f"h{number}".encode() for number in range(10, 16)]
+    again.close()
+    last = make(tmp_path, live=[*records[:2], *fresh])
+    assert not last.damaged
+    last.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import stat
 import threading
 import time
@@ -194,4 +195,100 @@ def test_ipc_sockets_are_private_and_long_folders_work(tmp_path: Path) -> None:
     path = Path(address.removeprefix("ipc://"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    service.close()
+    assert not path.parent.exists()  # it lay in the folder for temporary files
+
+
+def test_folders_of_killed_services_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.sockets.tempfile.gettempdir", lambda: str(tmp_path))
+    dead, alive, strange = (tmp_path / f"asyncrl-{os.getuid()}-{name}" for name in ("dead", "alive", "strange"))
+    ends = []
+    for folder in (dead, alive):
+        folder.mkdir()
+        end = socket.socket(socket.AF_UNIX)
+        end.bind(str(folder / "buffer.sock"))
+        end.listen()
+        ends.append(end)
+    ends[0].close()  # what a kill leaves: the file, and nobody behind it
+    strange.mkdir()
+    (strange / "file").touch()
+    for folder in (dead, alive, strange):
+        os.utime(folder, (1.0, 1.0))
+    service = Echo(sockets.ipc_address(tmp_path / ("x" * 120), "buffer"))
+    assert not dead.exists() and alive.exists() and strange.exists()
+    service.close()
+    ends[1].close()
+
+
+def test_keys_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    service = Echo(sockets.ipc_address(tmp_path, "echo"), keys=sockets.write_keys(tmp_path / "run.key"))
+    assert list((tmp_path / "tmp").iterdir()) == []
+    service.close()
+
+
+def test_what_a_dead_service_was_asked_is_asked_of_the_next_one(address: str) -> None:
+    """At once when the connection is back, and not when the patience for an answer ends."""
+    first = Echo(address)
+    first.ignore = 100
+
+    async def ask() -> tuple[wire.Packet, wire.Packet, float]:
+        nonlocal first
+        asker = sockets.AsyncRequester(address, resend_s=300)
+        blocking = sockets.Requester(address, resend_s=300)
+        both = asyncio.gather(
+            asker.request(wire.Ok("x"), timeout_s=60),
+            asyncio.to_thread(blocking.request, wire.Ok("y"), timeout_s=60),
+        )
+        while first.ignore > 98:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(first.close)
+        first = await asyncio.to_thread(Echo, address)
+        started = time.monotonic()
+        answers = await both
+        took = time.monotonic() - started
+        asker.close()
+        blocking.close()
+        return *answers, took
+
+    one, two, took = asyncio.run(ask())
+    first.close()
+    assert (one.message, two.message) == (wire.Ok("0"), wire.Ok("0"))
+    assert took < 30
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_request_that_was_damaged_under_way_is_sent_again(address: str, times: int) -> None:
+    """Once or twice is bad luck; what arrives damaged three times was made so, and is an error."""
+    service = Echo(address)
+    handle, left = service._handle, {"sync": times, "async": times}
+
+    def refuse_first(calls: list[sockets.Call]) -> None:
+        for call in calls:
+            if left[call.message.detail]:
+                left[call.message.detail] -= 1
+                call.refuse(AsyncRLError("wire.checksum", "damaged"))
+            else:
+                handle([call])
+
+    service.responder._handler = refuse_first
+
+    async def ask() -> None:
+        asker = sockets.AsyncRequester(address, resend_s=300)
+        try:
+            await asker.request(wire.Ok("async"), timeout_s=30)
+        finally:
+            asker.close()
+
+    blocking = sockets.Requester(address, resend_s=300)
+    if times < 3:
+        asyncio.run(ask())
+        blocking.request(wire.Ok("sync"), timeout_s=30)
+    else:
+        with pytest.raises(AsyncRLError, match="damaged"):
+            asyncio.run(ask())
+        with pytest.raises(AsyncRLError, match="damaged"):
+            blocking.request(wire.Ok("sync"), timeout_s=30)
+    blocking.close()
     service.close()

@@ -41,6 +41,7 @@ EXAMPLES: list[wire.Message] = [
     wire.Leases((wire.Lease(7, 2, 1, (0, 1), 99, 6),), 4, "capacity", False),
     HEAD,
     wire.SamplesReply((1,), (2,), {3: "token"}, ((7, 2),)),
+    wire.SamplesAt("p0", wire.Place(5 << 32, 64, 100, 2000, 99)),
     wire.LeaseReturn("producer-0", ((7, 2),), "stopping", False),
     wire.RewardRequest("reward-0", 8, 5.0),
     wire.RewardWork((wire.RewardItem(7, 1, 3, 1, "{}", "stop", FIELDS[:2]),), False),
@@ -58,6 +59,7 @@ EXAMPLES: list[wire.Message] = [
         {"issued": 1},
         (wire.Place(1, 0, 10, 20, 7),),
         '{"learner.algorithm.clip_high":0.3}',
+        {"length_bias": -0.5},
     ),
     wire.Commit(2, 21, 21, "d"),
     wire.Quarantine(2, 21, (7,), "nan"),
@@ -152,8 +154,9 @@ def test_what_is_wrong_with_a_frame_is_named() -> None:
 def reseal(header: bytes) -> list[bytes]:
     """Frames of a header with a right checksum, so that the decoder behind it is reached."""
     frames = wire.encode(wire.Ok())
-    prefix = wire.PREFIX.pack(wire.MAGIC, wire.SCHEMA, 0, 0, 1, 0, wire.xxhash.xxh3_64_intdigest(header))
-    return [prefix, header, *frames[2:]]
+    head = wire.PREFIX.pack(wire.MAGIC, wire.SCHEMA, 0, 0, 1, 0, 0)[:-8]
+    check = wire.xxhash.xxh3_64_intdigest(header) ^ wire.xxhash.xxh3_64_intdigest(head)
+    return [head + check.to_bytes(8, "little"), header, *frames[2:]]
 
 
 def test_surplus_fields_unknown_tags_and_nesting_are_refused() -> None:

@@ -1,0 +1,289 @@
+"""A learner without a run: recorded batches through the real backend and the real update. No sockets, no buffer.
+
+Started by `asyncrl replay` as `python -m learners.replay --config OUT/config.toml --name replay`, once per rank.
+OUT/plan.json says what to do; OUT/steps.jsonl and OUT/end.json say what came of it. Guarantees:
+1. every step trains the groups that the run's weights hold, under the configuration and the tuned settings of that
+   step, by the code of `learners.trial`: with unchanged settings on a CPU the same bits;
+2. `--set` wins over both, from the step after `since` on;
+3. the run's folder is only read; settings that the model is built with are changed by a save and a load, as a restart
+   of the learner does it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl import batch_file
+from asyncrl.config import Config, load
+from asyncrl.errors import AsyncRLError
+from asyncrl.metrics import CATALOGUE
+from asyncrl.replay_report import END, LINES, PLAN, Done, End, Plan, Step
+from asyncrl.role import RoleArgs, Stop, run
+from asyncrl.rundir import RunDir, write_atomic
+
+if TYPE_CHECKING:
+    from buffers.client import ClaimedBatch
+    from learners.backends.base import Backend
+    from learners.gang import Gang
+    from learners.trial import Trial
+    from learners.update import StepResult
+
+PREFIX = "learner.algorithm."
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What rank 0 tells the gang about the next step."""
+
+    config: str  # name of the archived configuration
+    tuning: str
+
+
+def body(args: RoleArgs, config: Config, stop: Stop) -> None:
+    """Join the gang, replay, compare the final weights."""
+    import torch
+
+    from learners.gang import Gang
+    from learners.main import _quiet
+
+    torch.set_num_threads(config.learner.threads)
+    _quiet()
+    out = RunDir(config.run_dir).root
+    plan = msgspec.json.decode((out / PLAN).read_bytes(), type=Plan)
+    gang = Gang.join(config)
+    Replay(plan, out, gang=gang).run(stop)
+    gang.leave()
+
+
+class Replay:
+    """One rank of it."""
+
+    def __init__(self, plan: Plan, out: Path, *, gang: Gang) -> None:
+        self._plan = plan
+        self._out = out
+        self._gang = gang
+        self._archive = RunDir(Path(plan.run)).archive
+        self._configs: dict[tuple[str, bool], Config] = {}
+        self._config: Config | None = None  # in force
+        self._backend: Any = None
+        self._trial: Trial | None = None
+        self._left_out: list[int] = []
+
+    def run(self, stop: Stop) -> None:
+        """All steps, then the distance of the weights."""
+        end = End(device=str(self._gang.device.type), ranks=self._gang.size)
+        for step in self._plan.steps:
+            if stop.is_set():
+                raise AsyncRLError("role.failed", f"asked to end before step {step.step}", where="replay")
+            order, batch = self._next(step)
+            fresh = self._backend is None
+            self._use(order, step.step)
+            if fresh:
+                end.start_digest = self._digest()
+            self._step(step, batch)
+        if self._plan.overrides:
+            end.weights, end.notes = self._distance()
+        if self._gang.lead:
+            write_atomic(self._out / END, msgspec.json.encode(end))
+
+    # ------------------------------------------------------------ a step
+
+    def _next(self, step: Step) -> tuple[Order, ClaimedBatch | None]:
+        """The step's settings on every rank, its batch on rank 0."""
+        batch, text = None, None
+        if self._gang.lead:
+            from learners.archive import recorded
+
+            batch, meta = recorded(self._archive, step.step)
+            batch = self._trained(batch, step)
+            text = msgspec.msgpack.encode(Order(meta.config, batch.tuning))
+        return msgspec.msgpack.decode(self._gang.share(text), type=Order), batch
+
+    @staticmethod
+    def _trained(batch: ClaimedBatch, step: Step) -> ClaimedBatch:
+        """The groups that the run trained in this step, in the order of the batch."""
+        groups = tuple(group for group in batch.groups if group.group in step.groups)
+        missing = sorted(set(step.groups) - {group.group for group in groups})
+        if missing:
+            raise AsyncRLError("replay.missing", f"the archive of step {step.step} does not hold group {missing[0]}, "
+                               "which the run trained in it", where="replay")  # fmt: skip
+        return msgspec.structs.replace(batch, groups=groups)
+
+    def _use(self, order: Order, step: int) -> None:
+        """Put the settings of a step in force."""
+        changed = step > self._plan.since
+        config = self._settings(order.config, changed)
+        if self._backend is None:
+            self._backend = self._build(config, self._plan.checkpoint)
+        elif _of_the_backend(config) != _of_the_backend(self._in_force):
+            self._backend = self._rebuild(config)
+        if self._trial is None or config is not self._config:
+            from learners.trial import Trial
+
+            self._trial = Trial(config.learner, gang=self._gang, backend=self._backend, bury=self._bury, say=_say)
+        self._config = config
+        self._trial.retune(without(order.tuning, self._plan.overrides if changed else ()))
+
+    @property
+    def _in_force(self) -> Config:
+        assert self._config is not None
+        return self._config
+
+    def _settings(self, name: str, changed: bool) -> Config:
+        """The configuration that the run had, with `--set` on top where that is in force."""
+        overrides = self._plan.overrides if changed else ()
+        if (name, bool(overrides)) not in self._configs:
+            self._configs[name, bool(overrides)] = load(batch_file.config_path(self._archive, name), overrides)
+        return self._configs[name, bool(overrides)]
+
+    def _build(self, config: Config, checkpoint: str) -> Backend:
+        from asyncrl.plugins import find
+        from learners.checkpoint import problem_of
+
+        self._gang.device.seed_all(config.run.seed + self._gang.rank)
+        backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
+        backend.self_check()
+        if checkpoint:
+            if why := problem_of(Path(checkpoint)):
+                raise AsyncRLError("learner.checkpoint", why, where=checkpoint)
+            backend.load(Path(checkpoint))
+        return backend
+
+    def _rebuild(self, config: Config) -> Backend:
+        """The same training state in a model and an optimizer that are built with other settings."""
+        with tempfile.TemporaryDirectory(dir=self._out) as folder:
+            place = Path(self._gang.share(folder.encode()).decode())
+            self._backend.save(place)
+            self._gang.barrier()  # bounded: the timeout of the group
+            self._trial = self._backend = None
+            from asyncrl.plugins import find
+
+            backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
+            backend.load(place)
+            self._gang.barrier()  # bounded: the timeout of the group
+        return backend
+
+    def _step(self, step: Step, batch: ClaimedBatch | None) -> None:
+        trial = self._trial
+        assert trial is not None
+        self._left_out = []
+        shares: Sequence[bytes] | None = None
+        if batch is not None:
+            batch, shares = trial.cut(batch)
+        result, _ = trial.train(self._gang.scatter(shares), step=step.step, batch=batch)
+        digest = self._digest()
+        if self._gang.lead:
+            line = Done(step.step, digest, _numbers(trial.stats, result), result.skipped, tuple(self._left_out))
+            with (self._out / LINES).open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+            print(f"replay: step {step.step}: {digest}", flush=True)
+
+    def _bury(self, step: int, group: int, reason: str) -> None:
+        _say(f"warning: group {group} of step {step} breaks here: {reason}")
+        self._left_out.append(group)
+
+    # ------------------------------------------------------------ weights
+
+    def _digest(self) -> str:
+        """The digest of the weights as weight sync would publish them. Collective; empty beside rank 0."""
+        from weightsync.digest import DIGEST_BYTES, whole_digest
+        from weightsync.plan import TensorSpec, plan_buckets
+
+        specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in self._backend.weight_specs()]
+        layout = plan_buckets(specs, bucket_bytes=self._in_force.weightsync.bucket_bytes)
+        place = {tensor.name: tensor.bucket for tensor in layout.tensors}
+        digests = [hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in layout.bucket_bytes]
+        for name, data in self._backend.iter_hf_weights():  # in the order of the layout
+            digests[place[name]].update(data)
+        return whole_digest([digest.hexdigest() for digest in digests]) if self._gang.lead else ""
+
+    def _distance(self) -> tuple[dict[str, float], tuple[str, ...]]:
+        """How far the final weights are from the run's. Collective."""
+        if not self._plan.final:
+            last = self._plan.steps[-1].step
+            return {}, (f"the distance of the final weights is not known: no checkpoint of step {last} is kept",)
+        export = self._out / "export"
+        self._backend.export_hf(export)
+        mine = export / "model.safetensors"
+        final = Path(self._plan.final)
+        if final.suffix == ".safetensors":
+            return (distance(_saved(mine), _saved(final)) if self._gang.lead else {}), ()
+        self._backend.load(final)
+        return distance(_saved(mine), self._weights()), ()
+
+    def _weights(self) -> Iterator[tuple[str, Any]]:
+        """The backend's weights as tensors. Collective."""
+        import torch
+
+        from learners.backends.fsdp2 import DTYPES
+
+        kinds: dict[str, torch.dtype] = dict(DTYPES.values())
+        specs = {spec.name: spec for spec in self._backend.weight_specs()}
+        for name, data in self._backend.iter_hf_weights():
+            tensor = torch.frombuffer(bytearray(data), dtype=kinds[specs[name].dtype])
+            yield name, tensor.reshape(specs[name].shape)
+
+
+def _saved(path: Path) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+            yield name, file.get_tensor(name)
+
+
+def distance(mine: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> dict[str, float]:
+    """L2 distance, the same relative to the norm of `other`, the largest difference."""
+    known = dict(mine)
+    square, norm, largest = 0.0, 0.0, 0.0
+    for name, tensor in other:
+        difference = known[name].double() - tensor.double()
+        square += float(difference.square().sum())
+        norm += float(tensor.double().square().sum())
+        largest = max(largest, float(difference.abs().max())) if difference.numel() else largest
+    return {"distance": square**0.5, "relative": (square / norm) ** 0.5 if norm else 0.0, "largest": largest}
+
+
+def without(tuning: str, overrides: Sequence[str]) -> str:
+    """The tuned settings of a step but for those that `--set` names."""
+    named = {override.partition("=")[0].strip() for override in overrides}
+    if not tuning or not named:
+        return tuning
+    left = {key: value for key, value in msgspec.json.decode(tuning, type=dict[str, Any]).items() if key not in named}
+    return msgspec.json.encode(left).decode() if left else ""
+
+
+def _of_the_backend(config: Config) -> tuple[Any, ...]:
+    """Settings that the model and its optimizer are built with."""
+    learner, optim = config.learner, config.learner.optim
+    return (
+        config.model, config.sampling.temperature, learner.backend, learner.packing, learner.logprob_chunk_tokens,
+        learner.gradient_checkpointing, learner.cpu_offload, optim.beta1, optim.beta2, optim.eps, optim.weight_decay,
+    )  # fmt: skip
+
+
+def _numbers(stats: dict[str, float], result: StepResult) -> dict[str, float]:
+    """The step's metrics by catalogue name, and the mean importance weight over samples."""
+    known = {name: value for name, value in (stats | result.metrics).items() if name in CATALOGUE}
+    if result.weights:
+        known["weight_mean"] = sum(result.weights.values()) / len(result.weights)
+    return known
+
+
+def _say(text: str) -> None:
+    print(f"replay: {text}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process; its exit code."""
+    return run("learner", body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""One step on every rank, tried again without the groups that break it.
+
+Called by `learners.loop`: `cut` on rank 0, `train` on every rank. Guarantees:
+1. a group that breaks the packer, the loss or the gradient is found by itself, quarantined with its reason, and the
+   step is made with the rest, from the weights it started from: a replay of the rest gives the same bits;
+2. every rank takes part in every probe, and all come to the same end;
+3. where each group breaks alone, the fault is not theirs (broken weights, a broken loss function): nobody is blamed and
+   the update is skipped;
+4. a batch without a trained token is a skipped update.
+On several ranks an error inside the model itself (not in the loss) still ends the gang: its ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.config import LearnerConfig
+from asyncrl.errors import AsyncRLError
+from learners.backends.base import Backend
+from learners.batch import StepBatch, assemble, decode_share, encode_share
+from learners.gang import Gang
+from learners.poison import culprits, not_finite, reason_of
+from learners.tuned import tuned
+from learners.update import StepResult, probe_step, train_step
+
+if TYPE_CHECKING:
+    from buffers.client import ClaimedBatch, GroupData
+
+#: Takes a group out of a step: step, group, reason.
+Bury = Callable[[int, int, str], None]
+
+PROBE, TRAIN, SKIP = b"probe", b"train", b"skip"
+
+
+class Trial:
+    """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
+
+    def __init__(
+        self, config: LearnerConfig, *, gang: Gang, backend: Backend, bury: Bury, say: Callable[[str], None]
+    ) -> None:
+        self.stats: dict[str, float] = {}
+        self._config = config
+        self._gang = gang
+        self._backend = backend
+        self._bury = bury
+        self._say = say
+        self._base = config
+        self._tuning = ""
+        self._advantages: tuple[float, ...] = ()
+
+    def retune(self, tuning: str) -> None:
+        """The settings of the next step: those of the configuration with these overrides. On every rank."""
+        if tuning != self._tuning:
+            self._config, self._tuning = tuned(self._base, tuning), tuning
+            self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
+
+    def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
+        """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
+        lines, place = [], 0
+        for group in batch.groups:
+            samples = range(place, place + len(group.samples))
+            place += len(group.samples)
+            lines.append({
+                "g": group.group, "indexes": [sample.index for sample in group.samples],
+                "advantages": [round(value, 6) for value in self._advantages[samples.start : samples.stop]],
+                "tokens": [s.response.size if s.mask is None else int(s.mask.sum()) for s in group.samples],
+                "weights": [round(result.weights[n], 6) if n in result.weights else None for n in samples],
+            })  # fmt: skip
+        return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
+
+    # ------------------------------------------------------------ packing
+
+    def cut(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes]]:
+        """The batch as it will be trained and the shares of the ranks. Groups that break the packer are buried."""
+        why, cut = self._pack(batch)
+        if why:
+            self._say(f"error: the batch of step {batch.step} cannot be assembled: {why}; looking for the group")
+            batch = self._without(batch, culprits(batch.groups, lambda groups: self._pack(_part(batch, groups))[0]))
+            why, cut = self._pack(batch)
+        if why or cut is None:
+            raise AsyncRLError("sample.invalid", f"the batch of step {batch.step}: {why}", where="learner")
+        self.stats, self._advantages = cut.stats, cut.advantages
+        return batch, [encode_share(share) for share in cut.shares]
+
+    def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
+        """What the packer breaks on, and its result where it does not."""
+        algorithm = self._config.algorithm
+        try:
+            cut = assemble(
+                batch, advantage=algorithm.advantage, ranks=self._gang.size, packing=self._config.packing,
+                max_tokens=self._config.micro_batch_tokens, minibatches=algorithm.minibatches,
+            )  # fmt: skip
+        except MemoryError:
+            raise
+        except Exception as error:  # what a group can break here is not known in advance; it is named and buried
+            return reason_of("packer", error), None
+        return not_finite(cut), cut
+
+    def _without(self, batch: ClaimedBatch, bad: Mapping[int, str]) -> ClaimedBatch:
+        for group, why in bad.items():
+            self._bury(batch.step, group, why)
+        return _part(batch, [group for group in batch.groups if group.group not in bad])
+
+    # ------------------------------------------------------------ training
+
+    def train(
+        self, data: bytes, *, step: int, batch: ClaimedBatch | None
+    ) -> tuple[StepResult, ClaimedBatch | None]:  # fmt: skip
+        """Train this rank's share; what became of it, and (rank 0) the batch as it was trained. Collective."""
+        result = self._step(data, step)
+        if not result.broken:
+            return result, batch
+        shares: list[bytes] | None = None
+        if batch is not None:
+            self._say(f"error: step {step} broke: {result.broken}; looking for the group")
+            batch, shares = self._separate(batch)
+            goes_on = self._gang.share(TRAIN if shares else SKIP) == TRAIN
+        else:
+            goes_on = self._follow()
+        if not goes_on:
+            return result, batch
+        return self._step(self._gang.scatter(shares), step), batch
+
+    def _step(self, data: bytes, step: int) -> StepResult:
+        return train_step(decode_share(data), backend=self._backend, gang=self._gang, config=self._config, step=step)
+
+    def _probe(self, data: bytes) -> str:
+        return probe_step(decode_share(data), backend=self._backend, gang=self._gang, config=self._config)
+
+    def _separate(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes] | None]:
+        """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""
+
+        def ask(groups: Sequence[GroupData]) -> str:
+            why, cut = self._pack(_part(batch, groups))
+            if why or cut is None:
+                return why
+            self._gang.share(PROBE)
+            return self._probe(self._gang.scatter([encode_share(share) for share in cut.shares]))
+
+        bad = culprits(batch.groups, ask) if batch.groups else {}
+        if not bad or len(bad) == len(batch.groups):
+            return batch, None
+        return self.cut(self._without(batch, bad))
+
+    def _follow(self) -> bool:
+        """The other ranks: take part in probes until rank 0 has decided; whether the step goes on."""
+        while (word := self._gang.share(None)) == PROBE:
+            self._probe(self._gang.scatter(None))
+        return word == TRAIN
+
+
+def _part(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:
+    return msgspec.structs.replace(batch, groups=tuple(groups))

@@ -1,0 +1,328 @@
+"""Wrong rules, each a small change of the real code: the search must find every one of them, or it proves nothing.
+
+Called by `test_model_mutants`. `NAIVE` is the rule of the counter-example of docs/staleness.md; the others break one
+decision each. A mutant names the case in which the search finds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from model_world import Case
+
+from asyncrl.wire import Lease, Samples, SamplesReply
+from buffers.admission import capacity
+from buffers.book import Worker
+from buffers.groups import Groups
+from buffers.ledger import Group, State
+from buffers.training import Claimed
+
+
+class Naive(Groups):
+    """Cap the outstanding groups, with the batch in training, at (eta + 1) * B; take what arrived first."""
+
+    def _fits(self, engine_version: int, bound: int) -> bool:
+        return self.outstanding < (self.settings.max_staleness + 1) * self.settings.batch_groups
+
+    def _deep_enough(self, outstanding: int, producer_lag: int) -> bool:
+        return True
+
+    def _may_resume(self, group: Group, engine_version: int, lag: int) -> bool:
+        return True
+
+    def _choose(self, step: int, now: float) -> list[int] | None:
+        size = self.batch_size(step)
+        arrived = sorted(self.ready_order, key=lambda entry: entry[1])
+        return [number for _, _, number in arrived[:size]] if len(arrived) >= size > 0 else None
+
+
+class NaiveButFresh(Naive):
+    """The same, and an engine gets work only while it holds the newest weights."""
+
+    def _next_for(self, engine_version: int) -> Group | None:
+        return super()._next_for(engine_version) if engine_version >= self.meta.version else None
+
+
+class RequiredIgnored(Groups):
+    """The claim does not ask for r(u)."""
+
+    def _settle_late(self, step: int, size: int, now: float) -> bool:
+        return True
+
+
+class RequiredLooksAtNowOnly(Groups):
+    """The claim asks for r(v), what is due right now, and not for r(u) of later versions."""
+
+    def _shortage(self, v: int, size: int) -> tuple[int, int, int] | None:
+        due = self.due
+        self.due = Counter({deadline: count for deadline, count in due.items() if deadline <= v})
+        found = super()._shortage(v, size)
+        self.due = due
+        return found
+
+
+class RequiredOneLess(Groups):
+    """r(u) is one too small."""
+
+    def _shortage(self, v: int, size: int) -> tuple[int, int, int] | None:
+        found = super()._shortage(v, size)
+        return None if found is None or found[1] <= 1 else found
+
+
+class FeasibleOffByOne(Groups):
+    """(F) allows one group more than there are places."""
+
+    def _fits(self, engine_version: int, bound: int) -> bool:
+        deadline, v = engine_version + bound, self.frontier
+        due = Counter(self.due)
+        due[deadline] += 1
+        return deadline >= v and all(
+            sum(count for at, count in due.items() if at <= u) <= capacity(self.plan, v, max(u, v)) + 1 for u in due
+        )
+
+
+class FeasibleIgnored(Groups):
+    """(F) is not looked at. (D) implies it for new prompts under one bound: it shows only where bounds differ."""
+
+    def _fits(self, engine_version: int, bound: int) -> bool:
+        return engine_version + bound >= self.frontier
+
+
+class FeasibleNotWhenResumed(Groups):
+    """A lost group that holds samples is leased again, by an older engine, without a look at (F)."""
+
+    def _may_resume(self, group: Group, engine_version: int, lag: int) -> bool:
+        return group.deadline is not None or super()._may_resume(group, engine_version, lag)
+
+
+class DeadlineRisesWhenResumed(Groups):
+    """A group with samples that is leased again gets the deadline of the new engine."""
+
+    def _grant(self, group: Group, worker: Worker, engine_version: int, request: int, now: float) -> Lease:
+        if group.id < self.meta.cursor and group.deadline is not None:
+            self._out(group)
+            group.deadline = engine_version + group.bound
+            self._in(group)
+        return super()._grant(group, worker, engine_version, request, now)
+
+
+class OlderTokensIgnored(Groups):
+    """Tokens that are older than the lease do not lower the deadline."""
+
+    def _accept(self, group: Group, *args: Any) -> None:
+        number, deadline = group.id, group.deadline
+        super()._accept(group, *args)
+        found = self.groups.get(number)
+        if found is not None:
+            self._out(found)
+            found.deadline = deadline
+            self._in(found)
+
+
+class BoundOfTheMoment(Groups):
+    """A group takes the bound that is in force when it is leased again, or when its samples arrive."""
+
+    def _grant(self, group: Group, worker: Worker, engine_version: int, request: int, now: float) -> Lease:
+        group.bound = self.settings.max_staleness
+        return super()._grant(group, worker, engine_version, request, now)
+
+
+class DeadlineOfTheMoment(Groups):
+    """The bound stays, but the deadline of a group that is leased again is reckoned with the one in force."""
+
+    def _grant(self, group: Group, worker: Worker, engine_version: int, request: int, now: float) -> Lease:
+        bound = group.bound
+        group.bound = self.settings.max_staleness
+        lease = super()._grant(group, worker, engine_version, request, now)
+        group.bound = bound
+        return lease
+
+
+class DepthOffByOne(Groups):
+    """(D) allows one group more."""
+
+    def _deep_enough(self, outstanding: int, producer_lag: int) -> bool:
+        return super()._deep_enough(outstanding - 1, producer_lag)
+
+
+class DepthWithoutTheLag(Groups):
+    """(D) does not take off the versions that the engine is behind."""
+
+    def _deep_enough(self, outstanding: int, producer_lag: int) -> bool:
+        return super()._deep_enough(outstanding, 0)
+
+
+class DepthWithoutTheBatchInTraining(Groups):
+    """`outstanding` of (D) leaves out the batch that is being trained."""
+
+    @property
+    def outstanding(self) -> int:
+        return self._competing
+
+
+class ClaimNotIdempotent(Groups):
+    """The same step claimed again gets a new batch, where another one would do."""
+
+    def claim(self, *, epoch: int, step: int, version: int, now: float) -> Claimed | None:
+        batch = self.batches.get(step)
+        if batch is not None and len(self.ready_order) >= len(batch.groups) and step == self.meta.version + 1:
+            for number in batch.groups:
+                self._out(self.groups[number])
+                self.groups[number].state, self.groups[number].uses = State.READY, []
+                self._in(self.groups[number])
+            del self.batches[step]
+            self.ready_order.sort(key=lambda entry: (entry[0], -entry[1]))
+            chosen = [number for _, _, number in self.ready_order[: len(batch.groups)]]
+            self.ready_order.sort()
+            return self._record(step, chosen, now)
+        return super().claim(epoch=epoch, step=step, version=version, now=now)
+
+
+class BatchNotRecorded(Groups):
+    """The batch is handed out before its row is written."""
+
+    def _record(self, step: int, chosen: list[int], now: float) -> Claimed:
+        claimed = super()._record(step, chosen, now)
+        self._dirty.pop(f"b{step}", None)
+        return claimed
+
+
+class LostLeaseKeepsItsToken(Groups):
+    """Who lost a lease may still answer."""
+
+    def _lose(self, group: Group, why: str, now: float, *, counts: bool = True) -> None:
+        token, number = group.token, group.id
+        super()._lose(group, why, now, counts=counts)
+        if number in self.groups:
+            self.groups[number].token = token
+
+
+class LostLeaseLosesSamples(Groups):
+    """What had arrived is given up with the lease."""
+
+    def _lose(self, group: Group, why: str, now: float, *, counts: bool = True) -> None:
+        group.samples, group.records = {}, []
+        super()._lose(group, why, now, counts=counts)
+
+
+class ReadyInOrderOfArrival(Groups):
+    """The batch is filled first come first served, where (1) of the claim is met by number only."""
+
+    def _choose(self, step: int, now: float) -> list[int] | None:
+        chosen = super()._choose(step, now)
+        if chosen is None:
+            return None
+        return [number for _, number in sorted((entry[1], entry[2]) for entry in self.ready_order)][: len(chosen)]
+
+
+class AnyTokenWillDo(Groups):
+    """Answers are taken under any token."""
+
+    def samples(self, head: Samples, **more: Any) -> SamplesReply:
+        group = self.groups.get(head.group)
+        if group is not None and group.state == State.LEASED and group.token:
+            head = Samples(
+                head.producer, head.group, group.token, head.samples, {}, (), "", 1, rewards=head.rewards
+            )  # fmt: skip
+        return super().samples(head, **more)
+
+
+class DroppedPlaceNotRefilled(Groups):
+    """The place of a group that was dropped or died is not filled by another prompt."""
+
+    @property
+    def unclaimed(self) -> int:
+        return super().unclaimed - len(self.ended)
+
+
+class RestartForgetsBatches(Groups):
+    """A new learner gets new batches instead of the recorded ones."""
+
+    def _restore_batches(self, step: int, *rest: Any) -> None:
+        for batch in self.batches.values():
+            batch.groups.reverse()
+        super()._restore_batches(step, *rest)
+
+
+class ReusedBeyondItsDeadline(Groups):
+    """A trained group may be trained again at any lag."""
+
+    def _usable(self, v: int) -> list[tuple[int, int, int]]:
+        return list(self.used_order)
+
+
+class ReusedTooOften(Groups):
+    """One use more than `max_reuse`."""
+
+    def _next_for(self, engine_version: int) -> Group | None:
+        group = super()._next_for(engine_version)
+        if group is not None and group.id == self.meta.cursor:
+            group.max_uses += 1
+        return group
+
+
+class ReuseIgnoresRequired(Groups):
+    """Used groups fill the batch before those that cannot wait."""
+
+    def _mixed(self, step: int, size: int, used: list[tuple[int, int, int]]) -> list[int]:
+        return [number for _, _, number in [*used, *self.ready_order][:size]]
+
+    def _settle_late(self, step: int, size: int, now: float) -> bool:
+        return True
+
+
+class Mutant(NamedTuple):
+    """A wrong rule, a case in which it shows, words of the violation."""
+
+    kind: type[Groups]
+    case: Case
+    words: str
+
+
+ONE = Case(batch=1, size=1, eta=1, depth=1)
+TWO = Case(batch=1, size=1, eta=2, depth=2)
+PAIR = Case(batch=1, size=2, eta=1, depth=1)
+SLOW = TWO._replace(depth=1)
+TUNED = ONE._replace(producers=1, tunes=((1, 1), (2, 2)))
+MUTANTS = (
+    Mutant(RequiredIgnored, TWO, ""),
+    Mutant(RequiredLooksAtNowOnly, TWO, ""),
+    Mutant(RequiredOneLess, TWO, ""),
+    Mutant(FeasibleOffByOne, TUNED, "(F)"),
+    Mutant(FeasibleIgnored, TUNED, "(F)"),
+    Mutant(FeasibleNotWhenResumed, TWO._replace(size=2), "(F)"),
+    Mutant(DeadlineRisesWhenResumed, PAIR, "older tokens"),
+    Mutant(OlderTokensIgnored, PAIR._replace(older=1), "older tokens"),
+    Mutant(BoundOfTheMoment, TUNED, "bound"),
+    Mutant(DeadlineOfTheMoment, TUNED, "deadline"),
+    Mutant(DepthOffByOne, SLOW, "(D)"),
+    Mutant(DepthWithoutTheLag, TWO, "(D)"),
+    Mutant(DepthWithoutTheBatchInTraining, SLOW, "(D)"),
+    Mutant(ClaimNotIdempotent, TWO, ""),
+    Mutant(BatchNotRecorded, ONE, ""),
+    Mutant(LostLeaseKeepsItsToken, ONE, "lost lease"),
+    Mutant(LostLeaseLosesSamples, PAIR, "lost its samples"),
+    Mutant(ReadyInOrderOfArrival, TWO, ""),
+    Mutant(AnyTokenWillDo, ONE, "refused sample"),
+    Mutant(DroppedPlaceNotRefilled, ONE._replace(total=3, reissue=0, counted=2), ""),
+    Mutant(RestartForgetsBatches, Case(batch=2, eta=1, depth=1, producers=1, restarts=True, unsaved=1), ""),
+    Mutant(ReusedBeyondItsDeadline, ONE._replace(reuse=3, unsaved=2, producers=1), ""),
+    Mutant(ReusedTooOften, TWO._replace(reuse=2, producers=1), ""),
+    Mutant(ReuseIgnoresRequired, ONE._replace(reuse=2), ""),
+)
+
+
+def paired(*kinds: type[Groups]) -> type[Groups]:
+    """A state machine with all of these mistakes."""
+    return type("And".join(kind.__name__ for kind in kinds), kinds, {})
+
+
+PAIRS: tuple[tuple[tuple[type[Groups], ...], Case], ...] = (
+    ((RequiredOneLess, DepthOffByOne), TWO),
+    ((FeasibleIgnored, RequiredLooksAtNowOnly), TUNED),
+    ((FeasibleNotWhenResumed, DepthWithoutTheBatchInTraining), TWO._replace(size=2)),
+    ((OlderTokensIgnored, LostLeaseLosesSamples), PAIR._replace(older=1)),
+    ((LostLeaseKeepsItsToken, AnyTokenWillDo), PAIR),
+    ((DeadlineOfTheMoment, DepthWithoutTheLag), TUNED),
+)

@@ -1,0 +1,78 @@
+"""The staleness theorem, delivery and liveness by exhaustive search over the real state machine (docs/staleness.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from model_cases import LONG, SHORT
+from model_mutants import FeasibleIgnored, Naive, NaiveButFresh
+from model_search import Found, search
+from model_world import Case
+
+
+def proved(found: Found) -> None:
+    assert not found.violation, "\n".join([found.violation, *found.trace])
+    assert not found.cut
+    assert found.deadlocks == 0 and found.stuck == 0, "\n".join(found.trace)
+
+
+@pytest.mark.timeout(600)
+def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> None:
+    """No group above its bound, conservation, (F), (D), idempotence, a completion reachable from every state."""
+    states = transitions = 0
+    for case in SHORT:
+        found = search(case)
+        figure(found.line())
+        proved(found)
+        if case.on_late != "train" and not case.total:
+            # tight: the largest lag that any setting of the case allows is really reached, and none above it
+            assert found.max_lag == max([case.eta, *(eta for eta, _ in case.tunes)])
+        states += found.states
+        transitions += found.transitions
+    figure(f"{len(SHORT)} configurations, {states} states, {transitions} transitions, 0 violations")
+    assert states > 80_000  # the searches really went that far
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_every_interleaving_of_larger_systems(case: Case, figure: Callable[[str], None]) -> None:
+    found = search(case)
+    figure(f"{found.line()} ({found.seconds:.0f} s)")
+    proved(found)
+
+
+def test_the_counter_example_of_the_naive_rule_is_found(figure: Callable[[str], None]) -> None:
+    """A cap of (eta + 1) * B outstanding groups, first come first served, does not bound the lag: not even where
+    engines get work only while they hold the newest weights.
+    """
+    case = Case(batch=1, size=1, eta=2, depth=2, producers=2, losses=False)
+    for kind in (Naive, NaiveButFresh):
+        found = search(case, kind=kind, only=True)
+        assert "its bound is 2" in found.violation
+        figure("\n".join([f"{kind.__name__}: {found.violation}", *found.trace]))
+    proved(search(case))
+
+
+def test_train_lets_a_group_exceed_its_bound_and_keeps_the_rest() -> None:
+    """`on_late = train` is the one rule without the theorem: the search sees lags above eta, and nothing else."""
+    case = Case(batch=1, size=1, eta=1, depth=1, producers=2, on_late="train", total=4)
+    found = search(case)
+    proved(found)
+    assert found.max_lag > case.eta
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_synchronous_and_one_step_off_are_settings(eta: int) -> None:
+    """eta = 0: nobody generates while the learner trains. eta = 1: one batch ahead at most."""
+    found = search(Case(batch=1, size=2, eta=eta, depth=eta, producers=2))
+    proved(found)
+    assert found.max_lag == eta
+
+
+def test_the_depth_implies_feasibility_for_new_prompts_under_one_bound() -> None:
+    """(F) decides only where bounds differ or a group with samples is resumed: elsewhere (D) is enough."""
+    proved(search(Case(batch=1, size=1, eta=2, depth=2, producers=1), kind=FeasibleIgnored))
+    tuned = Case(batch=1, size=1, eta=1, depth=1, producers=1, tunes=((1, 1), (2, 2)))
+    assert "(F)" in search(tuned, kind=FeasibleIgnored).violation

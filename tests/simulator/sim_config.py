@@ -1,0 +1,62 @@
+"""The configuration of a schedule: one file, read once, with what differs between schedules replaced.
+
+Called by `sim_world`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from asyncrl.config import Config, parse
+
+TOML = """
+[run]
+name = "sim"
+dir = "/nonexistent/sim"
+[model]
+path = "none"
+[data]
+path = "none.jsonl"
+max_prompt_tokens = 16
+[sampling]
+group_size = 2
+max_new_tokens = 16
+[buffer]
+batch_groups = 2
+lease_timeout_s = 4.0
+max_poison_rate = 1.0
+[reward_workers]
+max_failed_groups = 1000
+[network]
+buffer = "tcp://127.0.0.1:1"
+weightsync = "tcp://127.0.0.1:2"
+[learner]
+steps = 4
+[[reward]]
+function = "m:f"
+"""
+
+
+@lru_cache(maxsize=4096)
+def config_of(
+    *, group_size: int, batch: int, eta: int, depth: int, on_late: str, steps: int, reissue: int, max_reuse: int
+) -> Config:
+    """The configuration of a schedule."""
+    config = _base()
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        sampling=replace(config.sampling, group_size=group_size),
+        buffer=replace(
+            config.buffer, batch_groups=batch, max_staleness=eta, pipeline_depth=depth, on_late=on_late,
+            late_timeout_s=8.0, max_reissue=reissue, max_reuse=max_reuse,
+        ),
+        learner=replace(config.learner, steps=steps),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _base() -> Config:
+    return parse(TOML)
