@@ -98,9 +98,7 @@ class BufferConfig(Section, frozen=True):
     fsync: Literal["never", "everysec", "always"] = "everysec"  # what a loss of power may cost; a crash costs nothing
     segment_bytes: Positive = 256 << 20  # size of one payload file
     cache_bytes: Count = 256 << 20  # payloads kept in memory; the rest is read back from the segments
-    place_bytes: Count = (
-        16 << 10
-    )  # a producer on the buffer's host writes larger payloads to a file, smaller ones are sent
+    place_bytes: Count = 16 << 10  # payloads from here on go by file where producer and buffer share a host
     max_poison_rate: Share = 0.5  # of the last 64 groups; above it the run ends with the top reason
     max_reuse: Positive = 1  # steps that may train one group, all of them within its bound
     replay_order: Literal["deadline", "priority"] = "deadline"  # of used groups; priority: drawn by reward spread

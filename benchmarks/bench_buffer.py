@@ -3,6 +3,7 @@
 Run: `python benchmarks/bench_buffer.py [--groups 3200] [--repeats 3] [--size typical]`. One producer process, one
 learner process, the service (and its Redis). A group is 8 samples (prompt 256 tokens, response lengths lognormal with
 median 1000, capped at 4096): about 90 KB on the wire. Rewards travel with the samples, so no reward worker takes part.
+Payloads go by place (a file of the producer); `STORE:FSYNC+frames` sends them to the service instead.
 `zmq_direct` is PUSH/PULL with the same codec (to the same per-sample arrays) and without a buffer, acknowledgements or
 durability. Compare ratios of one run, not rates: the machine may be shared. Writes benchmarks/results/buffer.json.
 """
@@ -318,6 +319,11 @@ def main() -> None:
         summary[name] = {key: round(statistics.median(run[key] for run in runs), 4) for key in runs[0]}
         summary[name] |= {"ratio": round(statistics.median(ratios), 3), "cpu_ratio": round(statistics.median(cpus), 2)}
         print(f"{name:18} {summary[name]}")
+    where = {
+        how: stages_of(args.size, min(args.groups, 3200), "sqlite", "everysec", how) for how in ("place", "frames")
+    }
+    for how, found in where.items():
+        stages.show(found, f"sqlite, by {how}")
     import redis
 
     load.append(round(os.getloadavg()[0], 2))
@@ -327,7 +333,7 @@ def main() -> None:
         "machine": {"cores": os.cpu_count(), "load_1m": load, "platform": platform.platform()},
         "versions": {"python": platform.python_version(), "pyzmq": zmq.__version__, "zmq": zmq.zmq_version(),
                      "msgspec": msgspec.__version__, "numpy": np.__version__, "redis-py": redis.__version__},
-        "summary": summary, "runs": results,
+        "summary": summary, "stages_us_per_group": where, "runs": results,
     }  # fmt: skip
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n")

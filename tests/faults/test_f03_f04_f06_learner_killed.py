@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ WRITING = ["begin", "shard", "state", "manifest", "rename", "renamed"]
 AFTER_CHECKPOINT = ["before_checkpointed", "after_checkpointed"]
 AT_THE_END = ["at_export", "at_goodbye"]
 
+Figure = Callable[[str], None]
+
 
 def kill_at(lab: Lab, site: str) -> None:
     """One learner that does not get past this place."""
@@ -32,17 +35,17 @@ def claims_of(lab: Lab, epoch: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_f03_f04_f06_killed_at_every_place(recorded: Recorded, tmp_path: Path) -> None:
-    killed_everywhere(recorded, tmp_path, rounds=1)
+def test_f03_f04_f06_killed_at_every_place(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
+    killed_everywhere(recorded, tmp_path, figure, rounds=1)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-def test_f03_f04_f06_killed_at_every_place_ten_times(recorded: Recorded, tmp_path: Path) -> None:
-    killed_everywhere(recorded, tmp_path, rounds=10)
+def test_f03_f04_f06_killed_at_every_place_ten_times(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
+    killed_everywhere(recorded, tmp_path, figure, rounds=10)
 
 
-def killed_everywhere(recorded: Recorded, tmp_path: Path, *, rounds: int) -> None:
+def killed_everywhere(recorded: Recorded, tmp_path: Path, figure: Figure, *, rounds: int) -> None:
     steps = ROUND * rounds + 2
     wanted = recorded.reference(tmp_path, steps=steps)
     lab = recorded.lab(tmp_path / "killed", steps=steps).serve()
@@ -74,6 +77,6 @@ def killed_everywhere(recorded: Recorded, tmp_path: Path, *, rounds: int) -> Non
         lab.finish()
         lab.assert_accounted()
         assert lab.result() == wanted
-        print(f"killed at {len(places) + len(AT_THE_END)} places x {rounds}, {len(lab.learners)} learners, same bits")
+        figure(f"killed at {len(places) + len(AT_THE_END)} places x {rounds}, {len(lab.learners)} learners, same bits")
     finally:
         lab.close()

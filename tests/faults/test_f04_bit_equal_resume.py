@@ -10,10 +10,13 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from learner_lab import Lab, Recorded, seed_of
+
+Figure = Callable[[str], None]
 
 
 def metrics_size(lab: Lab) -> int:
@@ -43,7 +46,7 @@ def kill_once(lab: Lab, rng: random.Random) -> str:
     return f"{how.name} while {'starting' if metrics_size(lab) == before else 'training'}"
 
 
-def killed_run(recorded: Recorded, folder: Path, *, steps: int, kills: int) -> None:
+def killed_run(recorded: Recorded, folder: Path, figure: Figure, *, steps: int, kills: int) -> None:
     rng = seed_of("bit-equal resume")
     wanted = recorded.reference(folder, steps=steps)
     lab = recorded.lab(folder / "killed", steps=steps).serve()
@@ -58,18 +61,18 @@ def killed_run(recorded: Recorded, folder: Path, *, steps: int, kills: int) -> N
     finally:
         lab.close()
     replayed = sum(1 for line in lab.lines() if line["replayed"])
-    print(f"kills {points}, steps replayed {replayed}, digest {found['export'][:12]}, undisturbed the same")
+    figure(f"kills {points}, steps replayed {replayed}, digest {found['export'][:12]}, undisturbed the same")
     assert sum(points.values()) == kills and points.get("SIGKILL while training", 0) >= kills // 5
     assert replayed > 0
     assert found == wanted
 
 
 @pytest.mark.slow
-def test_f04_twenty_kills_end_with_the_same_bits(recorded: Recorded, tmp_path: Path) -> None:
-    killed_run(recorded, tmp_path, steps=40, kills=20)
+def test_f04_twenty_kills_end_with_the_same_bits(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
+    killed_run(recorded, tmp_path, figure, steps=40, kills=20)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-def test_f04_two_hundred_kills_end_with_the_same_bits(recorded: Recorded, tmp_path: Path) -> None:
-    killed_run(recorded, tmp_path, steps=400, kills=200)
+def test_f04_two_hundred_kills_end_with_the_same_bits(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
+    killed_run(recorded, tmp_path, figure, steps=400, kills=200)
