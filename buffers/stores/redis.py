@@ -155,7 +155,9 @@ class RedisStore:
             pause = min(2.0, pause * 2)
 
     def sync(self) -> None:
-        """Redis does it (appendfsync)."""
+        """A server at a URL does it as it is set up (appendfsync); a private one is told."""
+        if self._server is not None:
+            self._server.sync()
 
     def close(self) -> None:
         """Close it; a private server ends with its data on disk."""

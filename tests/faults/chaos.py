@@ -182,11 +182,13 @@ class Chaos:
         return True
 
     def flushall(self) -> bool:
+        _continue(self.plant.redis_pid())  # where it stands still by another fault
         return bool(self.plant.redis().flushall())
 
     def flush_and_kill(self) -> bool:
         """Everything the service knew is gone: the store and the memory of it."""
         server = self.plant.redis()
+        _continue(self.plant.redis_pid())
         self.plant.kill("buffer", signal.SIGSTOP)  # so that it cannot write its rows again in between
         try:
             return bool(server.flushall())

@@ -24,6 +24,8 @@ import msgspec
 import redis
 from mini_learner import Mini, load
 from proxy import Link, Proxies, free_port
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl.audit import audit_run
@@ -235,7 +237,7 @@ class Plant:
 
     def redis(self) -> redis.Redis:
         path = ipc_address(self.run.store, "redis").removeprefix("ipc://")
-        return redis.Redis(unix_socket_path=path, socket_timeout=5)
+        return redis.Redis(unix_socket_path=path, socket_timeout=3, retry=Retry(NoBackoff(), 0))
 
     # ------------------------------------------------------------ looking
 
