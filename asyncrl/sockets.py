@@ -176,6 +176,16 @@ def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> No
         raise ConfigError("config.network", f"{address} is reachable from other hosts and has no keys", where="network")
 
 
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """A context that only `close` of its owner ends.
+
+    pyzmq ends one in the garbage collector too, and waits there, for ever where its sockets are collected with it.
+    """
+
+    def __del__(self) -> None:
+        """Leave it to the end of the process."""
+
+
 def _tune(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -186,7 +196,10 @@ def _tune(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
-def _connect(context: zmq.Context[Any], address: str, keys: Keys | None, max_bytes: int) -> zmq.Socket[bytes]:
+def _connect(
+    context: zmq.Context[Any], address: str, keys: Keys | None, max_bytes: int
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """The socket, and one on which every connection that was made is a message, the first one included."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     _tune(socket, max_bytes)
     socket.setsockopt(zmq.LINGER, 2000)
@@ -199,23 +212,21 @@ def _connect(context: zmq.Context[Any], address: str, keys: Keys | None, max_byt
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.client_public)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.client_secret)
+    connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # before the first one can be made
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
+        socket.disable_monitor()
+        connections.close(0)
         socket.close(0)
         raise ConfigError("config.network", f"cannot connect to {address}: {error}") from None
-    return socket
+    return socket, connections
 
 
 def _reopen(socket: zmq.Socket[bytes], address: str) -> None:
     """A new connection in place of the one there is; what was queued on it is lost."""
     socket.disconnect(address)
     socket.connect(address)
-
-
-def _watch_connections(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A socket on which every connection that was made is a message."""
-    return socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> bool:
@@ -257,9 +268,8 @@ class Requester:
         self._answered = True  # the last request
         self._max_bytes = max_bytes
         self._resend_s = resend_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = _connect(self._context, address, keys, max_bytes)
-        self._connections = _watch_connections(self._socket)
+        self._context: _Context = _Context()
+        self._socket, self._connections = _connect(self._context, address, keys, max_bytes)
         self._connected = 0  # how often
         self._poller = zmq.Poller()
         for socket in (self._socket, self._connections):
@@ -426,10 +436,10 @@ class AsyncRequester:
         self.bad_frames = 0
         self._max_bytes = max_bytes
         self._resend_s = resend_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = _connect(self._context, address, keys, max_bytes)
+        self._context: _Context = _Context()
+        self._socket, connections = _connect(self._context, address, keys, max_bytes)
         self._pump = _Pump(self._socket, self._take)
-        self._connections = _Pump(_watch_connections(self._socket), self._reconnected)
+        self._connections = _Pump(connections, self._reconnected)
         self._connected = 0  # how often
         self._heard = 0.0  # when the last whole message came
         self._loop = asyncio.get_running_loop()
@@ -582,7 +592,7 @@ class Responder:
         self._handler = handler
         self._together: dict[bytes, list[tuple[int, Message]]] | None = None  # answers of the drain under way
         self._max_bytes = max_bytes
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: _Context = _Context()
         self._authenticator = _authenticate(self._context, keys) if keys is not None else None
         socket = self._context.socket(zmq.ROUTER)
         _tune(socket, max_bytes)

@@ -151,13 +151,17 @@ class Leasing(Judging):
         lag = self._training_version - engine_version
         if lag > settings.depth:
             return f"the engine is {lag} versions behind, pipeline_depth is {settings.depth}: it must sync"
-        if not self.pending and self._competing >= self.unclaimed:
-            return "every prompt of the run is issued"
+        if self._next_for(engine_version) is not None:
+            return ""
+        if self._competing >= self.unclaimed:
+            if not self.pending:
+                return "every prompt of the run is issued"
+            return f"no room for the {len(self.pending)} groups that wait: the learner must take a batch"
         if not self._fits(engine_version, settings.max_staleness):
             return f"no room before deadline {engine_version + settings.max_staleness}: the learner must take a batch"
         if not self._deep_enough(self.outstanding, lag):
             return f"{self.outstanding} groups are ahead of the learner, pipeline_depth is {settings.depth}"
-        return ""
+        return f"no room for the {len(self.pending)} groups that wait: the learner must take a batch"
 
     @property
     def _competing(self) -> int:

@@ -75,7 +75,7 @@ def test_lost_answers_are_asked_for_again(echo: Echo, address: str) -> None:
     echo.ignore = 2
     asker = sockets.Requester(address, resend_s=0.1)
     assert asker.request(wire.Ok(), timeout_s=5).message.detail == "0"
-    assert echo.responder.counters["received"] == 3
+    assert echo.responder.counters["received"] >= 3  # more where the machine is slow
     asker.close()
 
 
