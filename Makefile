@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_WORKERS ?= 2
+# A run that hangs ends with what it found so far.
+TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
@@ -31,7 +33,8 @@ check: install
 	$(BIN)/lint-imports
 
 test: check redis
-	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis

@@ -93,8 +93,9 @@ REWARDS = dict.fromkeys(range(8), 1.0)
 # ---------------------------------------------------------------- raw ZeroMQ
 
 
-def direct_producer(address: str, size: str, count: int, queue: Any) -> None:
-    keep_memory()
+def direct_producer(address: str, size: str, count: int, plain: bool, queue: Any) -> None:
+    if not plain:
+        keep_memory()
     groups = make_groups(size)
     socket = zmq.Context().socket(zmq.PUSH)
     socket.connect(address)
@@ -112,13 +113,13 @@ def direct_producer(address: str, size: str, count: int, queue: Any) -> None:
         heads = tuple(wire.SampleHead(s.index, len(s.token_ids), s.finish, s.runs) for s in samples)
         head = wire.Samples("p", number, 1, heads, {}, fields, json.dumps(ROW), 256, rewards=REWARDS)
         socket.send(wire.encode_header(head), zmq.SNDMORE)
-        socket.send(payload, copy=len(payload) < wire.COPY_THRESHOLD_BYTES)
+        socket.send(payload, copy=not plain and len(payload) < wire.COPY_THRESHOLD_BYTES)
     queue.put(time.process_time() - cpu)
     socket.close(10000)
 
 
-def run_direct(size: str, count: int) -> dict[str, float]:
-    """Groups per second and CPU of the limit."""
+def run_direct(size: str, count: int, *, plain: bool = False) -> dict[str, float]:
+    """Groups per second and CPU of the limit; `plain` without our settings of the allocator, payloads not copied."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PULL)
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +127,7 @@ def run_direct(size: str, count: int) -> dict[str, float]:
         socket.bind(address)
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()
-        process = spawn.Process(target=direct_producer, args=(address, size, count, queue))
+        process = spawn.Process(target=direct_producer, args=(address, size, count, plain, queue))
         process.start()
         time.sleep(1.5)
         queue.put("go")
@@ -301,6 +302,7 @@ def main() -> None:
     load = [round(os.getloadavg()[0], 2)]  # above 0 at the start: others work on the machine
     for repeat in range(args.repeats):
         results.setdefault("zmq_direct", []).append(run_direct(args.size, args.groups))
+        results.setdefault("zmq_plain", []).append(run_direct(args.size, args.groups, plain=True))
         for system in args.systems.split(","):
             store, fsync = system.split(":")
             results.setdefault(system, []).append(run_buffer(args.size, args.groups, store, fsync, args.profile))
