@@ -38,7 +38,7 @@ test: check redis
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
-	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s
+	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
 
 unit: install
 	$(BIN)/python -m pytest tests/unit

@@ -192,7 +192,7 @@ class Book:
         self._out(group)
         if batch.step not in group.uses:
             group.uses.append(batch.step)
-        group.step, group.claimed = group.uses[-1], batch.claimed
+        group.step, group.claimed = group.uses[-1], max(group.claimed, batch.claimed)
         group.state = State.TRAINED if group.step <= self.meta.version else State.CLAIMED
         self._index(group)
         self.generation += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,11 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return note
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--figures FILE`: keep them in a file too (`make chaos`)."""
+    parser.addoption("--figures", metavar="FILE", help="write the figures that tests measured to this file too")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the figures by test."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
@@ -31,10 +37,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not found:
         return
     terminalreporter.section("figures")
-    last = ""
+    lines, last = [], ""
     for nodeid, text in sorted(found, key=lambda pair: pair[0]):
         if nodeid != last:
-            terminalreporter.write_line(nodeid)
+            lines.append(nodeid)
         last = nodeid
-        for line in str(text).splitlines():
-            terminalreporter.write_line(f"  {line}")
+        lines += [f"  {line}" for line in str(text).splitlines()]
+    for line in lines:
+        terminalreporter.write_line(line)
+    if place := terminalreporter.config.getoption("--figures"):
+        Path(place).write_text("\n".join(lines) + "\n")

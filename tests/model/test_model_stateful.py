@@ -343,6 +343,8 @@ class System(RuleBasedStateMachine):
             book.tick(self.now)
             for name in PRODUCERS:
                 self.sync(name)
+                holds = tuple((lease.group, lease.token) for lease in self.held[name])
+                self.book.heartbeat("producer", name, pid=0, host="h", now=self.now, holds=holds)
                 self.lease(name, 3)
                 for lease in self.held[name]:
                     group = book.groups.get(lease.group)
