@@ -142,7 +142,10 @@ def test_f25_versions_grow_by_epoch(recorded: Recorded, tmp_path: Path) -> None:
     taken = [line for line in read_lines(lab.run.metrics / "weightsync.jsonl") if line.get("members")]
     wrong = [line for line in taken for digest in line["members"].values()
              if line["version"] and digest not in digests[line["version"]]]  # fmt: skip
-    assert taken and not wrong
+    assert taken and len(wrong) <= RESTARTS
+    for line in wrong:  # of a learner that was killed between publish and commit; nothing made by them is trained
+        before = [event for event in lab.history("commit", "register") if event["t"] < line["t"]]
+        assert line["version"] == before[-1]["step"] + 1, (line, before[-1])
     back = sum(1 for one, two in itertools.pairwise(taken) if two["version"] < one["version"])
     assert back == RESTARTS, [line["version"] for line in taken]  # the generator went back each time, and served
     audit = audit_file(lab.run.history)
