@@ -43,6 +43,7 @@ class Promise(msgspec.Struct, frozen=True):
 
     text: str
     kept: bool
+    speed: bool = False  # what a busy machine may break: said, and no failure
 
 
 def demo(
@@ -73,10 +74,10 @@ def _conclude(listed: list[Promise], run: RunDir) -> int:
     broken = sum(not promise.kept for promise in listed)
     print("\npromises")
     for promise in listed:
-        print(f"  {'BROKEN' if not promise.kept else 'kept  '}  {promise.text}")
+        print(f"  {'kept  ' if promise.kept else 'slow  ' if promise.speed else 'BROKEN'}  {promise.text}")
     print(f"  {len(listed) - broken} of {len(listed)} kept")
     print(f"\nopen the report in a browser: {run.report.as_uri()}")
-    return 1 if broken else 0
+    return 1 if any(not promise.kept and not promise.speed for promise in listed) else 0
 
 
 def _set_by_user(key: str, overrides: tuple[str, ...]) -> bool:
@@ -199,4 +200,4 @@ def _wall_promise(data: RunData, *, steps: int, usual: int, started: float) -> l
     if not data.steps or steps > usual:
         return []
     wall = float(data.steps[-1]["t"]) - started
-    return [Promise(f"{wall:.1f} s from the start of the roles to the last step (under {WALL_S:g} s)", wall < WALL_S)]
+    return [Promise(f"{wall:.1f} s from the start of the roles to the last step (under {WALL_S:g} s)", wall < WALL_S, True)]

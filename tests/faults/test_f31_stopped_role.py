@@ -79,7 +79,7 @@ def test_f31_every_stopped_role_is_named_in_time_and_the_run_completes(run) -> N
 
 @pytest.mark.timeout(240)
 def test_f31_what_nobody_wakes_ends_with_code_70_and_the_stacks_of_all_roles(run) -> None:  # type: ignore[no-untyped-def]
-    settings = words("producers.count=1", "learner.steps=500", "run.silent_timeout_s=2", "run.hang_timeout_s=30",
+    settings = words("producers.count=1", "learner.steps=500", "run.silent_timeout_s=2", "run.hang_timeout_s=40",
                      "log.heartbeat_s=0.5")  # fmt: skip
     launcher = run.start("launch", "all", str(run.config), *settings)
     run.wait("step 2", lambda: 2 in run.steps())
