@@ -200,4 +200,6 @@ def _wall_promise(data: RunData, *, steps: int, usual: int, started: float) -> l
     if not data.steps or steps > usual:
         return []
     wall = float(data.steps[-1]["t"]) - started
-    return [Promise(f"{wall:.1f} s from the start of the roles to the last step (under {WALL_S:g} s)", wall < WALL_S, True)]
+    return [
+        Promise(f"{wall:.1f} s from the start of the roles to the last step (under {WALL_S:g} s)", wall < WALL_S, True)
+    ]
