@@ -107,7 +107,7 @@ def audit_run(root: Path) -> Audit:
     try:
         config = load(run.config)
         known = msgspec.structs.replace(
-            known, group_size=config.sampling.group_size,
+            known, group_size=config.sampling.group_samples,
             allow_over_bound=config.buffer.on_late == "train",
         )  # fmt: skip
     except AsyncRLError:

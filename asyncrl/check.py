@@ -15,15 +15,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl import algorithms
+from asyncrl.config import Config, dump
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
+from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
 from asyncrl.plan import TARGETS, names_of, threads_of
 from asyncrl.plugins import BUILT_IN
 from asyncrl.probe import bind_problem, redis_problem
@@ -80,6 +82,8 @@ def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: boo
     for wanted_by, look in checks:
         if wanted_by & set(roles):
             errors += look(config)
+    if "learner" in roles:
+        errors += check_algorithm(config)
     errors += check_keys(config, joining=joining or "buffer" not in roles)
     return Checked(errors, derived(config, roles), notes_on(config, roles))
 
@@ -88,7 +92,11 @@ def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: boo
 
 
 def check_model(config: Config) -> Iterator[AsyncRLError]:
-    """The model folder has a configuration, weights and a tokenizer."""
+    """The model folder has a configuration, weights and a tokenizer; that of the critic a configuration and weights."""
+    critic = config.learner.critic.model
+    if critic and not ((Path(critic) / "config.json").is_file() and list(Path(critic).glob("*.safetensors"))):
+        message = "no such folder, or it has no config.json or no *.safetensors"
+        yield ConfigError("config.model", message, where=f"learner.critic.model = {critic!r}")
     folder = Path(config.model.path)
     where = f"model.path = {config.model.path!r}"
     if not folder.is_dir():
@@ -123,10 +131,36 @@ def check_data(config: Config) -> Iterator[AsyncRLError]:
             continue
         if row is None:
             yield ConfigError("config.data", "it has no rows", where=where)
-        elif config.data.prompt_key not in row:
-            columns = ", ".join(sorted(row)) or "none"
-            message = f"no column {config.data.prompt_key!r} (data.prompt_key); it has: {columns}"
-            yield ConfigError("config.data", message, where=where)
+            continue
+        wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
+        for setting, column in wanted.items():
+            if column not in row:
+                columns = ", ".join(sorted(row)) or "none"
+                message = f"no column {column!r} (data.{setting}); it has: {columns}"
+                yield ConfigError("config.data", message, where=where)
+
+
+def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
+    """Setting and name of the answer columns that the rows must have; none where a conversation ends in its answer."""
+    if not streams(config):
+        return {}
+    if is_paired(config):
+        return {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
+    conversation = not isinstance(row.get(config.data.prompt_key), str)  # of a .parquet file it is not known here
+    return {} if conversation else {"response_key": config.data.response_key}
+
+
+def settled(config: Config) -> Config:
+    """The configuration with `learner.steps` from `data.epochs`, where that is set."""
+    if not config.data.epochs:
+        return config
+    if not all(path.exists() for path in data_paths(config)):
+        return config  # `check_data` says so
+    counts = [count_rows(path) for path in data_paths(config)]
+    try:
+        return with_epochs(config, sum(filter(None, counts)) if counts and all(counts) else None)
+    except ConfigError as error:
+        raise ConfigErrors([error]) from None
 
 
 def first_row(path: Path) -> dict[str, Any] | None:
@@ -206,13 +240,10 @@ def _package_root() -> Path:
 
 
 def _problem(command: list[str]) -> str:
-    env = dict(os.environ)
-    places = [os.getcwd(), str(_package_root()), env.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=env, stdin=subprocess.DEVNULL,
-            check=False,
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=_environment(),
+            stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
@@ -221,6 +252,14 @@ def _problem(command: list[str]) -> str:
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     meant = next((line for line in reversed(lines) if not line.lstrip().startswith("->")), "")
     return meant.strip() or f"its check ended with code {done.returncode}"
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, with this folder and the package on the path."""
+    env = dict(os.environ)
+    places = [os.getcwd(), str(_package_root()), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    return env
 
 
 def check_plugins(config: Config) -> Iterator[AsyncRLError]:
@@ -235,6 +274,35 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
+
+
+def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
+    """Estimators, losses and corrections of plugins can be imported and have the options that are set.
+
+    In a process of its own, with torch; built-in ones are known without it (`asyncrl.algorithms`).
+    """
+    algorithm = config.learner.algorithm
+    if config.learner.mode != "rl" or all(
+        algorithms.chosen(algorithm, kind) in table for kind, table in algorithms.TABLES.items()
+    ):
+        return
+    command = [sys.executable, "-m", "learners.algorithms.registry"]
+    try:
+        done = subprocess.run(
+            command, input=dump(config), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=_environment(),
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        yield ConfigError("config.extra", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s",
+                          where="learner.algorithm")  # fmt: skip
+        return
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            code, message, where = json.loads(line)
+            yield error_for(code, message, where=where)
+    if done.returncode:
+        last = (done.stderr.strip() or f"its check ended with code {done.returncode}").splitlines()[-1]
+        yield ConfigError("config.extra", last, where="learner.algorithm")
 
 
 # ---------------------------------------------------------------- network and store
@@ -295,9 +363,10 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
         "producers.max_groups_in_flight" if config.producers.max_groups_in_flight
         else f"ceil(2 x slots {slots} / {per_group})"
     )  # fmt: skip
-    row = config.data.max_prompt_tokens + sampling.max_new_tokens
+    row = longest_row(config)
     findings = [
-        Finding("lag at most", f"{buffer.max_staleness} steps", "max_staleness; the bound holds for every token"),
+        Finding("lag at most", f"{bound_of(config)} steps", "the whole run: rows have no age" if streams(config)
+                else "max_staleness; the bound holds for every token"),
         Finding("max in flight", f"{buffer.max_in_flight_groups} groups",
                 f"(pipeline_depth {buffer.depth} + 1) x batch_groups {buffer.batch_groups}"),
         Finding("samples per step", str(buffer.batch_groups * group_size),
@@ -306,7 +375,8 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
                 f"steps {learner.steps} x batch_groups {buffer.batch_groups}"),
         Finding("groups per producer", str(held), per_producer),
         Finding("longest sample", f"{row} tokens",
-                f"max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}; "
+                f"max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
+                f"{', twice for a pair' if is_paired(config) else ''}; "
                 f"a packed row holds {learner.micro_batch_tokens}"),
     ]  # fmt: skip
     rows = [count_rows(path) for path in data_paths(config)]
@@ -314,6 +384,8 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
         count = sum(number for number in rows if number)
         findings.append(Finding("epochs", f"{config.total_groups / count:.2f}",
                                 f"total groups {config.total_groups} / rows {count}"))  # fmt: skip
+    if learner.mode == "rl":
+        findings.append(Finding("algorithm", algorithms.explain(learner.algorithm)))
     findings.append(Finding("what starts", what_starts(config, roles)))
     return findings
 
@@ -345,6 +417,7 @@ def notes_on(config: Config, roles: Sequence[str]) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads > 2 * cores:
         notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
+    notes += algorithms.notes(config)
     minibatches = config.learner.algorithm.minibatches
     if minibatches > 1:
         notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")

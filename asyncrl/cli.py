@@ -149,6 +149,13 @@ def _add_config(one: argparse.ArgumentParser) -> None:
 def _add_set(one: argparse.ArgumentParser) -> None:
     one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
                      help="override one setting, e.g. --set learner.steps=20; may be repeated")  # fmt: skip
+    one.add_argument("--preset", dest="overrides", action="append", metavar="NAME", type=_preset_override,
+                     help="settings of an algorithm, on top of the file: grpo, dapo, gspo, ... or a .toml")  # fmt: skip
+
+
+def _preset_override(name: str) -> str:
+    """`--preset dapo` is `--set learner.algorithm.preset=dapo`."""
+    return f"learner.algorithm.preset={name}"
 
 
 def _add_output(one: argparse.ArgumentParser) -> None:

@@ -23,16 +23,12 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
+from asyncrl import algorithms, modes, presets
+from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all sections."""
+__all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
 
 
 class RunConfig(Section, frozen=True):
@@ -62,6 +58,10 @@ class DataConfig(Section, frozen=True):
     prompt_key: str = "prompt"  # text, or a list of chat messages
     shuffle: bool = True  # a new order in every epoch, by run.seed
     max_prompt_tokens: Positive = 1024  # longer prompts are set aside with the reason
+    response_key: str = "response"  # engine = dataset, mode sft: the answer (or the last message of the prompt)
+    chosen_key: str = "chosen"  # engine = dataset, modes dpo and reward_model: the better answer
+    rejected_key: str = "rejected"  # the worse answer of the same row
+    epochs: Count = 0  # passes over the rows: learner.steps is derived from it; 0: learner.steps as set
     chat_template: bool = True  # render lists of messages by the tokenizer's template; plain text is encoded as it is
 
 
@@ -74,11 +74,17 @@ class SamplingConfig(Section, frozen=True):
     temperature: Annotated[float, Meta(gt=0)] = 1.0  # the learner divides its logits by it too
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: off
     top_k: Count = 0  # 0: off
+    greedy_baseline: bool = False  # one more sample per prompt, greedy: a baseline (ReMax), not trained
+
+    @property
+    def group_samples(self) -> int:
+        """group_size, and 1 with greedy_baseline: samples of a complete group."""
+        return self.group_size + self.greedy_baseline
 
     @property
     def asked_samples(self) -> int:
-        """group_size + over_issue: samples of one group that producers are asked for."""
-        return self.group_size + self.over_issue
+        """group_samples + over_issue: samples of one group that producers are asked for."""
+        return self.group_samples + self.over_issue
 
 
 class BufferConfig(Section, frozen=True):
@@ -104,7 +110,7 @@ class BufferConfig(Section, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"  # of used groups; priority: drawn by reward spread
     fresh_first: bool = True  # used groups fill only what the fresh ones leave; false: both by replay_order
     priority_exponent: Annotated[float, Meta(ge=0)] = 1.0  # replay_order = priority: weight is spread to this power
-    filters: tuple[str, ...] = ()  # zero_variance, or 'module:function' that names a reason not to train a group
+    filters: tuple[str, ...] = ()  # zero_variance, accuracy_band, or 'module:function': reasons not to train a group
     max_filtered_rate: Share = 0.98  # of the last 256 groups; at or above it the run ends with the top reason
 
     @property
@@ -122,7 +128,7 @@ class ProducersConfig(Section, frozen=True):
     """`[producers]`: processes that generate, one engine each."""
 
     count: Positive = 1  # processes on this host
-    engine: str = "hf"  # hf, or a name of the entry-point group asyncrl.engines
+    engine: str = "hf"  # hf, dataset (rows of the data), or a name of the entry-point group asyncrl.engines
     slots: Positive = 64  # samples that one engine decodes at once
     max_groups_in_flight: Count = 0  # groups one producer holds; 0: enough for slots, twice
     kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples under way when weights change
@@ -177,22 +183,33 @@ class OptimConfig(Section, frozen=True):
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # global gradient norm is clipped to it
 
 
-class AlgorithmConfig(Section, frozen=True):
-    """`[learner.algorithm]`: GRPO with decoupled PPO and truncated importance weights unless set otherwise."""
+class CriticConfig(OptimConfig, frozen=True):
+    """`[learner.critic]`: the value model of gae and vtrace; its optimizer has the settings of `[learner.optim]`."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"  # estimator over the samples of a group
-    loss: Literal["decoupled_ppo", "ppo", "reinforce"] = "decoupled_ppo"  # policy loss
-    clip_low: Annotated[float, Meta(gt=0)] = 0.2  # ratio at least 1 - clip_low
-    clip_high: Annotated[float, Meta(gt=0)] = 0.28  # ratio at most 1 + clip_high
-    tis_cap: Annotated[float, Meta(gt=0)] | Literal["off"] = 2.0  # truncation of exp(proximal - behaviour)
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"  # over the batch
-    entropy_coeff: Annotated[float, Meta(ge=0)] = 0.0  # weight of the entropy bonus
-    minibatches: Positive = 1  # optimizer steps per batch; more than one multiplies the effective staleness
+    lr: Annotated[float, Meta(ge=0)] = 1e-5  # learning rate of its AdamW
+    model: str = ""  # folder of its start weights, such as a trained reward model; empty: model.path
+    critic_warmup: Count = 0  # steps at the start of the run that train the critic alone
+    value_clip: Annotated[float, Meta(gt=0)] | Literal["off"] = 0.5  # how far a step moves a value
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # of the value loss
+    bootstrap: bool = False  # responses cut by max_new_tokens end with the value after them instead of 0
+
+
+class PreferenceConfig(Section, frozen=True):
+    """`[learner.preference]`: learning from pairs (modes dpo and reward_model)."""
+
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # dpo: of the difference of log-ratios
+    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: how much a log-ratio to the reference counts
+    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs that are labelled wrongly
+    reference_free: bool = False  # dpo: no reference model
+    length_average: bool = False  # dpo with ipo: log-ratios are divided by the length of the answer
+    center_coeff: Annotated[float, Meta(ge=0)] = 0.0  # reward_model: weight of (chosen + rejected)^2
+    margin_key: str = ""  # reward_model: column with how much better the chosen answer is at least; empty: 0
 
 
 class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
+    mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # by reward; or on rows as they are (docs/supervised.md)
     backend: str = "fsdp2"  # fsdp2, or a name of the entry-point group asyncrl.backends
     ranks: Positive = 1  # processes of the gang on this host
     steps: Positive = 100  # optimizer batches of the whole run
@@ -210,6 +227,8 @@ class LearnerConfig(Section, frozen=True):
     restarts: Count = 3  # in 10 minutes, when started by `launch all`
     optim: OptimConfig = field(default_factory=OptimConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
 
 class WeightSyncConfig(Section, frozen=True):
@@ -293,16 +312,26 @@ def parse(text: str, *, file: str = "<toml>", overrides: Sequence[str] = ()) -> 
         raise ConfigErrors([ConfigError("config.file", str(error), where=file)]) from None
     lines = _Lines(file, text)
     errors: list[AsyncRLError] = []
+    try:
+        tree, lines.preset = presets.with_preset(tree, dict(map(_split, overrides)))
+    except ConfigError as error:
+        raise ConfigErrors([error]) from None
     for override in overrides:
         _override(tree, override, lines, errors)
     _walk(Config, tree, (), lines, errors)
     if errors:
         raise ConfigErrors(errors)
-    config = msgspec.convert(tree, Config)
+    config = with_derived(msgspec.convert(tree, Config))
     conflicts = list(conflicts_of(config, lines))
     if conflicts:
         raise ConfigErrors(conflicts)
     return config
+
+
+def with_derived(config: Config) -> Config:
+    """The configuration with the settings that stand for another one where they are 0."""
+    algorithm = algorithms.with_derived(config.learner.algorithm, longest=config.sampling.max_new_tokens)
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, algorithm=algorithm))
 
 
 def dump(config: Config) -> str:
@@ -321,6 +350,7 @@ class _Lines:
     def __init__(self, file: str, text: str) -> None:
         self.file = file
         self.overridden: set[str] = set()
+        self.preset: dict[str, Any] = {}  # what came from the preset
         self._at: dict[str, int] = {}
         table = ""
         counts: dict[str, int] = {}
@@ -341,23 +371,37 @@ class _Lines:
         dotted = _dotted(path)
         if dotted in self.overridden:
             return f"--set {dotted}"
+        if dotted not in self._at and self._in_preset(path):
+            return f"{self.file}, from its preset"
         while dotted:
             if dotted in self._at:
                 return f"{self.file}:{self._at[dotted]}"
             dotted = dotted.rpartition(".")[0]
         return self.file
 
+    def _in_preset(self, path: Sequence[str]) -> bool:
+        node: Any = self.preset
+        for key in path:
+            if not isinstance(node, dict) or key not in node:
+                return False
+            node = node[key]
+        return bool(path)
+
+
+def _split(override: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`."""
+    key, _, text = override.partition("=")
+    try:
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text.strip()  # a bare word is a string: buffer.store=redis
+
 
 def _override(tree: dict[str, Any], override: str, lines: _Lines, errors: list[AsyncRLError]) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
+    key, value = _split(override)
+    if "=" not in override or not key:
         errors.append(ConfigError("usage", f"{override!r} is not key=value", where="--set"))
         return
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string: buffer.store=redis
     *tables, leaf = key.split(".")
     node: Any = tree
     for table in tables:
@@ -469,13 +513,16 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = {buffer.max_staleness}: "
             "work that deep would be too old when its turn comes", "buffer", "pipeline_depth",
         )  # fmt: skip
-    wrong = [name for name in buffer.filters if name != "zero_variance" and not re.fullmatch(r"[\w.]+:[\w.]+", name)]
+    built_in = ("zero_variance", "accuracy_band")
+    wrong = [name for name in buffer.filters if name not in built_in and not re.fullmatch(r"[\w.]+:[\w.]+", name)]
     for name in wrong:
-        what = f"buffer.filters: {name!r} is neither zero_variance nor 'module:function'"
+        what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
         yield conflict("config.filter", what, "buffer", "filters")
     if bool(config.data.path) == bool(config.data.source):
         yield conflict("config.data", "set exactly one of data.path and data.source", "data")
-    if not config.reward:
+    for code, message, path in modes.conflicts(config):
+        yield conflict(code, message, *path)
+    if not config.reward and not modes.streams(config):
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
     for index, reward in enumerate(config.reward):
         if not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
@@ -486,27 +533,16 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
     labels = [reward.label for reward in config.reward]
     if len(set(labels)) < len(labels):
         yield conflict("config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", "reward")
-    row = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    row, pair = modes.longest_row(config), modes.is_paired(config)
     if row > learner.micro_batch_tokens:
         yield conflict(
             "config.conflict",
-            f"learner.micro_batch_tokens = {learner.micro_batch_tokens} is below data.max_prompt_tokens + "
-            f"sampling.max_new_tokens = {row}: the longest sample would not fit", "learner", "micro_batch_tokens",
+            f"learner.micro_batch_tokens = {learner.micro_batch_tokens} is below {'2 * (' if pair else ''}"
+            f"data.max_prompt_tokens + sampling.max_new_tokens{')' if pair else ''} = {row}: the longest "
+            f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
-    if learner.algorithm.minibatches > buffer.batch_groups:
-        yield conflict(
-            "config.conflict",
-            "learner.algorithm.minibatches exceeds buffer.batch_groups",
-            "learner",
-            "algorithm",
-            "minibatches",
-        )
-    if config.sampling.group_size < 2 and learner.algorithm.advantage in ("grpo", "rloo", "dr_grpo"):
-        yield conflict(
-            "config.conflict",
-            f"learner.algorithm.advantage = {learner.algorithm.advantage!r} compares the samples of a group: "
-            "sampling.group_size must be at least 2", "sampling", "group_size",
-        )  # fmt: skip
+    for code, message, path in algorithms.problems(config):
+        yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):
         yield from _check_address(config, name, where)
 

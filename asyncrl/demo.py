@@ -55,6 +55,8 @@ def demo(
     data = Path(config.data.path)
     if not data.exists() and not _set_by_user("data.path", overrides):
         _make_prompts(task, data, seed=config.run.seed)
+    if not _set_by_user("data.path", overrides):
+        _make_answers(task, data, seed=config.run.seed)
     if not (Path(config.model.path) / MODEL_DONE).exists() and not _set_by_user("model.path", overrides):
         _make_model(task, Path(config.model.path))
         config = absolute(config)
@@ -110,6 +112,16 @@ def _make_prompts(task: str, path: Path, *, seed: int) -> None:
 
     count = tasks.write_jsonl(path, tasks.prompt_rows(task, ROWS, seed))
     print(f"prompts   {count} rows -> {path}", flush=True)
+
+
+def _make_answers(task: str, prompts: Path, *, seed: int) -> None:
+    """Rows with answers beside the prompts, for configs/sft.toml, dpo.toml and reward_model.toml; made once."""
+    from asyncrl.recipes import answers, tasks
+
+    for name, make in (("answers", answers.answer_rows), ("pairs", answers.pair_rows)):
+        path = prompts.with_name(f"{prompts.stem}-{name}.jsonl")
+        if not path.exists():
+            print(f"{name:<9} {tasks.write_jsonl(path, make(task, ROWS, seed))} rows -> {path}", flush=True)
 
 
 def _make_model(task: str, folder: Path) -> None:

@@ -46,6 +46,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.filter": ErrorInfo(
         "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
     ),
+    "config.preset": ErrorInfo("preset cannot be used", "name a file of configs/presets, or give a .toml", EXIT_CONFIG),
     "config.network": ErrorInfo(
         "unsafe or impossible address", "bind to loopback, or set network.key_file for CURVE keys", EXIT_CONFIG
     ),

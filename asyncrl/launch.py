@@ -27,6 +27,7 @@ from asyncrl import check as checks
 from asyncrl.config import Config, all_keys, dump, load
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
+from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
 from asyncrl.rundir import RunDir, run_keys, write_atomic
@@ -65,13 +66,13 @@ def launch(config_path: Path, options: LaunchOptions) -> Launched:
     overrides = list(options.overrides)
     if options.key:
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
-    config = absolute(load(config_path, overrides))
+    config = absolute(checks.settled(load(config_path, overrides)))
     return launch_config(config, options)
 
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with the configuration in hand."""
-    roles = TARGETS[options.target]
+    roles = roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
     checked = checks.check(config, roles, joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -239,8 +240,8 @@ def _print(text: str) -> None:
 
 def check_command(config_path: Path, overrides: Sequence[str]) -> int:
     """`asyncrl check`: the derived numbers, then every mistake; 0 or the first one's exit code."""
-    config = load(config_path, overrides)
-    checked = checks.check(config)
+    config = checks.settled(load(config_path, overrides))
+    checked = checks.check(config, roles_of(TARGETS["all"], config))
     print(checks.render(checked))
     if checked.errors:
         sys.stdout.flush()

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+#: Families of names: a component of the reward, a lag.
+OPEN = ("reward/", "lag/")
+
 
 class Metric(NamedTuple):
     """What a number is: its unit, the role that writes it, and its meaning."""
@@ -39,12 +42,39 @@ CATALOGUE: dict[str, Metric] = {
     "entropy": Metric("nats", "learner", "mean entropy of the policy over sampled tokens"),
     "grad_norm": Metric("1", "learner", "global gradient norm before clipping"),
     "lr": Metric("1", "learner", "learning rate"),
+    "value_loss": Metric("1", "learner", "clipped squared error of the critic, half of it, before its update"),
+    "value_clip_share": Metric("share", "learner", "tokens whose value loss is the clipped one"),
+    "value_mean": Metric("1", "learner", "mean value over trained tokens, at the start of the step"),
+    "return_mean": Metric("1", "learner", "mean target of the critic over trained tokens"),
+    "explained_variance": Metric("share", "learner", "variance of the returns that the values explain; 1 is perfect"),
+    "critic_grad_norm": Metric("1", "learner", "the critic's global gradient norm before clipping"),
+    "critic_lr": Metric("1", "learner", "learning rate of the critic"),
+    "pair_accuracy": Metric("share", "learner", "pairs whose chosen answer has the higher score (dpo, reward_model)"),
+    "chosen_score": Metric("1", "learner", "mean score of chosen answers (dpo: beta times the log-ratio)"),
+    "rejected_score": Metric("1", "learner", "mean score of rejected answers"),
+    "score_margin": Metric("1", "learner", "mean score of chosen less that of rejected answers"),
     "clip_share": Metric("share", "learner", "tokens whose ratio was clipped"),
     "ratio_max": Metric("1", "learner", "largest exp(proximal - behaviour) before truncation"),
     "tis_capped_share": Metric("share", "learner", "tokens whose importance weight was truncated"),
     "ess": Metric("share", "learner", "effective sample size of the importance weights over tokens"),
     "kl_behaviour": Metric("nats", "learner", "k3 estimate of KL(behaviour || proximal) per token"),
     "logprob_gap_mean": Metric("nats", "learner", "mean |proximal - behaviour| per token"),
+    "ess_rows": Metric("share", "learner", "effective sample size of the samples' mean importance weights"),
+    "ratio_p01": Metric("1", "learner", "1 % of the tokens have a ratio proximal / behaviour below this"),
+    "ratio_p50": Metric("1", "learner", "median ratio proximal / behaviour"),
+    "ratio_p99": Metric("1", "learner", "1 % of the tokens have a ratio above this"),
+    "chi2_seq": Metric("1", "learner", "mean squared ratio of whole samples minus 1: variance of sequence weights"),
+    "rejected_share": Metric("share", "learner", "tokens that the correction rejected"),
+    "kl_reference": Metric("nats", "learner", "KL to the reference model per token, by the estimator in force"),
+    "kl_coeff": Metric("1", "learner", "weight of the KL term in the step"),
+    "overlong_share": Metric("share", "learner", "samples with a penalty for their length"),
+    "lag/tokens_share": Metric(
+        "share",
+        "learner",
+        "lag/<steps>/tokens_share: tokens of samples that old; likewise "
+        "lag/<steps>/ of ess, kl_behaviour, clip_share, truncated_share, rejected_share, "
+        "ratio_p01, ratio_p50, ratio_p99",
+    ),
     "zero_advantage_share": Metric("share", "learner", "groups whose samples all have the same reward"),
     "tokens": Metric("tokens", "learner", "response tokens trained"),
     "response_length_mean": Metric("tokens", "learner", "mean response length"),
@@ -113,7 +143,7 @@ class MetricsLog:
         line: dict[str, Any] = {"t": round(time.time(), 4), **labels}
         skipped = []
         for name, value in values.items():
-            if name not in CATALOGUE and not name.startswith("reward/"):
+            if name not in CATALOGUE and not name.startswith(OPEN):
                 raise KeyError(f"metric {name!r} is not in asyncrl.metrics.CATALOGUE")
             if math.isfinite(value):
                 line[name] = value

@@ -114,7 +114,7 @@ class Tracker(Protocol):
 
 
 BUILT_IN: dict[str, dict[str, str]] = {
-    "asyncrl.engines": {"hf": "producers.engines.hf:HFEngine"},
+    "asyncrl.engines": {"hf": "producers.engines.hf:HFEngine", "dataset": "producers.dataset:DatasetEngine"},
     "asyncrl.backends": {"fsdp2": "learners.backends.fsdp2:FSDP2Backend"},
     "asyncrl.trackers": {"tensorboard": "learners.trackers:TensorBoardTracker"},
 }

@@ -30,6 +30,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.fork import checkpoints_in
 from asyncrl.launch import python_path
 from asyncrl.metrics import read_lines
+from asyncrl.modes import DATA_PREFIX
 from asyncrl.plan import MODULES, environment, plan
 from asyncrl.processes import kill_group
 from asyncrl.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
@@ -132,7 +133,7 @@ def _digest(reader: Reader, version: int) -> str:
     known = reader.digests.get(version, set())
     if not known:
         known = {digests[version] for group in reader.groups.values() for digests in group.digests.values()
-                 if digests.get(version)}  # fmt: skip
+                 if digests.get(version, DATA_PREFIX)[: len(DATA_PREFIX)] not in ("", DATA_PREFIX)}  # fmt: skip
     return next(iter(known)) if len(known) == 1 else ""
 
 

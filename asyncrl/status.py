@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.modes import streams
 from asyncrl.processes import reachable, send, state_of
 from asyncrl.progress import QUEUE_STATES, number
 from asyncrl.rundir import RunDir, endpoint, run_keys
@@ -67,7 +68,7 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
         "workers": {name: lines[-1] for name, lines in sorted(data.roles.items())},
         "alive": _alive(run),
         "buffer": buffer_status(endpoint(config, "buffer"), keys),
-        "weightsync": weightsync_status(endpoint(config, "weightsync"), keys),
+        **({} if streams(config) else {"weightsync": weightsync_status(endpoint(config, "weightsync"), keys)}),
     }
 
 

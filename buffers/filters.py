@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.plugins import load_object
 
 ZERO_VARIANCE = "zero_variance"
+LOW, HIGH = 0.2, 0.8  # of accuracy_band
 Filter = Callable[..., Any]
 
 
@@ -26,8 +27,19 @@ def zero_variance(*, rewards: Sequence[float], **_: Any) -> str:
     return f"every reward is {rewards[0]:g}" if same else ""
 
 
+def accuracy_band(*, rewards: Sequence[float], **_: Any) -> str:
+    """The mean reward is below 0.2 or above 0.8: too hard or too easy (PRIME, arXiv 2502.01456).
+
+    >>> accuracy_band(rewards=[1.0, 0.0]), accuracy_band(rewards=[0.0, 0.1])
+    ('', 'the mean reward of 0.05 is outside 0.2 to 0.8')
+    """
+    mean = sum(rewards) / max(len(rewards), 1)
+    return "" if LOW <= mean <= HIGH else f"the mean reward of {mean:g} is outside {LOW:g} to {HIGH:g}"
+
+
+BUILT_IN: dict[str, Filter] = {ZERO_VARIANCE: zero_variance, "accuracy_band": accuracy_band}
+
+
 def filters_of(names: Sequence[str]) -> list[tuple[str, Filter]]:
     """The filters of the configuration, by name. Raises `config.filter` where one cannot be loaded."""
-    return [
-        (name, zero_variance if name == ZERO_VARIANCE else load_object(name, code="config.filter")) for name in names
-    ]
+    return [(name, BUILT_IN.get(name) or load_object(name, code="config.filter")) for name in names]

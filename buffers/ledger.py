@@ -19,6 +19,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
+from asyncrl.modes import bound_of
 
 
 class State(enum.IntEnum):
@@ -74,7 +75,7 @@ def settings_of(config: Config) -> Settings:
     """The part of the configuration that decisions read."""
     buffer = config.buffer
     return Settings(
-        group_size=config.sampling.group_size, batch_groups=buffer.batch_groups, max_staleness=buffer.max_staleness,
+        group_size=config.sampling.group_samples, batch_groups=buffer.batch_groups, max_staleness=bound_of(config),
         depth=min(1, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
         total_groups=config.total_groups, on_late=buffer.on_late,
         late_timeout_s=buffer.late_timeout_s, max_reissue=buffer.max_reissue, lease_timeout_s=buffer.lease_timeout_s,

@@ -22,7 +22,18 @@ from asyncrl.config import AlgorithmConfig
 from buffers.admission import Plan, capacity, levels
 from buffers.book import Book
 from buffers.ledger import Settings
-from buffers.tuning import ALGORITHM, KEPT_CHANGES, SHORT, DepthController, Tuning, checked, dotted, refused
+from buffers.tuning import (
+    ALGORITHM,
+    KEPT_CHANGES,
+    SHORT,
+    DepthController,
+    Tuning,
+    checked,
+    dotted,
+    flat,
+    judged,
+    refused,
+)
 
 KEPT_IN_CHECKPOINT = 16  # changes that can be undone even after a loss of the store
 Changed = dict[str, tuple[Any, Any]]
@@ -72,6 +83,7 @@ class Tunable(Book):
         if not changed:
             return self.tuning.number, {}, ""
         self._judge(after)
+        judged(values, self.base.algorithm)
         old_depth = self.settings.depth
         self.tuning.values = values
         notes = [self._replan(int(after["buffer.batch_groups"]))] if "buffer.batch_groups" in changed else []
@@ -121,7 +133,7 @@ class Tunable(Book):
         known = {
             **{key: getattr(base, short) for short, key in SHORT.items() if short != "pipeline_depth"},
             "buffer.pipeline_depth": depth,
-            **{f"{ALGORITHM}{name}": value for name, value in base.algorithm.items()},
+            **{f"{ALGORITHM}{name}": value for name, value in flat(base.algorithm).items()},
         }
         return {**known, **values}
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import AlgorithmConfig, BufferConfig, ProducersConfig
+from asyncrl.algorithms import overridden
+from asyncrl.config import AlgorithmConfig, BufferConfig, ProducersConfig, Section
 from asyncrl.errors import AsyncRLError
 
 ALGORITHM = "learner.algorithm."
@@ -53,7 +54,7 @@ def dotted(key: str) -> str:
     ('buffer.max_staleness', 'learner.algorithm.tis_cap')
     """
     full = SHORT.get(key, key)
-    if full in SHORT.values() or (full.startswith(ALGORITHM) and full[len(ALGORITHM) :] in _fields(AlgorithmConfig)):
+    if full in SHORT.values() or (full.startswith(ALGORITHM) and _is_setting(full[len(ALGORITHM) :])):
         return full
     raise refused(f"{key} cannot be changed while the system runs; what can: {', '.join(SHORT)}, {ALGORITHM}*")
 
@@ -64,12 +65,64 @@ def checked(key: str, value: Any) -> Any:
     >>> checked("buffer.late_timeout_s", 5)
     5.0
     """
-    section, name = key.rsplit(".", 1)
-    kind = {"buffer": BufferConfig, "producers": ProducersConfig}.get(section, AlgorithmConfig)
+    if key.startswith(ALGORITHM):
+        hint = _hint(key[len(ALGORITHM) :])
+    else:
+        section, name = key.rsplit(".", 1)
+        hint = _fields(BufferConfig if section == "buffer" else ProducersConfig)[name]
     try:
-        return msgspec.convert(value, _fields(kind)[name])
+        return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         raise refused(f"{key} = {value!r}: {error}") from None
+
+
+def _is_setting(key: str) -> bool:
+    """Whether a key below `learner.algorithm.` can be changed: `clip_low`, `kl.coeff`, `loss_options.beta`."""
+    try:
+        hint = _hint(key)
+    except KeyError:
+        return False
+    return key != "preset" and not (isinstance(hint, type) and issubclass(hint, Section))
+
+
+def _hint(key: str) -> Any:
+    """The type of a key below `learner.algorithm.`; KeyError where there is none. Options have any type here."""
+    table, _, leaf = key.partition(".")
+    hint = _fields(AlgorithmConfig)[table]
+    if not leaf:
+        return hint
+    if table.endswith("_options") and "." not in leaf:
+        return Any
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return _fields(hint)[leaf]
+    raise KeyError(key)
+
+
+def flat(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the algorithm with those of its sections as `kl.coeff`; option tables as they are.
+
+    >>> flat({"loss": "ppo", "kl": {"coeff": 0.1}, "loss_options": {}})
+    {'loss': 'ppo', 'kl.coeff': 0.1, 'loss_options': {}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in algorithm.items():
+        if isinstance(value, dict) and not name.endswith("_options"):
+            found |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+        elif name != "preset":
+            found[name] = value
+    return found
+
+
+def judged(values: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Raise `tune.refused` where the settings of the algorithm then contradict each other.
+
+    `values`: dotted key -> value of all that is in force; `base`: the algorithm of the configuration.
+    """
+    mine = {key.removeprefix(ALGORITHM): value for key, value in values.items() if key.startswith(ALGORITHM)}
+    try:
+        overridden(msgspec.convert(base, AlgorithmConfig), mine)
+    except ValueError as error:
+        raise refused(str(error)) from None
 
 
 def _fields(kind: type[Any]) -> Mapping[str, Any]:

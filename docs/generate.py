@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl import config, errors, metrics, wire
+from asyncrl import algorithms, config, errors, metrics, presets, wire
 
 FOLDER = Path(__file__).parent
 
@@ -54,13 +54,16 @@ def is_section(hint: object) -> type | None:
 
 def comments_of(kind: type) -> dict[str, str]:
     """field -> the comment on its line."""
-    return dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
+    inherited = comments_of(kind.__base__) if kind.__base__ and issubclass(kind.__base__, config.Section) else {}
+    return inherited | dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
 
 
 def type_name(hint: object) -> str:
     """A short name of a type."""
     if typing.get_origin(hint) is typing.Literal:
         return " / ".join(f"`{option}`" for option in typing.get_args(hint))
+    if typing.get_origin(hint) is dict:
+        return "table"
     if args := typing.get_args(hint):
         return " or ".join(type_name(arg) for arg in args if arg is not Ellipsis)
     return getattr(hint, "__name__", str(hint))
@@ -114,6 +117,55 @@ def wire_messages() -> str:
     return "\n".join(parts) + "\n"
 
 
+def algorithm_names() -> str:
+    """Names, options, papers and presets, from the tables, the signatures and the files."""
+    parts = [
+        "# Algorithms", "",
+        "Generated from `asyncrl/algorithms.py`, signatures in `learners/algorithms` and `configs/presets`. What is",
+        "chosen by name under `[learner.algorithm]`; options go into `advantage_options`, `loss_options` and",
+        "`correction_options`, where the word `off` stands for no value. A package of yours adds names by the",
+        "entry-point groups `asyncrl.advantages`, `asyncrl.losses` and `asyncrl.corrections`; `asyncrl check` explains",
+        "what does not fit together.",
+    ]  # fmt: skip
+    for kind, entries in algorithms.TABLES.items():
+        parts += ["", f"## {kind}", "", "| name | options | needs | arXiv |", "| --- | --- | --- | --- |"]
+        for name, entry in entries.items():
+            known = algorithms.option_types()[kind][name]
+            options = ", ".join(f"`{key} = {_toml(option['default'])}`" for key, option in known.items())
+            parts.append(f"| `{name}` | {options} | {_needs(entry)} | {entry.paper} |")
+    parts += ["", "## Presets", "", "`preset = \"NAME\"` under `[learner.algorithm]`, or `--preset NAME`. Settings of",
+              "your file win over a preset that it names; a preset of the command line wins over the file.", "",
+              "| name | what | algorithm |", "| --- | --- | --- |"]  # fmt: skip
+    for name in presets.names():
+        title = (presets.FOLDER / f"{name}.toml").read_text().splitlines()[0].removeprefix("# ")
+        made = config.parse(_LEAST, overrides=[f"{presets.KEY}={name}"])
+        parts.append(f"| `{name}` | {title} | `{algorithms.explain(made.learner.algorithm)}` |")
+    return "\n".join(parts) + "\n"
+
+
+_LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
+
+
+def _toml(default: object) -> str:
+    return default if default == "required" else msgspec.json.encode(default).decode()
+
+
+def _needs(entry: algorithms.Entry) -> str:
+    words = list(entry.needs)
+    if entry.aggregation:
+        words.append(f"aggregation {entry.aggregation}")
+    if entry.ratio == "behaviour":
+        words.append("correction none")
+    return ", ".join(words)
+
+
+def option_data() -> str:
+    """`asyncrl/algorithm_options.json`: needs torch."""
+    from learners.algorithms.registry import option_table
+
+    return msgspec.json.format(msgspec.json.encode(option_table()), indent=1).decode() + "\n"
+
+
 def plain(hint: object) -> str:
     """A type as text without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
@@ -122,6 +174,7 @@ def plain(hint: object) -> str:
 
 PAGES = {
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
+    "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """From a claimed batch to the rows that each rank trains on.
 
 Called by the learner loop on rank 0 (`assemble`, `encode_share`) and on every rank (`decode_share`). Guarantees:
-1. what mixes samples (advantages, lag, denominators) is computed once, on the whole batch, before it is cut;
+1. what mixes samples (advantages, weights by lag, resampling, denominators) is computed once, on the whole batch,
+   before it is cut; an estimator that needs the model's log-probs or values follows in `learners.whole`, likewise once;
 2. a sequence lies whole in one row; a row holds at most `micro_batch_tokens` tokens; every rank has the same number of
    micro-batches (some may be empty), balanced by tokens;
 3. the same batch gives the same rows (replay is bitwise);
-4. numpy and msgpack only: no torch, no pickle.
+4. what goes between ranks is numpy and msgpack: no pickle.
 It does not validate samples: the buffer's client and `unusable` do.
 
 Example: sequences of 5, 3, 3 and 1 tokens, rows of at most 6, 2 ranks: rows {5, 1} and {3, 3}, one for each rank.
@@ -21,10 +22,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import WireError
 from asyncrl.versions import lag, oldest_version
 from asyncrl.wire import Field, pack_arrays, unpack_arrays
-from learners.algorithms.registry import advantage_of
+from learners import estimates
 
 if TYPE_CHECKING:
     from buffers.client import ClaimedBatch, GroupData
@@ -39,8 +41,12 @@ class Sample(msgspec.Struct, frozen=True):
     prompt_tokens: int
     behaviour: Array  # f4 [T]
     mask: Array  # u1 [T]: 1 where the policy sampled the token
-    advantage: float
+    advantage: float  # of every token, where `advantages` is None
     number: int = 0  # its place among the samples of the batch
+    advantages: Array | None = None  # f4 [T]
+    lags: Array | None = None  # i4 [T]: training version minus the token's; None: 0
+    scale: float = 1.0  # how much the sample counts by its lag
+    right: bool = False  # its score is that of a right answer
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -59,6 +65,9 @@ class MicroBatch(msgspec.Struct, frozen=True):
     behaviour: Array  # f4 [N]
     mask: Array  # u1 [N]
     advantages: Array  # f4 [N]
+    lags: Array  # i4 [N]: training version minus the token's
+    scales: Array  # f4 [S]: how much each sequence counts by its lag
+    right: Array  # u1 [S]: 1 where the score is that of a right answer
     samples: Array  # i4 [S]: place of each sequence among the samples of the batch
 
 
@@ -68,6 +77,7 @@ class Minibatch(msgspec.Struct, frozen=True):
     tokens: int  # trained tokens over all ranks
     sequences: int  # sequences with at least one trained token, over all ranks
     micro: tuple[MicroBatch, ...]
+    right: int = 0  # trained tokens of right answers, over all ranks
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -75,12 +85,13 @@ class StepBatch(msgspec.Struct, frozen=True):
 
     shares: tuple[tuple[Minibatch, ...], ...]
     stats: dict[str, float]
-    advantages: tuple[float, ...] = ()  # of every sample, in the order of the batch
+    advantages: tuple[float, ...] = ()  # of every sample (its first trained token), in the order of the batch
+    whole: Any = None  # `estimates.Whole`: what is left to estimate once the model's numbers are there
 
 
 _FIELDS = {
     "input_ids": "i4", "position_ids": "i4", "cu_seqlens": "i4", "positions": "i4", "targets": "i4", "sequences": "i4",
-    "behaviour": "f4", "mask": "u1", "advantages": "f4", "samples": "i4",
+    "behaviour": "f4", "mask": "u1", "advantages": "f4", "lags": "i4", "scales": "f4", "right": "u1", "samples": "i4",
 }  # fmt: skip
 
 
@@ -109,30 +120,41 @@ def group_lag(group: GroupData, version: int) -> int:
 
 
 def assemble(
-    batch: ClaimedBatch, *, advantage: str, ranks: int, max_tokens: int, packing: bool = True, minibatches: int = 1
-) -> StepBatch:
-    """Advantages, statistics, mini-batches (whole groups, in the order of the batch) and rows for every rank."""
-    samples = [(group, sample) for group in batch.groups for sample in group.samples]
-    rewards = np.array([sample.reward for _, sample in samples], dtype=np.float64)
-    owners = np.array([group.group for group, _ in samples], dtype=np.int64)
-    advantages = advantage_of(advantage)(rewards, owners)
+    batch: ClaimedBatch, *, algorithm: AlgorithmConfig, ranks: int, max_tokens: int, packing: bool = True,
+    baselines: Mapping[int, float] | None = None, seed: int = 0,
+) -> StepBatch:  # fmt: skip
+    """Advantages, statistics, mini-batches (whole groups, in the order of the batch) and rows for every rank.
+
+    `baselines`: score of the greedy response by group. `seed` of PF-PPO's draws.
+    """
+    whole = estimates.whole_of(batch, algorithm, baselines)
+    found = estimates.before_the_model(whole, algorithm, seed=seed)
+    prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
     sequences = [
         Sample(
-            tokens=np.concatenate((group.prompt_ids, sample.response)).astype(np.int32),
-            prompt_tokens=int(group.prompt_ids.size),
+            tokens=np.concatenate((prompt, sample.response)).astype(np.int32),
+            prompt_tokens=int(prompt.size),
             behaviour=sample.logprobs,
-            mask=np.ones(sample.response.size, np.uint8) if sample.mask is None else sample.mask,
-            advantage=float(value),
+            mask=found.masks[number],
+            advantage=found.first[number],
             number=number,
+            advantages=found.advantages[number],
+            lags=found.lags[number],
+            scale=float(found.scales[number]),
+            right=bool(found.right[number]),
         )
-        for number, ((group, sample), value) in enumerate(zip(samples, advantages, strict=True))
+        for number, (prompt, sample) in enumerate(zip(prompts, whole.samples, strict=True))
     ]
-    chunks = _split_groups([len(group.samples) for group in batch.groups], minibatches)
-    cut = [_minibatch(sequences[part], ranks=ranks, max_tokens=max_tokens, packing=packing) for part in chunks]
+    chunks = _split_groups([len(group.samples) for group in batch.groups], algorithm.minibatches)
+    cut = [
+        _minibatch([one for one in sequences[part] for _ in range(found.repeats[one.number])],
+                   ranks=ranks, max_tokens=max_tokens, packing=packing)
+        for part in chunks
+    ]  # fmt: skip
     shares = tuple(tuple(minibatch[rank] for minibatch in cut) for rank in range(ranks))
-    stats = statistics(batch, advantages)
+    stats = statistics(batch, np.array(found.first))
     stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
-    return StepBatch(shares, stats, tuple(map(float, advantages)))
+    return StepBatch(shares, stats | found.stats, found.first, whole)
 
 
 def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
@@ -173,6 +195,7 @@ def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, pack
     """The mini-batch of every rank."""
     tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
     trained = sum(bool(sequence.mask.any()) for sequence in sequences)
+    right = sum(int(sequence.mask.sum()) for sequence in sequences if sequence.right)
     lengths = [sequence.tokens.size for sequence in sequences]
     rows = pack(lengths, limit=max_tokens, multiple=ranks) if packing else pad(lengths, limit=max_tokens)
     costs = [sum(lengths[item] for item in row) for row in rows]
@@ -180,7 +203,7 @@ def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, pack
     build = packed_row if packing else padded_rows
     return tuple(
         Minibatch(tokens, trained, tuple(build([sequences[item] for item in rows[row]] if row >= 0 else [])
-                                         for row in of_rank))
+                                         for row in of_rank), right)
         for of_rank in per_rank
     )  # fmt: skip
 
@@ -278,9 +301,16 @@ def _micro(
         sequences=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         behaviour=joined([sequence.behaviour for sequence in sequences], "f4"),
         mask=joined([sequence.mask for sequence in sequences], "u1"),
-        advantages=np.repeat(np.array([s.advantage for s in sequences], np.float32), counts),
+        advantages=joined([_of_tokens(s.advantages, s.advantage, s.mask.size) for s in sequences], "f4"),
+        lags=joined([_of_tokens(s.lags, 0, s.mask.size) for s in sequences], "i4"),
+        scales=np.array([s.scale for s in sequences], np.float32),
+        right=np.array([s.right for s in sequences], np.uint8),
         samples=np.array([sequence.number for sequence in sequences], np.int32),
     )
+
+
+def _of_tokens(values: Array | None, otherwise: float, count: int) -> Array:
+    return np.full(count, otherwise) if values is None else values
 
 
 # ---------------------------------------------------------------- between ranks
@@ -291,6 +321,7 @@ class _ShareHead(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: tuple[int, ...]
     sequences: tuple[int, ...]
+    right: tuple[int, ...]
     micro: tuple[tuple[tuple[int, ...], ...], ...]
     fields: tuple[Field, ...]
 
@@ -305,6 +336,7 @@ def encode_share(share: Sequence[Minibatch]) -> bytes:
     fields, payload = pack_arrays(arrays)
     head = msgspec.msgpack.encode(_ShareHead(
         tuple(part.tokens for part in share), tuple(part.sequences for part in share),
+        tuple(part.right for part in share),
         tuple(tuple((m.width, *(getattr(m, name).size for name in _FIELDS)) for m in part.micro) for part in share),
         fields,
     ))  # fmt: skip
@@ -323,8 +355,8 @@ def decode_share(data: bytes | memoryview) -> tuple[Minibatch, ...]:
     arrays = unpack_arrays(head.fields, bytes(view[end:]))
     offsets = dict.fromkeys(_FIELDS, 0)
     return tuple(
-        Minibatch(tokens, sequences, tuple(_cut(micro, arrays, offsets) for micro in pieces))
-        for tokens, sequences, pieces in zip(head.tokens, head.sequences, head.micro, strict=True)
+        Minibatch(tokens, sequences, tuple(_cut(micro, arrays, offsets) for micro in pieces), right)
+        for tokens, sequences, right, pieces in zip(head.tokens, head.sequences, head.right, head.micro, strict=True)
     )
 
 

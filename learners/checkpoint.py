@@ -43,6 +43,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: dict[int, str] = {}  # version -> digest of the weights as they were published
     ranks: int = 1
     config: str = ""
+    kl_coeff: float | None = None  # of the KL penalty in the step after it
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,6 +176,11 @@ def newest(root: Path, *, say: Callable[[str], None] = print) -> tuple[State, Pa
     if problems:
         raise AsyncRLError("learner.checkpoint", "; ".join(problems), where=str(root))
     return None
+
+
+def state_of(folder: Path) -> State:
+    """The state of one checkpoint."""
+    return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
 
 
 def problem_of(folder: Path) -> str:

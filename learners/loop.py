@@ -56,6 +56,7 @@ class Order(msgspec.Struct, frozen=True):
     reason: str = ""
     what: Literal["train", "save", "end", "leave"] = "train"
     tuning: str = ""  # settings changed by `asyncrl tune`, of this step
+    kl_coeff: float | None = None  # of the checkpoint that a start continues
 
 
 class Learner:
@@ -72,7 +73,10 @@ class Learner:
         self._services = services
         self._run = RunDir(config.run_dir)
         self._saved = 0  # step of the newest checkpoint
-        self._trial = Trial(config.learner, gang=gang, backend=backend, bury=self._bury, say=_say)
+        self._trial = Trial(
+            config.learner, gang=gang, backend=backend, bury=self._bury, say=_say, seed=config.run.seed,
+            group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
+        )  # fmt: skip
         self._skipped = 0
         self._failures = 0  # checkpoints in a row that could not be written
 
@@ -127,7 +131,10 @@ class Learner:
         publish = False
         if self._services is not None:
             publish = self._services.register(step=state.step, ledger=state.ledger, digests=state.digests)
-        order = self._share(Order(state.step, publish) if self._services is not None else None)
+        start = Order(state.step, publish, kl_coeff=state.kl_coeff)
+        order = self._share(start if self._services is not None else None)
+        if order.kl_coeff is not None:
+            self._trial.kl_coeff = order.kl_coeff
         self._saved = order.step
         if order.publish:
             self._publish(order.step)
@@ -223,7 +230,7 @@ class Learner:
             fence = self._services.mark.check
             state = checkpoint.State(
                 step=step, ledger=self._services.ledger(step), digests=self._services.digests, ranks=self._gang.size,
-                config=dump(self._config),
+                config=dump(self._config), kl_coeff=self._trial.kl_coeff,
             )  # fmt: skip
         learner = self._config.learner
         try:

@@ -81,6 +81,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
     from asyncrl.fingerprint import model_fingerprint
+    from asyncrl.modes import streams
     from asyncrl.rundir import endpoint
     from buffers.client import LearnerClient
     from learners.services import Heart, Services, Silence
@@ -107,10 +108,12 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())
     welcome = buffer.hello(fingerprint)
     address = welcome.endpoints.get("weightsync", "") if args.connect else ""
-    publisher = Publisher(
-        address or endpoint(config, "weightsync"), keys=keys, config=config.weightsync, name=args.name,
-        fingerprint=fingerprint, scratch=RunDir(config.run_dir).root / "weights",
-    )  # fmt: skip
+    publisher: Any = NoGenerators()
+    if not streams(config):
+        publisher = Publisher(
+            address or endpoint(config, "weightsync"), keys=keys, config=config.weightsync, name=args.name,
+            fingerprint=fingerprint, scratch=RunDir(config.run_dir).root / "weights",
+        )  # fmt: skip
     specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
     return Services(
         config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
@@ -118,6 +121,20 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
         heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving),
         decode=_decoder(config), vocabulary=_vocabulary(config),
     )  # fmt: skip
+
+
+class NoGenerators:
+    """Stands in the place of a publisher where producers stream rows: nobody waits for weights."""
+
+    def start(self, *, epoch: int) -> None:
+        """Nothing is opened."""
+
+    def committed_version(self) -> int:
+        """Nobody holds a version."""
+        return -1
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _vocabulary(config: Config) -> int:

@@ -124,9 +124,20 @@ class Replay:
         elif _of_the_backend(config) != _of_the_backend(self._in_force):
             self._backend = self._rebuild(config)
         if self._trial is None or config is not self._config:
+            from learners.checkpoint import state_of
             from learners.trial import Trial
 
-            self._trial = Trial(config.learner, gang=self._gang, backend=self._backend, bury=self._bury, say=_say)
+            before = self._trial
+            self._trial = Trial(
+                config.learner, gang=self._gang, backend=self._backend, bury=self._bury, say=_say,
+                seed=config.run.seed,
+                group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
+            )  # fmt: skip
+            if before is not None and config.learner.algorithm.kl == self._in_force.learner.algorithm.kl:
+                self._trial.kl_coeff = before.kl_coeff
+            elif before is None and self._plan.checkpoint:
+                known = state_of(Path(self._plan.checkpoint)).kl_coeff
+                self._trial.kl_coeff = self._trial.kl_coeff if known is None else known
         self._config = config
         self._trial.retune(without(order.tuning, self._plan.overrides if changed else ()))
 
@@ -260,11 +271,16 @@ def without(tuning: str, overrides: Sequence[str]) -> str:
 
 
 def _of_the_backend(config: Config) -> tuple[Any, ...]:
-    """Settings that the model and its optimizer are built with."""
+    """Settings that the models and their optimizers are built with."""
+    from learners.backends.critic import wants_critic
+
     learner, optim = config.learner, config.learner.optim
+    critic = learner.critic
+    of_the_critic = (critic.model, critic.beta1, critic.beta2, critic.eps, critic.weight_decay)
     return (
         config.model, config.sampling.temperature, learner.backend, learner.packing, learner.logprob_chunk_tokens,
         learner.gradient_checkpointing, learner.cpu_offload, optim.beta1, optim.beta2, optim.eps, optim.weight_decay,
+        wants_critic(config), of_the_critic,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.failpoints import failpoint
 from asyncrl.metrics import MetricsLog
+from asyncrl.modes import streams
 from asyncrl.role import Stop
 from asyncrl.rundir import RunDir
 from asyncrl.wire import NotYet
@@ -94,6 +95,7 @@ class Services:
         self._heart = heart
         self._vocabulary = vocabulary  # 0: not known
         self._lost_lines = 0  # steps whose records could not be written
+        self._publishes = not streams(config)
         self._decode = decode or (lambda ids: " ".join(map(str, ids)))
         self._committed = -1
         self._ahead = -1  # the version of the generators that recorded batches lead back to
@@ -120,7 +122,7 @@ class Services:
         self._ahead = self._committed if catching_up else -1
         print(f"learner: epoch {answer.epoch}, step {step}, batches recorded up to {answer.replay_to}, "
               f"generators hold version {self._committed}", flush=True)  # fmt: skip
-        return not catching_up
+        return self._publishes and not catching_up
 
     def register_again(self, step: int) -> None:
         """The buffer has lost its state: tell it what the weights of `step` hold. Generators have them already."""
@@ -216,8 +218,8 @@ class Services:
         self.account.train(batch.step, [group.group for group in batch.groups])
 
     def wants_publish(self, batch: ClaimedBatch) -> bool:
-        """False while a recorded batch leads to a version that the generators already left behind."""
-        return not (batch.replayed and batch.step < self._ahead)
+        """False without generators, and while a recorded batch leads to a version that they already left behind."""
+        return self._publishes and not (batch.replayed and batch.step < self._ahead)
 
     def publish(self, version: int, weights: Weights) -> str:
         """Stage the weights of a version; their digest. `weights` is exhausted in any case (it is collective)."""

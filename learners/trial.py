@@ -19,12 +19,16 @@ import msgspec
 
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
+from learners import supervised
+from learners.algorithms.rewards import next_kl_coeff
 from learners.backends.base import Backend
-from learners.batch import StepBatch, assemble, decode_share, encode_share
+from learners.batch import Minibatch, StepBatch, assemble, decode_share, encode_share
+from learners.estimates import Whole
 from learners.gang import Gang
 from learners.poison import culprits, not_finite, reason_of
 from learners.tuned import tuned
 from learners.update import StepResult, probe_step, train_step
+from learners.whole import Prepared, prepare
 
 if TYPE_CHECKING:
     from buffers.client import ClaimedBatch, GroupData
@@ -39,9 +43,16 @@ class Trial:
     """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
 
     def __init__(
-        self, config: LearnerConfig, *, gang: Gang, backend: Backend, bury: Bury, say: Callable[[str], None]
-    ) -> None:
+        self, config: LearnerConfig, *, gang: Gang, backend: Backend, bury: Bury, say: Callable[[str], None],
+        group_size: int = 0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
         self.stats: dict[str, float] = {}
+        self.kl_coeff = config.algorithm.kl.coeff  # of the next step; it changes with controller = adaptive
+        self._group_size = group_size
+        self._seed = seed
+        self._baselines: dict[int, float] = {}  # score of the greedy response by group
+        self._whole: Whole | None = None  # rank 0: the batch that was cut
         self._config = config
         self._gang = gang
         self._backend = backend
@@ -49,12 +60,16 @@ class Trial:
         self._say = say
         self._base = config
         self._tuning = ""
+        self._given = config.mode != "rl"  # answers are trained as they are
         self._advantages: tuple[float, ...] = ()
 
     def retune(self, tuning: str) -> None:
         """The settings of the next step: those of the configuration with these overrides. On every rank."""
         if tuning != self._tuning:
+            before = self._config.algorithm.kl.coeff
             self._config, self._tuning = tuned(self._base, tuning), tuning
+            if self._config.algorithm.kl.coeff != before:
+                self.kl_coeff = self._config.algorithm.kl.coeff
             self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
 
     def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
@@ -75,6 +90,7 @@ class Trial:
 
     def cut(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes]]:
         """The batch as it will be trained and the shares of the ranks. Groups that break the packer are buried."""
+        batch = self._without_greedy(batch)
         why, cut = self._pack(batch)
         if why:
             self._say(f"error: the batch of step {batch.step} cannot be assembled: {why}; looking for the group")
@@ -82,16 +98,30 @@ class Trial:
             why, cut = self._pack(batch)
         if why or cut is None:
             raise AsyncRLError("sample.invalid", f"the batch of step {batch.step}: {why}", where="learner")
-        self.stats, self._advantages = cut.stats, cut.advantages
+        self.stats, self._advantages, self._whole = cut.stats, cut.advantages, cut.whole
         return batch, [encode_share(share) for share in cut.shares]
+
+    def _without_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
+        """The batch without the greedy responses; their scores are kept."""
+        if not self._group_size:
+            return batch
+        groups = []
+        for group in batch.groups:
+            greedy = [sample.reward for sample in group.samples if sample.index >= self._group_size]
+            if greedy:
+                self._baselines[group.group] = greedy[0]
+            rest = tuple(sample for sample in group.samples if sample.index < self._group_size)
+            groups.append(msgspec.structs.replace(group, samples=rest))
+        known = {group.group for group in groups}
+        self._baselines = {number: score for number, score in self._baselines.items() if number in known}
+        return msgspec.structs.replace(batch, groups=tuple(groups))
 
     def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
         """What the packer breaks on, and its result where it does not."""
-        algorithm = self._config.algorithm
         try:
-            cut = assemble(
-                batch, advantage=algorithm.advantage, ranks=self._gang.size, packing=self._config.packing,
-                max_tokens=self._config.micro_batch_tokens, minibatches=algorithm.minibatches,
+            cut = supervised.assemble(batch, self._config, ranks=self._gang.size) if self._given else assemble(
+                batch, algorithm=self._config.algorithm, ranks=self._gang.size, packing=self._config.packing,
+                max_tokens=self._config.micro_batch_tokens, seed=self._seed, baselines=self._baselines or None,
             )  # fmt: skip
         except MemoryError:
             raise
@@ -125,10 +155,36 @@ class Trial:
         return self._step(self._gang.scatter(shares), step), batch
 
     def _step(self, data: bytes, step: int) -> StepResult:
-        return train_step(decode_share(data), backend=self._backend, gang=self._gang, config=self._config, step=step)
+        share = decode_share(data)
+        if self._given:
+            return supervised.train_step(
+                share, backend=self._backend, gang=self._gang, config=self._config, step=step
+            )  # fmt: skip
+        prepared = self._prepare(share, self._whole)
+        if prepared.first:
+            self._advantages = prepared.first
+        result = train_step(
+            share, backend=self._backend, gang=self._gang, config=self._config, step=step, prepared=prepared
+        )  # fmt: skip
+        kl = self._config.algorithm.kl
+        if kl.controller == "adaptive" and prepared.kl is not None and not result.broken:
+            samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
+            self.kl_coeff = next_kl_coeff(self.kl_coeff, prepared.kl, samples, target=kl.target, horizon=kl.horizon)
+        return result
 
-    def _probe(self, data: bytes) -> str:
-        return probe_step(decode_share(data), backend=self._backend, gang=self._gang, config=self._config)
+    def _prepare(self, share: Sequence[Minibatch], whole: Whole | None) -> Prepared:
+        return prepare(
+            share, backend=self._backend, gang=self._gang, algorithm=self._config.algorithm, whole=whole,
+            kl_coeff=self.kl_coeff, bootstrap=self._config.critic.bootstrap,
+        )  # fmt: skip
+
+    def _probe(self, data: bytes, whole: Whole | None = None) -> str:
+        share = decode_share(data)
+        if self._given:
+            return supervised.probe_step(share, backend=self._backend, gang=self._gang, config=self._config)
+        return probe_step(
+            share, backend=self._backend, gang=self._gang, config=self._config, prepared=self._prepare(share, whole)
+        )  # fmt: skip
 
     def _separate(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes] | None]:
         """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""
@@ -138,7 +194,7 @@ class Trial:
             if why or cut is None:
                 return why
             self._gang.share(PROBE)
-            return self._probe(self._gang.scatter([encode_share(share) for share in cut.shares]))
+            return self._probe(self._gang.scatter([encode_share(share) for share in cut.shares]), cut.whole)
 
         bad = culprits(batch.groups, ask) if batch.groups else {}
         if not bad or len(bad) == len(batch.groups):
@@ -150,6 +206,11 @@ class Trial:
         while (word := self._gang.share(None)) == PROBE:
             self._probe(self._gang.scatter(None))
         return word == TRAIN
+
+
+def _samples(share: Sequence[Minibatch]) -> int:
+    """Samples of this rank."""
+    return sum(micro.samples.size for part in share for micro in part.micro)
 
 
 def _part(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:

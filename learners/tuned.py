@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import AlgorithmConfig, LearnerConfig
+from asyncrl.algorithms import overridden
+from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
 
 PREFIX = "learner.algorithm."
@@ -30,12 +31,10 @@ def tuned(learner: LearnerConfig, text: str) -> LearnerConfig:
         overrides = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError) as error:
         raise AsyncRLError("tune.refused", f"{text!r}: {error}", where="learner") from None
-    values = msgspec.to_builtins(learner.algorithm)
-    known = {f"{PREFIX}{name}" for name in values}
-    if unknown := ", ".join(sorted(set(overrides) - known)):
+    if unknown := ", ".join(sorted(key for key in overrides if not key.startswith(PREFIX))):
         raise AsyncRLError("tune.refused", f"{unknown}: no setting of the algorithm", where="learner")
-    values |= {key.removeprefix(PREFIX): value for key, value in overrides.items()}
+    mine = {key.removeprefix(PREFIX): value for key, value in overrides.items()}
     try:
-        return msgspec.structs.replace(learner, algorithm=msgspec.convert(values, AlgorithmConfig))
-    except msgspec.ValidationError as error:
+        return msgspec.structs.replace(learner, algorithm=overridden(learner.algorithm, mine))
+    except ValueError as error:
         raise AsyncRLError("tune.refused", f"{text}: {error}", where="learner") from None

@@ -14,27 +14,32 @@ With several mini-batches a loss that breaks only after the first update costs i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig, LearnerConfig, OptimConfig
 from learners.algorithms.aggregation import Denominators, aggregate
-from learners.algorithms.corrections import correction_metrics, correction_sums, is_weights, masked
-from learners.algorithms.losses import LossInputs, LossSettings
-from learners.algorithms.registry import loss_of
-from learners.backends.base import Backend, LossFunction, Micro, UpdateInfo, to_device
-from learners.batch import MicroBatch, Minibatch
+from learners.algorithms.corrections import prox_loglinear
+from learners.algorithms.kl import kl_estimate, kl_importance_weighted
+from learners.algorithms.metrics import step_scale
+from learners.algorithms.registry import aggregation_of, chooser_of, correction_of, loss_of
+from learners.algorithms.rejection import sequence_mask
+from learners.algorithms.tensors import masked, sequence_lengths
+from learners.algorithms.types import Correction, LossInputs
+from learners.backends.base import Backend, LossFunction, Micro, to_device
+from learners.batch import Minibatch
+from learners.choosing import choose_tokens
+from learners.critic import critic_step, update
 from learners.gang import Gang
-from learners.poison import reason_of
+from learners.guard import Guard, backward
+from learners.step_log import StepLog
+from learners.whole import Pieces, Prepared
 
-_encode = msgspec.msgpack.Encoder().encode
-
-#: Not the fault of a group: the machine has too little memory for the batch.
-FATAL = (MemoryError, torch.OutOfMemoryError)
+#: Any number above every lag: `prox_loglinear` wants versions, a micro-batch has lags.
+_NOW = 1 << 40
 
 
 class StepResult(NamedTuple):
@@ -47,46 +52,6 @@ class StepResult(NamedTuple):
     skipped: int
     broken: str = ""
     weights: Mapping[int, float] = {}  # mean importance weight of a sample, by its place in the batch; on every rank
-
-
-class SampleWeights:
-    """Mean importance weights `min(exp(proximal - behaviour), cap)` by sample, for the log of the step."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[Sequence[int], Tensor]] = []
-
-    def note(self, piece: MicroBatch, micro: Micro, weights: Tensor) -> None:
-        """Keep the means over the trained tokens of each sequence, on the device."""
-        count = len(piece.samples)
-        sums = weights.new_zeros(count).index_add_(0, micro.sequences, weights)
-        tokens = weights.new_zeros(count).index_add_(0, micro.sequences, micro.mask.to(weights.dtype))
-        self._found.append((piece.samples.tolist(), sums / tokens.clamp(min=1)))
-
-    def gathered(self, gang: Gang) -> dict[int, float]:
-        """Those of all ranks. Collective."""
-        mine = {number: value for numbers, means in self._found
-                for number, value in zip(numbers, means.tolist(), strict=True)}  # fmt: skip
-        parts = (msgspec.msgpack.decode(part, type=dict[int, float]) for part in gang.gather(_encode(mine)))
-        return {number: value for part in parts for number, value in part.items()}
-
-
-class Guard:
-    """Keeps a loss that raises from ending one rank alone. `why` is empty while nothing was caught."""
-
-    def __init__(self, loss: LossFunction) -> None:
-        self.why = ""
-        self._loss = loss
-
-    def __call__(
-        self, logprobs: Tensor, entropy: Tensor, micro: Micro, number: int
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        try:
-            return self._loss(logprobs, entropy, micro, number)
-        except FATAL:
-            raise
-        except Exception as error:  # a plugin's loss may raise anything; what it was is told to every rank
-            self.why = self.why or reason_of("loss", error)
-            return (logprobs * 0).sum() + (entropy * 0).sum(), {}
 
 
 def learning_rate(optim: OptimConfig, *, step: int, steps: int) -> float:
@@ -104,61 +69,125 @@ def learning_rate(optim: OptimConfig, *, step: int, steps: int) -> float:
     return optim.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def loss_function(
-    algorithm: AlgorithmConfig, denominators: Denominators, proximal: Sequence[Tensor] | None,
-    note: Callable[[int, Micro, Tensor], None] | None = None,
-) -> LossFunction:  # fmt: skip
-    """The loss of a micro-batch as a backend wants it. Without `proximal` the current log-probs, detached, serve.
+class Terms(NamedTuple):
+    """What a step's settings and forward passes give the loss of a mini-batch, by micro-batch `[N]`; None: not used."""
 
-    `note` is told the importance weights of each micro-batch by its number.
-    """
-    token_loss = loss_of(algorithm.loss)
-    cap = None if algorithm.tis_cap == "off" else float(algorithm.tis_cap)
-    settings = LossSettings(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, cap=cap)
+    proximal: Sequence[Tensor] | None = None
+    reference: Sequence[Tensor] | None = None
+    advantages: Sequence[Tensor] | None = None
+    corrections: Sequence[Correction] | None = None
+    chosen: Sequence[Tensor] | None = None  # tokens that the loss picked over the whole mini-batch
+    kl_coeff: float = 0.0
+    right: int = 0  # trained tokens of right answers in the mini-batch
+
+    def at(self, number: int, name: str) -> Any:
+        """One of them for a micro-batch."""
+        found = getattr(self, name)
+        return None if found is None else found[number]
+
+
+NO_TERMS = Terms()
+
+
+def loss_function(
+    algorithm: AlgorithmConfig, denominators: Denominators, terms: Terms = NO_TERMS, log: StepLog | None = None
+) -> LossFunction:
+    """The loss of a micro-batch as a backend wants it, from functions of the registry."""
+    token_loss, correct, mode = loss_of(algorithm), correction_of(algorithm), aggregation_of(algorithm)
 
     def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        prox = logprobs.detach() if proximal is None else proximal[number]
-        inputs = LossInputs(logprobs, prox, micro.behaviour, micro.advantages, micro.mask)
-        result = token_loss(inputs, settings)
+        proximal = proximal_of(algorithm, logprobs, micro, terms.at(number, "proximal"))
+        correction = terms.at(number, "corrections")
+        if correction is None:
+            correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
+        given = terms.at(number, "advantages")
+        advantages = micro.advantages if given is None else given
+        weights, keep = correction.weights, micro.mask & correction.keep
+        if algorithm.lag.weight != "off":
+            weights = weights * micro.scales[micro.sequences]
+        if algorithm.stale_negatives:
+            keep = keep & sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences,
+                                        delta=algorithm.stale_negatives)  # fmt: skip
+        result = token_loss(LossInputs(
+            logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights,
+            terms.at(number, "chosen"),
+        ))  # fmt: skip
+        counted = keep if algorithm.denominator == "kept" else micro.mask
 
-        def reduce(values: Tensor) -> Tensor:
-            return aggregate(values, micro.mask, micro.sequences, mode=algorithm.aggregation, denominators=denominators)
+        def reduce(values: Tensor, over: Tensor, way: str = mode) -> Tensor:
+            return aggregate(values, over, micro.sequences, mode=way, denominators=denominators,
+                             loss_scale_factor=algorithm.loss_scale_factor or None)  # fmt: skip
 
-        value = reduce(result.loss)
+        value = reduce(result.loss, counted)
         if algorithm.entropy_coeff:
-            value = value - algorithm.entropy_coeff * reduce(entropy)
-        sums = correction_sums(prox, micro.behaviour, micro.mask, cap=cap)
-        if note is not None:
-            note(number, micro, is_weights(prox, micro.behaviour, micro.mask, upper=cap))
-        sums["clipped_sum"] = result.clipped.sum()
+            value = value - algorithm.entropy_coeff * reduce(entropy, micro.mask)
+        sums: dict[str, Tensor] = {}
+        if algorithm.kl.where == "loss":
+            divergence = kl_of(algorithm, logprobs, proximal, terms.at(number, "reference"), micro.mask)
+            value = value + terms.kl_coeff * reduce(divergence, micro.mask)
+            sums["kl_reference_sum"] = divergence.detach().sum()
+        if algorithm.positive_coeff:
+            right = micro.mask & micro.right[micro.sequences]
+            value = value - algorithm.positive_coeff * masked(logprobs, right).sum() / max(terms.right, 1)
+        if log is not None:
+            log.note(number, micro, proximal=proximal, correction=correction._replace(weights=weights), result=result)
         sums["entropy_sum"] = masked(entropy.detach(), micro.mask).sum()
         return value, sums
 
     return loss
 
 
+def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
+    """Log-probs of the policy that the loss compares with: without `known` the current ones, detached, serve."""
+    if algorithm.proximal == "behaviour":
+        return micro.behaviour
+    if algorithm.proximal == "loglinear":
+        return prox_loglinear(micro.behaviour, current, _NOW - micro.lags, micro.mask, current_version=_NOW)
+    return current.detach() if known is None else known
+
+
+def kl_of(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """The KL term per token, `[N]`."""
+    if algorithm.kl.importance_weighted:
+        return kl_importance_weighted(current, proximal, reference, mask)
+    kind: Any = "k3" if algorithm.kl.kind == "auto" else algorithm.kl.kind
+    return kl_estimate(current, reference, mask, kind=kind)
+
+
 def train_step(
-    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int
-) -> StepResult:
-    """All optimizer steps of one batch. Collective."""
-    algorithm = config.algorithm
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int,
+    prepared: Prepared | None = None,
+) -> StepResult:  # fmt: skip
+    """All optimizer steps of one batch, with what `learners.whole` has prepared. Collective."""
+    algorithm, ready = config.algorithm, prepared or Prepared()
     lr = learning_rate(config.optim, step=step, steps=config.steps)
-    proximal: list[list[Tensor] | None] = [None] * len(share)
-    if len(share) > 1:  # before the first update: afterwards the weights are no longer those of the step's start
-        proximal = [backend.forward_logprobs(part.micro) for part in share]
-        if why := _rehearse(share, proximal, algorithm, gang):
-            return StepResult({"lr": lr}, 1, why)
+    if ready.broken:
+        return StepResult({"lr": lr}, 1, ready.broken)
+    if len(share) > 1 and ready.proximal is None and algorithm.proximal == "recompute":
+        # Before the first update: afterwards the weights are no longer those of the step's start.
+        ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
+    rate = learning_rate(config.critic, step=step, steps=config.steps)
+    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=rate, step=step)
+    lr = 0.0 if critic.alone else lr
+    if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
+        return StepResult({"lr": lr}, 1, why)
     totals: dict[str, float] = {}
-    weights = SampleWeights()
-    tokens, updates, skipped, norm = 0, 0, 0, 0.0
-    for part, prox in zip(share, proximal, strict=True):
+    log, kept = StepLog(), StepLog()
+    tokens, updates, skipped, norm, scale = 0, 0, 0, 0.0, 1.0
+    for place, part in enumerate(share):
         if part.tokens == 0:
             continue
-        sums, why = _gradients(part, prox, backend=backend, gang=gang, algorithm=algorithm, weights=weights)
-        info = UpdateInfo(backend.discard(), True) if why else backend.step(lr=lr, max_norm=config.optim.max_grad_norm)
+        log = StepLog(part)
+        terms, counts = _terms(part, ready, place, algorithm, backend=backend, gang=gang, seed=(step, place))
+        sums, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=algorithm, log=log)
+        if not why and algorithm.lag.step_scale == "sqrt_ess":
+            scale = step_scale(log.metrics(gang)["ess_rows"])
+        why = why or critic.gradients(part, place)
+        info = update(why, backend=backend, critic=critic, lr=lr * scale, max_norm=config.optim.max_grad_norm)
         if info.skipped and not updates:  # nothing has changed yet
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
+        kept.join(log)
         if info.skipped:
             skipped += 1
             continue
@@ -167,56 +196,103 @@ def train_step(
         tokens, updates, norm = tokens + part.tokens, updates + 1, max(norm, info.grad_norm)
     if not updates:
         return StepResult({"lr": lr}, 1)
-    metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr, norm=norm)
-    return StepResult(metrics, skipped, weights=weights.gathered(gang))
+    metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
+    metrics |= critic.metrics()
+    if ready.kl is not None:
+        metrics["kl_reference"] = ready.kl
+    if algorithm.kl.where != "off":
+        metrics["kl_coeff"] = ready.kl_coeff
+    return StepResult(metrics, skipped, weights=kept.weights(gang))
 
 
-def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig) -> str:
+def _terms(
+    part: Minibatch, ready: Prepared, place: int, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang,
+    seed: tuple[int, int],
+) -> tuple[Terms, Denominators]:  # fmt: skip
+    """What the loss of a mini-batch needs beside the forward pass, and its denominators. Collective."""
+
+    def mine(pieces: Pieces | None) -> list[Tensor] | None:
+        return None if pieces is None else pieces[place]
+
+    terms = Terms(mine(ready.proximal), mine(ready.reference), mine(ready.advantages), kl_coeff=ready.kl_coeff,
+                  right=part.right)  # fmt: skip
+    counts = Denominators(part.tokens, part.sequences)
+    weights, keep = mine(ready.weights), mine(ready.keep)
+    if weights is not None and keep is not None:
+        pairs = zip(weights, keep, strict=True)
+        terms = terms._replace(corrections=[Correction(weight, kept) for weight, kept in pairs])
+    current: Sequence[Tensor] | None = None
+    chooser = chooser_of(algorithm)
+    if chooser is not None:
+        current = backend.forward_logprobs(part.micro)  # at the weights of this update
+        terms = terms._replace(chosen=choose_tokens(chooser, part, terms, current, algorithm, gang=gang, seed=seed))
+    if algorithm.denominator == "kept":
+        counts = _kept(part, terms, algorithm, gang=gang)
+    return terms, counts
+
+
+def _kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
+    """Tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
+    correct, tokens, sequences = correction_of(algorithm), 0, 0
+    for number, piece in enumerate(part.micro):
+        known = terms.at(number, "proximal")
+        device = torch.device("cpu") if known is None else known.device
+        micro = to_device(piece, device)
+        found = terms.at(number, "corrections")
+        if found is None:
+            proximal = micro.behaviour if known is None else known
+            found = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
+        keep = micro.mask & found.keep.to(device)
+        tokens += int(keep.sum())
+        sequences += int((sequence_lengths(keep, micro.sequences) > 0).sum())
+    total = gang.total({"tokens": float(tokens), "sequences": float(sequences)})
+    return Denominators(int(total["tokens"]), int(total["sequences"]))
+
+
+def probe_step(
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig,
+    prepared: Prepared | None = None,
+) -> str:  # fmt: skip
     """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
-    for part in share:
+    ready = prepared or Prepared()
+    if ready.broken:
+        return ready.broken
+    # The update's own forward serves as the proximal policy, as in the first mini-batch of a step.
+    ready = ready._replace(proximal=None)
+    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    for place, part in enumerate(share):
         if part.tokens:
-            _, why = _gradients(part, None, backend=backend, gang=gang, algorithm=config.algorithm)
+            terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))
+            _, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=config.algorithm)
             norm = backend.discard()
+            why = why or critic.gradients(part, place)
+            critic.end(keep=False)
             if why or not math.isfinite(norm):
                 return why or f"loss: the norm of the gradient is {norm}"
     return ""
 
 
 def _gradients(
-    part: Minibatch, proximal: Sequence[Tensor] | None, *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig,
-    weights: SampleWeights | None = None,
+    part: Minibatch, terms: Terms, counts: Denominators, *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig,
+    log: StepLog | None = None,
 ) -> tuple[dict[str, float], str]:  # fmt: skip
     """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
-    found = weights or SampleWeights()
-
-    def note(number: int, micro: Micro, values: Tensor) -> None:
-        found.note(part.micro[number], micro, values)
-
-    guard = Guard(loss_function(algorithm, Denominators(part.tokens, part.sequences), proximal, note))
-    try:
-        sums = backend.train(part.micro, guard)
-    except FATAL:
-        raise
-    except Exception as error:
-        if gang.size > 1:  # the others wait in a collective of the model: only a restart of the gang helps
-            raise
-        return {}, guard.why or reason_of("model", error)
-    why = next(filter(None, (text.decode() for text in gang.gather(guard.why.encode()))), "")
-    if why:
-        return {}, why
-    sums = gang.total(sums)
-    return sums, "" if math.isfinite(sums["loss"]) else f"loss: its value is {sums['loss']}"
+    return backward(backend.train, part.micro, loss_function(algorithm, counts, terms, log), gang=gang)
 
 
 @torch.no_grad()
 def _rehearse(
-    share: Sequence[Minibatch], proximal: Sequence[Sequence[Tensor] | None], algorithm: AlgorithmConfig, gang: Gang
+    share: Sequence[Minibatch], ready: Prepared, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang
 ) -> str:
-    """The losses of all mini-batches on the proximal log-probs, before the first of them changes the weights."""
+    """The losses of all mini-batches on the log-probs of the start, before the first of them changes the weights."""
     why = ""
-    for part, prox in zip(share, proximal, strict=True):
-        guard = Guard(loss_function(algorithm, Denominators(max(part.tokens, 1), max(part.sequences, 1)), None))
-        for number, (piece, logprobs) in enumerate(zip(part.micro, prox or (), strict=True)):
+    for place, part in enumerate(share):
+        counts = Denominators(max(part.tokens, 1), max(part.sequences, 1))
+        start = ready.proximal[place] if ready.proximal is not None else backend.forward_logprobs(part.micro)
+        advantages = None if ready.advantages is None else ready.advantages[place]
+        reference = None if ready.reference is None else ready.reference[place]
+        guard = Guard(loss_function(algorithm, counts, Terms(advantages=advantages, reference=reference)))
+        for number, (piece, logprobs) in enumerate(zip(part.micro, start, strict=True)):
             micro = to_device(piece, logprobs.device)
             value = float(guard(logprobs, torch.zeros_like(logprobs), micro, number)[0])
             why = why or guard.why or ("" if math.isfinite(value) else f"loss: its value is {value}")
@@ -225,11 +301,12 @@ def _rehearse(
 
 def _metrics(totals: dict[str, float], *, tokens: int, updates: int, lr: float, norm: float) -> dict[str, float]:
     """Means over the mini-batches (loss) and over the tokens of the batch (the rest); the largest gradient norm."""
-    return {
+    found = {
         "loss": totals["loss"] / updates,
         "entropy": totals["entropy_sum"] / max(tokens, 1),
-        "clip_share": totals["clipped_sum"] / max(tokens, 1),
         "grad_norm": norm,
         "lr": lr,
-        **correction_metrics(totals, tokens),
     }
+    if "kl_reference_sum" in totals:
+        found["kl_reference"] = totals["kl_reference_sum"] / max(tokens, 1)
+    return found

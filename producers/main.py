@@ -20,21 +20,22 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.failpoints import failpoint
+from asyncrl.modes import streams
 from asyncrl.plugins import Engine, GenRequest, find
 from asyncrl.signs import Sign
 from asyncrl.sockets import keep_memory
-from asyncrl.wire import Lease
+from asyncrl.wire import Lease, Leases
 from buffers.client import ProducerClient
 from producers.environments.single_turn import SingleTurn
 from producers.patience import Patience
 from producers.prompts import BadPrompt, Prompts, encode_prompt
-from producers.rollout import Finished, roll_out
+from producers.rollout import Finished, parts_of, roll_out
 from producers.tokenizer import Tokenizer
 from weightsync.receiver import Receiver
 
@@ -48,6 +49,8 @@ LOST = ("token", "gone", "unknown", "poison", "lease", "cancel")
 
 class Producer:
     """One engine and the groups it is working on."""
+
+    poll_s = POLL_S
 
     def __init__(
         self, config: Config, *, client: ProducerClient, engine: Engine, receiver: Receiver, patience: Patience
@@ -90,8 +93,9 @@ class Producer:
         asked = time.monotonic()
         version = self.engine.health().version
         answer = await self._patiently(
-            lambda: self.client.lease(engine_version=version, max_groups=groups, wait_s=POLL_S)
+            lambda: self.client.lease(engine_version=version, max_groups=groups, wait_s=self.poll_s)
         )
+        self._heard(answer)
         if answer.leases:
             failpoint("producer.after_lease")
         for lease in answer.leases:
@@ -99,8 +103,11 @@ class Producer:
         self.waiting_for = "" if self.work else answer.reason or "a lease"
         if not answer.leases and not answer.done:
             # A service that answers at once (it knows that waiting is futile) must not make this a busy loop.
-            await asyncio.sleep(max(0.0, min(0.05, POLL_S - (time.monotonic() - asked))))
+            await asyncio.sleep(max(0.0, min(0.05, self.poll_s - (time.monotonic() - asked))))
         return answer.done
+
+    def _heard(self, answer: Leases) -> None:
+        """An answer to a request for work came (see `producers.dataset`)."""
 
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
@@ -117,8 +124,14 @@ class Producer:
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
             stop_ids=self.tokenizer.eos_ids,
         )  # fmt: skip
+        lost = False
 
         async def deliver(finished: list[Finished]) -> bool:
+            nonlocal lost
+            lost = not await hand_in(finished)
+            return not lost
+
+        async def hand_in(finished: list[Finished]) -> bool:
             samples = [item.sample for item in finished]
             versions = {version for sample in samples for version, _ in sample.runs}
             # A sample can end in the first step after a swap, while the digest of the new weights is being computed.
@@ -139,7 +152,9 @@ class Producer:
                 return False
             return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
 
-        await roll_out(self.engine, self.environment, request, row=row, deliver=deliver)
+        for part in parts_of(request, sampling):
+            if not lost:
+                await roll_out(self.engine, self.environment, part, row=row, deliver=deliver)
 
     async def _stop_work(self, cancelled: Sequence[tuple[int, int]], *, but: Lease | None = None) -> None:
         """Give up leases whose samples nobody wants any more (`but` the one whose own delivery says so)."""
@@ -226,7 +241,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     client = ProducerClient(
         address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s
     )
-    engine: Engine = find("asyncrl.engines", config.producers.engine)(config)
+    engine: Any = find("asyncrl.engines", config.producers.engine)(config)
     leave = asyncio.Event()
     reason = "stopping"
     producer: Producer | None = None
@@ -234,11 +249,18 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     try:
         welcome = await patience.ask(lambda: client.hello(engine.fingerprint()))
         sync = welcome.endpoints.get("weightsync", "") if args.connect else ""
-        receiver = Receiver(
-            sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
-            config=config.weightsync,
-        )  # fmt: skip
-        producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience)
+        receiver: Any = None
+        if streams(config):
+            from producers.dataset import DatasetProducer, NoWeights
+
+            receiver = NoWeights()
+            producer = DatasetProducer(config, client=client, engine=engine, receiver=receiver, patience=patience)
+        else:
+            receiver = Receiver(
+                sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
+                config=config.weightsync,
+            )  # fmt: skip
+            producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience)
         await engine.start()
         print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [

@@ -13,6 +13,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
+from asyncrl.config import SamplingConfig
 from asyncrl.plugins import Engine, GenRequest, GenSample
 from producers.patience import Bell
 
@@ -32,6 +35,19 @@ class Environment(Protocol):
 
     def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished]:
         """The samples of the request, each as it finishes."""
+
+
+def parts_of(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
+    """The request, and with `greedy_baseline` the sample beyond `group_size` as a greedy one of its own.
+
+    Its recorded log-probs are of the full distribution like all others; it is a baseline and never trained.
+    """
+    if not sampling.greedy_baseline:
+        return [request]
+    sampled = tuple(index for index in request.indices if index < sampling.group_size)
+    greedy = tuple(index for index in request.indices if index >= sampling.group_size)
+    parts = [replace(request, indices=sampled)] if sampled else []
+    return [*parts, replace(request, indices=greedy, top_k=1)] if greedy else parts
 
 
 async def roll_out(

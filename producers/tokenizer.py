@@ -30,6 +30,7 @@ class Tokenizer:
         self._trust = trust_remote_code
         self._auto: Any = None
         self._fast = self._load_fast()
+        self.end_id = -1  # the tokenizer's own end of sequence, else the first of the model's
         self.eos_ids = self._find_eos()
 
     def _load_fast(self) -> FastTokenizer | None:
@@ -68,6 +69,14 @@ class Tokenizer:
         ends = bool(ids) and ids[-1] in self.eos_ids and ids[-1:] != bare[-1:]
         return ids[:-1] if ends else ids
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Ids of an answer as a policy gives it: no special token in front, one end of sequence behind."""
+        if self._fast is None:
+            ids = list(self._auto.encode(text, add_special_tokens=False))
+        else:
+            ids = self._fast.encode(text, add_special_tokens=False).ids
+        return ids if ids and ids[-1] in self.eos_ids else [*ids, self.end_id]
+
     def encode_chat(self, messages: Messages) -> list[int]:
         """Ids of chat messages by the tokenizer's template, with the opening of the answer."""
         auto = self._transformers()
@@ -103,11 +112,14 @@ class Tokenizer:
         if text is not None and self._fast is not None:
             known = self._fast.token_to_id(text)
             found.update([] if known is None else [known])
+            self.end_id = -1 if known is None else int(known)
         if self._auto is not None and self._auto.eos_token_id is not None:
             found.add(self._auto.eos_token_id)
+            self.end_id = int(self._auto.eos_token_id)
         if not found:
             raise ConfigError("config.tokenizer", "neither the model nor the tokenizer names an end of sequence",
                               where=str(self._folder))  # fmt: skip
+        self.end_id = min(found) if self.end_id < 0 else self.end_id
         return tuple(sorted(int(token) for token in found))
 
     def _json(self, name: str) -> dict[str, Any]:

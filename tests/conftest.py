@@ -8,6 +8,14 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--cases FILE`: worked numbers for test_reference_cases instead of the file that ships; `--figures FILE`: keep
+    the figures in a file too (`make chaos`).
+    """
+    parser.addoption("--cases", metavar="FILE", help="case file of tests/unit/test_reference_cases.py")
+    parser.addoption("--figures", metavar="FILE", help="write the figures that tests measured to this file too")
+
+
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """`figure("20000 schedules, 0 lost")`: one line under the test's name in the summary, also with workers."""
@@ -17,11 +25,6 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append(("figure", text))
 
     return note
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--figures FILE`: keep them in a file too (`make chaos`)."""
-    parser.addoption("--figures", metavar="FILE", help="write the figures that tests measured to this file too")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,66 +1,258 @@
-"""Advantages of samples from the rewards of their group.
+"""Advantages without a critic: from the rewards of a prompt's group, or of the whole batch.
 
-Called by `learners.batch`, once for the whole batch, before it is cut into ranks and micro-batches. Guarantees:
-1. group statistics see the complete group; rows of a group need not be adjacent;
-2. a group whose rewards are all equal gives exactly 0;
-3. the standard deviation is the unbiased one, `epsilon` is added to it outside the root: `(R - mean) / (std + eps)`;
-4. float64 numpy, no torch, no state.
+Called by the registry under the names of the functions, once for the whole batch, before it is cut into ranks and
+micro-batches: group statistics see the complete group, whitening sees every token. Guarantees:
+1. a group whose rewards are all equal gives exactly 0 (except where whitening follows, or a group of one keeps its
+   score: said by the function);
+2. the standard deviation of a group is the unbiased one, `epsilon` is added to it outside the root;
+3. rows of a group need not be adjacent, holes may stand anywhere in a row; 0 outside the mask;
+4. no gradient flows; NaN outside the mask has no effect.
+The score `R` of a row is the sum of its token rewards inside the mask.
 
-Example: rewards 1, 0, 0.5 of one group give GRPO 0.999998, -0.999998, 0 and RLOO 0.75, -0.75, 0.
+Example: scores 1, 0, 0.5 of one group: GRPO 0.999998, -0.999998, 0; RLOO 0.75, -0.75, 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Advantage = Callable[[Floats, Ints], Floats]
+from asyncrl.errors import ConfigError
+from learners.algorithms.passk import passk_advantages
+from learners.algorithms.tensors import (
+    Groups,
+    grouped,
+    masked,
+    masked_whiten,
+    outcome_scores,
+    required,
+    scan_back,
+    spread,
+)  # fmt: skip
+from learners.algorithms.types import Estimate, Rollouts
 
+Advantage = Callable[..., Estimate]
+Singleton = Literal["zero", "score"]
 
-def _group_sums(values: Floats, groups: Ints) -> tuple[Floats, Ints]:
-    """Sum of the values and number of members of each sample's group, both `[S]`."""
-    _, of, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    sums = np.bincount(of, weights=values, minlength=counts.size).astype(np.float64)
-    return sums[of], counts[of].astype(np.int64)
-
-
-def _centred(rewards: Floats, groups: Ints) -> tuple[Floats, Ints]:
-    """Reward minus group mean (exactly 0 where all are equal) and group size, both `[S]`."""
-    _, of = np.unique(groups, return_inverse=True)
-    sums, counts = _group_sums(rewards, groups)
-    low = np.full(of.max(initial=-1) + 1, np.inf)
-    high = np.full_like(low, -np.inf)
-    np.minimum.at(low, of, rewards)
-    np.maximum.at(high, of, rewards)
-    return np.where(low[of] == high[of], 0.0, rewards - sums / np.maximum(counts, 1)), counts
+LOG_RATIO_LIMIT = 20.0
 
 
+# ---------------------------------------------------------------- one number per row, from its group
+
+
+@torch.no_grad()
 def grpo(
-    rewards: Floats, groups: Ints, *, norm_by_std: bool = True, epsilon: float = 1e-6,
-    singleton: Literal["zero", "score"] = "zero",
-) -> Floats:  # fmt: skip
-    """GRPO (arXiv 2402.03300), `[S]`. A group of one has no baseline: 0, or its own score with `singleton="score"`."""
-    centred, counts = _centred(rewards, groups)
+    rollouts: Rollouts, *, norm_by_std: bool = True, epsilon: float = 1e-6, singleton: Singleton = "zero"
+) -> Estimate:
+    """GRPO (arXiv 2402.03300, section 4.1.2): `(R - mean) / (std + epsilon)`.
+
+    A group of one has no baseline: 0, or with `singleton="score"` its own score (mean 0, std 1).
+    """
+    scores = outcome_scores(rollouts.rewards, rollouts.mask)
+    found = _normalised(scores, grouped(rollouts.groups), norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton)
+    return Estimate(spread(found, rollouts.mask))
+
+
+@torch.no_grad()
+def dr_grpo(rollouts: Rollouts, *, singleton: Singleton = "zero") -> Estimate:
+    """Dr.GRPO (arXiv 2503.20783): GRPO without the standard deviation; its loss is `seq-mean-token-sum-norm`."""
+    return grpo(rollouts, norm_by_std=False, singleton=singleton)
+
+
+@torch.no_grad()
+def rloo(rollouts: Rollouts) -> Estimate:
+    """RLOO (arXiv 2402.14740): score minus the mean of the others; a group of one keeps its score."""
+    scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
+    sizes = rows.sizes[rows.of]
+    found = rows.centred(scores) * sizes / (sizes - 1).clamp(min=1)
+    return Estimate(spread(torch.where(rows.alone(), scores, found), rollouts.mask))
+
+
+@torch.no_grad()
+def opo(rollouts: Rollouts) -> Estimate:
+    """OPO (arXiv 2505.23585): the baseline is the mean score of the group weighted by the trained tokens.
+
+    The baseline is 0 for a group of one and for a group without trained tokens.
+    """
+    scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
+    lengths = rollouts.mask.sum(-1).to(scores.dtype)
+    tokens = rows.sums(lengths)
+    baseline = rows.sums(lengths * scores) / tokens.clamp(min=1)
+    equal = rows.flat(scores) & (tokens > 0)
+    found = torch.where(equal[rows.of], torch.zeros_like(scores), scores - baseline[rows.of])
+    return Estimate(spread(torch.where(rows.alone(), scores, found), rollouts.mask))
+
+
+@torch.no_grad()
+def gpg(rollouts: Rollouts, *, f_norm: float = 1.0) -> Estimate:
+    """GPG (arXiv 2504.02546): `alpha (R - mean) / f_norm`, alpha = rows of the batch / rows with a score not 0.
+
+    A group of one keeps its score. Its loss is `reinforce`.
+    """
+    scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
+    alpha = scores.numel() / max(int((scores != 0).sum()), 1)
+    centred = torch.where(rows.alone(), scores, rows.centred(scores))
+    return Estimate(spread(alpha * centred / f_norm, rollouts.mask))
+
+
+@torch.no_grad()
+def grpo_passk(
+    rollouts: Rollouts, *, norm_by_std: bool = True, epsilon: float = 1e-6,
+    singleton: Literal["error", "zero"] = "error",
+) -> Estimate:  # fmt: skip
+    """Best minus second best (arXiv 2503.19595): the best row of a group gets the margin, all others 0.
+
+    Divided by `std + epsilon` if `norm_by_std`. With a tie the margin is 0. A group of one is `config.conflict`, or 0
+    with `singleton="zero"`.
+    """
+    scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
+    if singleton == "error" and bool((rows.sizes < 2).any()):
+        raise ConfigError(
+            "config.conflict", "advantage 'grpo_passk': a group of one has no second best sample",
+            remedy="set advantage_options.singleton = 'zero', or more samples per prompt",
+        )  # fmt: skip
+    _, high = rows.extremes(scores)
+    best = scores == high[rows.of]
+    second = rows.extremes(torch.where(best, -torch.inf, scores))[1]
+    lone_best = rows.sums(best.to(scores.dtype)) == 1
+    margin = torch.where(lone_best & (rows.sizes > 1), high - second, torch.zeros_like(high))
+    if norm_by_std:
+        margin = margin / (rows.deviations(scores) + epsilon)
+    return Estimate(spread(torch.where(best, margin[rows.of], torch.zeros_like(scores)), rollouts.mask))
+
+
+@torch.no_grad()
+def passk_training(rollouts: Rollouts, *, k: int = 4, correct_above: float = 0.5) -> Estimate:
+    """Analytic advantages of pass@k training (arXiv 2508.10751).
+
+    A sample is right if its score is above `correct_above`. In a group smaller than k (failed members) k is its size.
+    """
+    scores = outcome_scores(rollouts.rewards, rollouts.mask)
+    found = passk_advantages(scores > correct_above, rollouts.groups, k=k)
+    return Estimate(spread(found.to(scores.dtype), rollouts.mask))
+
+
+# ---------------------------------------------------------------- with statistics of the whole batch
+
+
+@torch.no_grad()
+def reinforce_plus_plus(rollouts: Rollouts, *, gamma: float = 1.0) -> Estimate:
+    """REINFORCE++ (arXiv 2501.03262): discounted returns `G_t = r_t + gamma G_next`, whitened over the batch.
+
+    Tokens outside the mask are skipped. Usually with the KL penalty inside the reward.
+    """
+    returns = scan_back(rollouts.rewards, gamma, rollouts.mask)
+    return Estimate(masked_whiten(returns, rollouts.mask), returns)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(rollouts: Rollouts) -> Estimate:
+    """REINFORCE++ with a baseline (arXiv 2501.03262): score minus group mean, whitened over the tokens of the batch.
+
+    A group of one keeps its score.
+    """
+    scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
+    centred = torch.where(rows.alone(), scores, rows.centred(scores))
+    return Estimate(masked_whiten(spread(centred, rollouts.mask), rollouts.mask))
+
+
+@torch.no_grad()
+def gdpo(
+    rollouts: Rollouts, *, weights: Sequence[float] | None = None, epsilon: float = 1e-6, norm_by_std: bool = True,
+    singleton: Singleton = "zero",
+) -> Estimate:  # fmt: skip
+    """GDPO (arXiv 2601.05242): GRPO of each component of the reward on its own, weighted sum, whitened over the batch.
+
+    Needs `Rollouts.parts` `[D, S]`; `weights`, one per component in the same order, are 1 without the option.
+    """
+    parts = required(rollouts, "parts", "gdpo")
+    shares = [1.0] * len(parts) if weights is None else list(weights)
+    if len(shares) != len(parts):
+        raise ConfigError("config.conflict", f"advantage 'gdpo': {len(shares)} weights for {len(parts)} components")
+    rows = grouped(rollouts.groups)
+    found = parts.new_zeros(parts.shape[1])
+    for part, share in zip(parts, shares, strict=True):
+        found = found + share * _normalised(
+            part, rows, norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton
+        )  # fmt: skip
+    return Estimate(masked_whiten(spread(found, rollouts.mask), rollouts.mask))
+
+
+# ---------------------------------------------------------------- one number per token
+
+
+@torch.no_grad()
+def remax(rollouts: Rollouts) -> Estimate:
+    """ReMax (arXiv 2310.10505): sum of the later rewards minus the score of the greedy response.
+
+    Needs `Rollouts.baselines` `[S]`: one extra greedy rollout per prompt.
+    """
+    baselines = required(rollouts, "baselines", "remax")
+    returns = scan_back(rollouts.rewards, 1.0, rollouts.mask)
+    return Estimate(masked(returns - baselines[:, None], rollouts.mask), returns)
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    rollouts: Rollouts, *, handle_zero_tail: bool = True, epsilon: float = 1e-8, off_policy: bool = False
+) -> Estimate:
+    """The baseline of least variance for each place of a response, `A = G - b` with G the sum of the later rewards.
+
+    `b_k = sum_i G W / (sum_i W + epsilon)` over the rows of a group that have a k-th trained token; W is the running
+    sum of `w = 1 - 2 pi + sum over the vocabulary of pi^2`, the squared norm of the score function at a softmax.
+    `handle_zero_tail`: no baseline where only the one longest row of a group still has tokens. `off_policy`: w times
+    the squared ratio of proximal over behaviour policy (arXiv 2602.17616). A group of one has the baseline 0.
+    Needs `Rollouts.proximal` and `square_sums`, `off_policy` also `behaviour`.
+    """
+    mask = rollouts.mask
+    name = "optimal_token_baseline"
+    proximal = masked(required(rollouts, "proximal", name), mask)
+    weights = 1 - 2 * proximal.exp() + masked(required(rollouts, "square_sums", name), mask)
+    if off_policy:
+        gap = proximal - masked(required(rollouts, "behaviour", name), mask)
+        weights = weights * (2 * gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp()
+    returns = scan_back(rollouts.rewards, 1.0, mask)
+    rows = grouped(rollouts.groups)
+    baselines = _by_place(returns, masked(weights, mask).cumsum(-1), mask, rows, epsilon)
+    if handle_zero_tail:
+        baselines = torch.where(_alone_at_the_end(mask, rows), torch.zeros_like(baselines), baselines)
+    baselines = torch.where(rows.alone()[:, None], torch.zeros_like(baselines), baselines)
+    return Estimate(masked(returns - baselines, mask), returns)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _normalised(scores: Tensor, rows: Groups, *, norm_by_std: bool, epsilon: float, singleton: Singleton) -> Tensor:
+    """GRPO's number of each row, `[S]`."""
+    alone = rows.alone()
+    centred = rows.centred(scores)
     if singleton == "score":
-        centred = np.where(counts == 1, rewards, centred)
+        centred = torch.where(alone, scores, centred)
     if not norm_by_std:
         return centred
-    squares, _ = _group_sums(np.where(counts == 1, 0.0, centred) ** 2, groups)
-    std = np.where(counts == 1, 1.0, np.sqrt(squares / np.maximum(counts - 1, 1)))
-    return centred / (std + epsilon)
+    deviations = torch.where(alone, torch.ones_like(scores), rows.deviations(scores)[rows.of])
+    return centred / (deviations + epsilon)
 
 
-def dr_grpo(rewards: Floats, groups: Ints) -> Floats:
-    """Dr.GRPO (arXiv 2503.20783), `[S]`: GRPO without the division by the standard deviation."""
-    return grpo(rewards, groups, norm_by_std=False)
+def _by_place(returns: Tensor, weights: Tensor, mask: Tensor, rows: Groups, epsilon: float) -> Tensor:
+    """Weighted mean return of the group at the k-th trained token of a row, at every such token, `[S, T]`."""
+    places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    slots = rows.of[:, None] * mask.shape[1] + places
+    start = returns.new_zeros(rows.sizes.numel() * mask.shape[1])
+    upper = start.index_add(0, slots[mask], (returns * weights)[mask])
+    lower = start.index_add(0, slots[mask], weights[mask])
+    return (upper / (lower + epsilon))[slots] if slots.numel() else returns
 
 
-def rloo(rewards: Floats, groups: Ints) -> Floats:
-    """RLOO (arXiv 2402.14740), `[S]`: reward minus the mean of the others; a group of one keeps its reward."""
-    centred, counts = _centred(rewards, groups)
-    return np.where(counts == 1, rewards, centred * counts / np.maximum(counts - 1, 1))
+def _alone_at_the_end(mask: Tensor, rows: Groups) -> Tensor:
+    """Tokens of the one longest row of a group past the length of its second longest, bool `[S, T]`."""
+    lengths = mask.sum(-1)
+    longest = rows.extremes(lengths)[1][rows.of]
+    ties = rows.sums((lengths == longest).long())[rows.of]
+    second = rows.extremes(torch.where(lengths == longest, 0, lengths))[1][rows.of]
+    leads = (lengths == longest) & (ties == 1)
+    return leads[:, None] & (mask.long().cumsum(-1) > second[:, None])

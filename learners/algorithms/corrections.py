@@ -1,25 +1,58 @@
-"""Importance weights between behaviour, proximal and current policy, and how far they are apart.
+"""Importance weights between behaviour and proximal policy: how much a token of an older policy counts.
 
-Called by `losses` and `learners.update`. Names, never mixed: `behaviour` was recorded by the generator at sampling
-time, `proximal` is of the learner's weights at the start of the step, `current` has the gradient. Guarantees:
-1. inputs outside the mask may be NaN or infinite: they are replaced before any arithmetic, outputs are 0 there;
-2. weights carry no gradient; log-ratios are clamped to +-20 before `exp`;
-3. float32 or wider, whatever the model runs in.
-All tensors are flat over the trained tokens, `[N]`.
+Called by `learners.update` through the registry, once per micro-batch (or once per batch, see 4). Three policies,
+never mixed: `behaviour` was recorded by the generator at sampling time, `proximal` is of the learner's weights at the
+start of the step, `current` has the gradient. The loss looks at current / proximal and clips it; a correction is
+proximal / behaviour, a weight (arXiv 2505.24298, 2110.00641). Where proximal is SET to behaviour (bypass) a correction
+would count twice: every one of them is then 1 by itself. Losses without a ratio (REINFORCE) take the current policy,
+detached, as `proximal`. Guarantees:
+1. weights carry no gradient and are 0 outside the mask; inputs there may be NaN or infinite: they are replaced before
+   any arithmetic;
+2. log-ratios are clamped to +-20 before `exp`; float32 or wider, whatever the model runs in;
+3. `keep` is the mask without rejected tokens, and weights are 0 there: a loss over the old mask divides by the original
+   count, one over `keep` by the kept count;
+4. a row lies whole in one piece, so results do not depend on the cut, except where `needs_whole_batch` says that a
+   correction looks at all rows: that is called once on the flat tokens of the whole batch, before it is cut.
+All tensors are flat, `[N]`; `sequences` gives each token's row.
+
+Example: proximal - behaviour of a row is 0.5, 1.0, -0.5. Weights: `tis` 1.65, 2 (truncated), 0.61; `icepop` with upper
+2 1.65, 0, 0.61; `tis` with level sequence e^1 = 2.72, truncated to 2, for all three.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
+from asyncrl.errors import ConfigError
+from learners.algorithms.rejection import (
+    LOG_RATIO_LIMIT,
+    RejectOption,
+    Threshold,
+    m2po_keep,
+    rejection_mask,
+)
+from learners.algorithms.tensors import masked, masked_mean, sequence_lengths, sequence_means, sequence_sums
+from learners.algorithms.types import Correction
+
+#: `masked` stands in `tensors`; it is found here by its former users.
+__all__ = ["CORRECTIONS", "Bounds", "Level", "correction_metrics", "correction_sums", "icepop", "is_weights",
+           "log_ratio", "m2po", "masked", "mis", "needs_whole_batch", "none", "prox_loglinear", "rejection",
+           "tis"]  # fmt: skip
+
+Level = Literal["token", "sequence", "geometric"]
 
 
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` in float32 or wider, 0 outside the mask; a NaN there has no effect and no gradient."""
-    wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    return torch.where(mask, wide, torch.zeros((), dtype=wide.dtype, device=wide.device))
+class Bounds(NamedTuple):
+    """Of weights: clamped into [floor, upper]; with `lower` 0 outside [lower, upper]. None: no such bound."""
+
+    upper: float | None
+    lower: float | None = None
+    floor: float = 0.0
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -27,10 +60,177 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return (masked(new, mask) - masked(old, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def is_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, upper: float | None) -> Tensor:
-    """Token-level truncated weights `min(exp(proximal - behaviour), upper)`, `[N]`; None does not truncate."""
-    raw = masked(log_ratio(proximal.detach(), behaviour.detach(), mask).exp(), mask)
-    return raw if upper is None else raw.clamp(max=upper)
+# ---------------------------------------------------------------- weights
+
+
+def is_weights(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor | None = None, *, level: Level = "token",
+    upper: float | None = 2.0, lower: float | None = None, floor: float = 0.0, batch_normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """Importance weights `exp(z)`, `[N]`. With d = proximal - behaviour z is by `level` the token's d (token), the sum
+    of d over the row (sequence: ratio of the whole responses) or its mean (geometric); `sequences` for the last two.
+
+    Without `lower`: clamped into [floor, upper] (upper None: not truncated). With `lower`: 0 outside [lower, upper],
+    both ends kept; the mask of the loss does not change. `batch_normalize` divides by the mean weight AFTER that, over
+    tokens (token) or rows with a token, where it is above 1e-8: once, on the whole batch. Raises `config.type`.
+    """
+    raw = masked(_log_weights(proximal, behaviour, mask, sequences, level).exp(), mask)
+    weights = masked(_bounded(raw, Bounds(upper, lower, floor)), mask)
+    return _normalized(weights, mask, sequences, level) if batch_normalize else weights
+
+
+def tis(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, level: Level = "token",
+    upper: float | None = 2.0, floor: float = 0.0, batch_normalize: bool = False,
+    reject: tuple[RejectOption, ...] = (), thresholds: tuple[Threshold, ...] = (),
+) -> Correction:  # fmt: skip
+    """Truncated importance sampling: `min(ratio, upper)`; with `floor` at least that. upper None: not truncated.
+
+    arXiv 2505.24298 (decoupled objective, token level), arXiv 2505.24034. `level`: token (upper 1.5 to 5), sequence (2
+    to 10), geometric (near 1). `reject` and `thresholds` as in `rejection.rejection_mask`: for example level sequence
+    with seq_sum_k1 and [0.5, 2]. A mean is taken before anything is rejected. Raises `config.type`.
+    """
+    bounds = Bounds(upper, None, floor)
+    return _weighted(proximal, behaviour, mask, sequences, level=level, bounds=bounds,
+                     batch_normalize=batch_normalize, reject=reject, thresholds=thresholds)  # fmt: skip
+
+
+def mis(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, level: Level = "sequence",
+    lower: float = 0.5, upper: float = 2.0, batch_normalize: bool = False,
+    reject: tuple[RejectOption, ...] = (), thresholds: tuple[Threshold, ...] = (),
+) -> Correction:  # fmt: skip
+    """Masked importance sampling: the ratio inside [lower, upper], else 0 (the token still counts as trained).
+
+    The same at token level is `icepop`. Raises `config.type`.
+    """
+    bounds = Bounds(upper, lower)
+    return _weighted(proximal, behaviour, mask, sequences, level=level, bounds=bounds,
+                     batch_normalize=batch_normalize, reject=reject, thresholds=thresholds)  # fmt: skip
+
+
+def icepop(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, lower: float = 0.5, upper: float = 5.0,
+    batch_normalize: bool = False,
+) -> Correction:  # fmt: skip
+    """IcePop: the token's ratio inside [lower, upper], else 0. arXiv 2510.18855 (double-sided masking)."""
+    return mis(proximal, behaviour, mask, sequences, level="token", lower=lower, upper=upper,
+               batch_normalize=batch_normalize)  # fmt: skip
+
+
+# ---------------------------------------------------------------- masks without weights
+
+
+def none(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor) -> Correction:
+    """No correction: weight 1 in the mask. Right where the loss holds the ratio to the behaviour policy itself."""
+    return _kept(proximal, mask)
+
+
+def rejection(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *,
+    options: tuple[RejectOption, ...] = ("seq_mean_k3",), thresholds: tuple[Threshold, ...] = (0.01,),
+) -> Correction:  # fmt: skip
+    """Rejection alone: weight 1 for what `rejection.rejection_mask` keeps. Raises `config.type`."""
+    keep = rejection_mask(proximal, behaviour, mask, sequences, options=options, thresholds=thresholds)
+    return _kept(proximal, keep)
+
+
+def m2po(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, threshold: float = 0.04
+) -> Correction:
+    """M2PO: weight 1 but for the tokens that raise the second moment of the log-ratio above `threshold`.
+
+    arXiv 2510.01161. The whole batch at once, see `needs_whole_batch`.
+    """
+    return _kept(proximal, m2po_keep(proximal, behaviour, mask, threshold=threshold))
+
+
+CORRECTIONS: dict[str, Callable[..., Correction]] = {
+    "none": none, "tis": tis, "mis": mis, "icepop": icepop, "rejection": rejection, "m2po": m2po,
+}  # fmt: skip
+
+
+def needs_whole_batch(correction: Callable[..., Correction], options: Mapping[str, Any]) -> bool:
+    """Whether the correction looks at all rows, so that it must be called before the batch is cut.
+
+    Those of this module, and one of a plugin with an attribute `whole_batch` that is true.
+    """
+    whole = correction is m2po or bool(getattr(correction, "whole_batch", False))
+    return whole or bool(options.get("batch_normalize", False))
+
+
+# ---------------------------------------------------------------- the proximal policy without a forward pass
+
+
+def prox_loglinear(
+    behaviour: Tensor, current: Tensor, versions: Tensor, mask: Tensor, *, current_version: int
+) -> Tensor:
+    """Proximal log-probs as a mix of behaviour and current ones, `[N]`, no gradient, 0 outside the mask.
+
+    `versions` int64 `[N]`: the version that made each token. With `lag = current_version - version` the current policy
+    has the share `(lag - 1) / lag`, 0 at lag 0 or 1: there the proximal policy is the behaviour policy. It holds the
+    current policy and is made anew in every optimizer step. arXiv 2512.06547 (log-linear interpolation).
+    """
+    old, new = masked(behaviour.detach(), mask), masked(current.detach(), mask)
+    lags = torch.where(mask & (versions >= 0), current_version - versions, 0).clamp(min=0)
+    share = ((lags - 1).clamp(min=0) / lags.clamp(min=1)).to(old.dtype)
+    return masked(old + share * (new - old), mask)
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _log_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor | None, level: str) -> Tensor:
+    """Clamped log of the weights of every token."""
+    gap = masked(proximal.detach(), mask) - masked(behaviour.detach(), mask)
+    if level == "token":
+        found = gap
+    elif sequences is None or level not in ("sequence", "geometric"):
+        raise ConfigError("config.type", f"importance weights of level {level!r}: token, sequence or geometric")
+    else:
+        rows = sequence_sums if level == "sequence" else sequence_means
+        found = rows(gap, mask, sequences)[sequences]
+    return found.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _bounded(raw: Tensor, bounds: Bounds) -> Tensor:
+    """Clamped, or with `lower` 0 outside the bounds."""
+    top = math.inf if bounds.upper is None else bounds.upper
+    bottom = bounds.floor if bounds.lower is None else bounds.lower
+    if not 0 <= bottom <= top:
+        raise ConfigError("config.type", f"importance weights between {bottom} and {top}: 0 <= lower <= upper")
+    return raw.clamp(bottom, top) if bounds.lower is None else torch.where((raw >= bottom) & (raw <= top), raw, 0.0)
+
+
+def _normalized(weights: Tensor, mask: Tensor, sequences: Tensor | None, level: str) -> Tensor:
+    """Over their mean: of tokens, or of rows that have a token."""
+    if level == "token" or sequences is None:
+        mean = masked_mean(weights, mask)
+    else:
+        mean = masked_mean(sequence_means(weights, mask, sequences), sequence_lengths(mask, sequences) > 0)
+    return torch.where(mean > 1e-8, weights / mean, weights)
+
+
+def _weighted(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, level: Level, bounds: Bounds,
+    batch_normalize: bool, reject: Sequence[RejectOption], thresholds: Sequence[Threshold],
+) -> Correction:  # fmt: skip
+    """Weights within bounds, 0 where anything rejects the token; the mean is over all of the mask."""
+    raw = masked(_log_weights(proximal, behaviour, mask, sequences, level).exp(), mask)
+    weights = masked(_bounded(raw, bounds), mask)
+    truncated = mask & (weights != raw)
+    if batch_normalize:
+        weights = _normalized(weights, mask, sequences, level)
+    keep = rejection_mask(proximal, behaviour, mask, sequences, options=reject, thresholds=thresholds)
+    return Correction(masked(weights, keep), keep, truncated)
+
+
+def _kept(like: Tensor, keep: Tensor) -> Correction:
+    """Weight 1 where `keep`, else 0."""
+    return Correction(masked(torch.ones_like(like.detach()), keep), keep)
+
+
+# ---------------------------------------------------------------- metrics
 
 
 def correction_sums(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, cap: float | None) -> dict[str, Tensor]:

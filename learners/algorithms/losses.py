@@ -1,78 +1,31 @@
-"""Policy losses per token; to be minimised after aggregation.
+"""Policy losses per token, by name; to be minimised after aggregation.
 
-Called by `learners.update` through `registry`; all take the same arguments and return a `TokenLoss`. Guarantees:
-1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there;
-2. advantages, weights, proximal and behaviour log-probs carry no gradient;
-3. no tokens at all: an empty loss that is still connected to the graph, so that every rank runs its collectives.
-All tensors are flat over the trained tokens, `[N]`.
+Called by `learners.update` through `registry`. All have the signature `name(inputs: LossInputs, *, options) ->
+TokenLoss` on flat tokens, `[N]`. Guarantees:
+1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there: values are selected before any
+   arithmetic;
+2. the gradient reaches the current log-probs alone, not advantages, weights, proximal or behaviour log-probs;
+3. no tokens at all: an empty loss that is still connected to the graph, so that every rank runs its collectives;
+4. float32 or wider; log-ratios are clamped to +-20 before `exp` (GSPO: the row's to at most 10);
+5. the weights of the correction, where there are any, are in the loss: multiplied, by GMPO as their geometric mean over
+   the row, by VESPO inside the row's ratio;
+6. a loss that needs the whole mini-batch has a `choose_<name>` beside it; all others look at one sequence at most, so
+   that results do not depend on ranks and micro-batches.
+It does not aggregate (`aggregation`) and computes no weight (`corrections`). Decoupled PPO is `ppo` with the weights of
+a correction. SAPO and GMPO are defined for seq-mean-token-mean.
+
+Example: current -1.0, proximal -1.5, advantage 2: the ratio is 1.6487; `ppo` with clip_high 0.2 gives -2.4, clipped,
+gradient 0; `cispo` -2.4 * -1.0 = 2.4 with gradient -2.4; `reinforce` 2 with gradient -2.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from learners.algorithms.covariance_losses import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
+from learners.algorithms.loss_terms import approx_kl
+from learners.algorithms.sequence_losses import gmpo, gspo, topr, vespo
+from learners.algorithms.token_losses import aipo, cispo, dppo_kl, dppo_tv, dro, ppo, reinforce, sapo
+from learners.algorithms.types import LossInputs, TokenLoss
 
-import torch
-from torch import Tensor
-
-from learners.algorithms.corrections import is_weights, log_ratio, masked
-
-
-class TokenLoss(NamedTuple):
-    """`loss` `[N]` with gradient and `clipped` `[N]` bool: the clipped branch was strictly larger."""
-
-    loss: Tensor
-    clipped: Tensor
-
-
-class LossInputs(NamedTuple):
-    """What a loss sees, all `[N]`: log-probs of the sampled token under three policies, advantage, bool mask."""
-
-    current: Tensor
-    proximal: Tensor
-    behaviour: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-
-class LossSettings(NamedTuple):
-    """`clip_low`, `clip_high`: the ratio is clipped to [1 - low, 1 + high]; `dual_clip` bounds negative advantages
-    (None: off); `cap` truncates importance weights (None: off)."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None
-    cap: float | None = 2.0
-
-
-def clipped_surrogate(current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, s: LossSettings) -> TokenLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347) against `old`, with clip-higher and the optional dual clip."""
-    ratio = log_ratio(current, old.detach(), mask).exp()
-    gain = masked(advantages.detach(), mask)
-    plain = -gain * ratio
-    clipped = -gain * ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
-    loss = torch.maximum(plain, clipped)
-    if s.dual_clip is not None:
-        loss = torch.where(gain < 0, torch.minimum(loss, -gain * s.dual_clip), loss)
-    return TokenLoss(masked(loss, mask), (clipped > plain) & mask)
-
-
-def decoupled_ppo(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
-    """Decoupled PPO (arXiv 2505.24298): PPO against the proximal policy, times the truncated weight of the proximal
-    policy over the behaviour policy. Tokens whose weight is truncated stay in the denominator."""
-    current, proximal, behaviour, advantages, mask = inputs
-    weights = is_weights(proximal, behaviour, mask, upper=settings.cap)
-    surrogate = clipped_surrogate(current, proximal, advantages, mask, settings)
-    return TokenLoss(surrogate.loss * weights, surrogate.clipped)
-
-
-def ppo(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
-    """PPO against the behaviour policy (bypass): the ratio itself corrects, so no weight is multiplied on top."""
-    return clipped_surrogate(inputs.current, inputs.behaviour, inputs.advantages, inputs.mask, settings)
-
-
-def reinforce(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
-    """`-A * log p`, times the truncated weight of the proximal policy over the behaviour policy."""
-    current, proximal, behaviour, advantages, mask = inputs
-    weights = is_weights(proximal, behaviour, mask, upper=settings.cap)
-    loss = -masked(advantages.detach(), mask) * masked(current, mask) * weights
-    return TokenLoss(loss, torch.zeros_like(mask))
+__all__ = ["LossInputs", "TokenLoss", "aipo", "approx_kl", "choose_clip_cov", "choose_kl_cov", "cispo",
+           "clip_cov", "dppo_kl", "dppo_tv", "dro", "gmpo", "gspo", "kl_cov", "ppo", "reinforce", "sapo", "topr",
+           "vespo"]  # fmt: skip

@@ -1,35 +1,187 @@
-"""The algorithms by their TOML name.
+"""The functions behind the names of `asyncrl.algorithms`, with their options bound, and those of plugins.
 
-Called by `learners.batch` (advantages) and `learners.update` (losses). Guarantees:
-1. an unknown name is an error that lists the known ones;
-2. torch is imported only for losses, so that batch assembly stays free of it.
+Called by `learners.estimates` (advantages), `learners.update` (losses, corrections), `asyncrl check` (as a process:
+`python -m learners.algorithms.registry`, the TOML of the run on its standard input) and `docs/generate.py`. Guarantees:
+1. an unknown name or option, or a value of the wrong type, is one error that says what there is;
+2. a plugin is a function with the signature of its kind (`learners.algorithms.types`) under an entry point of the group
+   `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
+3. what a plugin needs beyond that it says by attributes of the function: `needs` (names of `Rollouts` fields),
+   `aggregation` (a loss that allows one way alone), `choose` (tokens picked over the whole mini-batch), `whole_batch`
+   (a correction that looks at all rows), `takes_whole` as in `needs_whole_batch`.
+
+Example: `advantage = "mine"` with `[project.entry-points."asyncrl.advantages"] mine = "my_package:mine"`.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import msgspec
+
+from asyncrl import algorithms
+from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import ConfigError
-from learners.algorithms import advantages
+from asyncrl.plugins import load_object
+from learners.algorithms.types import Correction, Estimate, LossInputs, Rollouts, TokenLoss
 
-ADVANTAGES: dict[str, advantages.Advantage] = {
-    "grpo": advantages.grpo,
-    "dr_grpo": advantages.dr_grpo,
-    "rloo": advantages.rloo,
-}
-LOSSES = ("decoupled_ppo", "ppo", "reinforce")
+Kind = Literal["advantage", "loss", "correction"]
 
 
-def advantage_of(name: str) -> advantages.Advantage:
-    """The advantage estimator of that name."""
-    if name not in ADVANTAGES:
-        raise ConfigError("config.type", f"learner.algorithm.advantage {name!r}: one of {', '.join(ADVANTAGES)}")
-    return ADVANTAGES[name]
+class Chosen(NamedTuple):
+    """A function and its options: `call(...)` has them bound."""
+
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The function with its options."""
+        return functools.partial(self.function, **self.options)
 
 
-def loss_of(name: str) -> Any:
-    """The loss of that name: `(LossInputs, LossSettings) -> TokenLoss`."""
-    if name not in LOSSES:
-        raise ConfigError("config.type", f"learner.algorithm.loss {name!r}: one of {', '.join(LOSSES)}")
-    return getattr(importlib.import_module("learners.algorithms.losses"), name)
+def function_of(kind: str, name: str) -> Callable[..., Any]:
+    """The function of that name. Raises `config.type` with the known ones, `config.extra` where it cannot load."""
+    where = f"learner.algorithm.{kind}"
+    found = algorithms.entry(kind, name)
+    if found is not None:
+        return typing.cast("Callable[..., Any]", load_object(found.dotted, code="config.extra", where=where))
+    for point in entry_points(group=algorithms.GROUPS[kind], name=name):
+        return typing.cast("Callable[..., Any]", load_object(point.value, code="config.extra", where=where))
+    raise ConfigError("config.type", f"{where} = {name!r}: one of {', '.join(algorithms.known(kind))}", where=where)
+
+
+def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Option -> its type and default: the keyword-only arguments of the function."""
+    hints = typing.get_type_hints(function)
+    return {
+        name: (hints.get(name, Any), parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
+    """The function in force of a kind with its options, converted to the types of its signature."""
+    name = algorithms.chosen(algorithm, kind)
+    function = function_of(kind, name)
+    known = options_in(function)
+    options: dict[str, Any] = {}
+    for key, value in algorithms.options_of(algorithm, kind).items():
+        where = f"learner.algorithm.{kind}_options.{key}"
+        if key not in known:
+            raise ConfigError("config.unknown_key", f"{kind} {name!r} has the options {', '.join(known) or 'none'}",
+                              where=where)  # fmt: skip
+        try:
+            options[key] = msgspec.convert(value, known[key][0])
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ConfigError("config.type", f"{key} = {value!r}: {error}", where=where) from None
+    missing = [key for key, (_, default) in known.items() if default is inspect.Parameter.empty and key not in options]
+    if missing:
+        raise ConfigError("config.missing", f"{kind} {name!r} needs {', '.join(missing)}",
+                          where=f"learner.algorithm.{kind}_options")  # fmt: skip
+    return Chosen(name, function, options)
+
+
+def advantage_of(algorithm: AlgorithmConfig) -> Callable[[Rollouts], Estimate]:
+    """The estimator in force."""
+    return choose(algorithm, "advantage").call
+
+
+def loss_of(algorithm: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
+    """The loss in force."""
+    return choose(algorithm, "loss").call
+
+
+def correction_of(algorithm: AlgorithmConfig) -> Callable[..., Correction]:
+    """The correction in force: `(proximal, behaviour, mask, sequences) -> Correction`."""
+    return choose(algorithm, "correction").call
+
+
+def chooser_of(algorithm: AlgorithmConfig) -> Callable[..., Any] | None:
+    """What picks tokens of the whole mini-batch for the loss: `choose_<name>` beside it, or its attribute `choose`."""
+    found = choose(algorithm, "loss")
+    picker = getattr(found.function, "choose", None)
+    if picker is None:
+        home = sys.modules[found.function.__module__]
+        picker = getattr(home, f"choose_{found.function.__name__}", None)
+    if picker is None:
+        return None
+    known = options_in(picker)
+    return functools.partial(picker, **{key: value for key, value in found.options.items() if key in known})
+
+
+def aggregation_of(algorithm: AlgorithmConfig) -> str:
+    """The aggregation in force: the loss's own where it allows one alone."""
+    found = algorithms.entry("loss", algorithm.loss)
+    if found is not None:
+        return found.aggregation or algorithm.aggregation
+    return str(getattr(function_of("loss", algorithm.loss), "aggregation", "") or algorithm.aggregation)
+
+
+def needs_of(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """What the estimator needs beyond rewards, mask and groups."""
+    found = algorithms.entry("advantage", algorithm.advantage)
+    if found is not None:
+        return found.needs
+    return tuple(getattr(function_of("advantage", algorithm.advantage), "needs", ()))
+
+
+# ---------------------------------------------------------------- options as data
+
+
+def option_table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """What `asyncrl/algorithm_options.json` holds: kind -> name -> option -> types and default."""
+    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for kind, entries in algorithms.TABLES.items():
+        table[kind] = {}
+        for name in entries:
+            known = options_in(function_of(kind, name))
+            table[kind][name] = {key: {"types": types_of(hint), "default": shown(default)}
+                                 for key, (hint, default) in known.items()}  # fmt: skip
+    return table
+
+
+def types_of(hint: Any) -> list[Any]:
+    """`["float", "off"]` for `float | None`; a list of words for a Literal."""
+    if get_origin(hint) is Literal:
+        return [list(get_args(hint))]
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for option in get_args(hint) for kind in types_of(option)]
+    if hint is type(None):
+        return ["off"]
+    if hint in (float, int, bool, str):
+        return [hint.__name__]
+    return ["list"] if get_origin(hint) in (tuple, list, Sequence) else ["any"]
+
+
+def shown(default: Any) -> Any:
+    """A default as TOML would have it."""
+    if default is None:
+        return "off"
+    return "required" if default is inspect.Parameter.empty else msgspec.to_builtins(default)
+
+
+def main() -> int:
+    """Check the algorithms of the configuration on standard input, plugins too; mistakes as JSON lines."""
+    from asyncrl.config import parse
+
+    algorithm = parse(sys.stdin.read()).learner.algorithm
+    kinds: tuple[Kind, ...] = ("advantage", "loss", "correction")
+    for kind in kinds:
+        try:
+            choose(algorithm, kind)
+        except ConfigError as error:
+            print(msgspec.json.encode([error.code, error.message, f"learner.algorithm.{kind}"]).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

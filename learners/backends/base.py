@@ -33,6 +33,9 @@ class Micro(NamedTuple):
     behaviour: Tensor  # f4 [N]
     mask: Tensor  # bool [N]
     advantages: Tensor  # f4 [N]
+    lags: Tensor  # i8 [N]
+    scales: Tensor  # f4 [S]
+    right: Tensor  # bool [S]
 
 
 class WeightSpec(NamedTuple):
@@ -41,6 +44,13 @@ class WeightSpec(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class Values(NamedTuple):
+    """A critic's predictions for a micro-batch: before each response token `[N]`, and after the last one `[S]`."""
+
+    tokens: Tensor
+    after: Tensor
 
 
 class UpdateInfo(NamedTuple):
@@ -54,14 +64,40 @@ class UpdateInfo(NamedTuple):
 LossFunction = Callable[[Tensor, Tensor, Micro, int], tuple[Tensor, Mapping[str, Tensor]]]
 
 
+class Critic(Protocol):
+    """A value model that trains beside the policy, with an optimizer of its own; in the checkpoints of the backend."""
+
+    def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
+        """Values of each micro-batch, without gradient. Collective."""
+
+    def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+        """As `Backend.train`; the loss gets values in the place of log-probs and zeros in that of entropies."""
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients to a global norm; what it was. Collective."""
+
+    def apply(self, lr: float) -> None:
+        """Update with the gradients as they are, and forget them."""
+
+    def discard(self) -> None:
+        """Forget the gradients without an update."""
+
+
 class Backend(Protocol):
     """A model that trains. Made by `Backend(config, gang)`; loads the start weights at once."""
+
+    @property
+    def critic(self) -> Critic | None:
+        """The value model where the estimator in force needs values, else None."""
 
     def self_check(self) -> None:
         """Raise `learner.packing` where rows as they are fed disagree with single sequences."""
 
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch, without gradient. Collective."""
+
+    def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch under the frozen start weights (`model.path`). Collective."""
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Forward and backward over all micro-batches; gradients add up. This rank's sums for metrics. Collective."""
@@ -103,4 +139,7 @@ def to_device(micro: MicroBatch, device: torch.device) -> Micro:
         behaviour=torch.tensor(micro.behaviour, device=device),
         mask=torch.tensor(micro.mask, device=device).bool(),
         advantages=torch.tensor(micro.advantages, device=device),
+        lags=long(micro.lags),
+        scales=torch.tensor(micro.scales, device=device),
+        right=torch.tensor(micro.right, device=device).bool(),
     )

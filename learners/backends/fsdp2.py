@@ -24,18 +24,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from asyncrl.config import Config
+from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_device
+from learners.backends.critic import Critic, wants_critic
+from learners.backends.reference import Reference
+from learners.backends.sharded import OWN, Sharded
 from learners.backends.shards import load_shards, save_shard
 from learners.batch import MicroBatch, Sample, packed_row, padded_rows
 from learners.gang import Gang
 from learners.logprobs import PolicyModel
+from learners.score_model import ScoreModel, load_scorer
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 PACKING_LIMIT = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-_OWN = "model."  # what PolicyModel puts before the names of Hugging Face
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
@@ -51,12 +54,13 @@ class FSDP2Backend:
         self._device = gang.device
         self._dtype_name, self._dtype = DTYPES[config.model.dtype]
         hf = load_model(config, gang.device)
-        self._policy = PolicyModel(
-            hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens
-        )
+        self._policy = make_policy(hf, config)
+        self._reference: Reference | None = None  # made when it is first asked for
         self._units = shard(self._policy, config, gang.device)
         self._names = _names_of_units(self._policy, self._units)
-        self._optimizer = _optimizer(self._policy, config, gang.device)
+        optimizer = make_optimizer(self._policy, config.learner.optim, config, gang.device)
+        self._sharded = Sharded(self._policy, self._units, optimizer, ranks=gang.size)
+        self.critic = Critic(config, gang) if wants_critic(config) else None
         self._config_json = hf.config
         self._generation = getattr(hf, "generation_config", None)
 
@@ -76,67 +80,44 @@ class FSDP2Backend:
         try:
             return [self._forward(piece)[0] for piece in micro]
         finally:
-            self._reshard()
+            self._sharded.reshard()
 
-    def _reshard(self) -> None:
-        """Give whole weights back. FSDP leaves the root whole after a forward without a backward: its parameters are
-        then other objects than those of the optimizer, and what is loaded into them is lost."""
-        for unit in self._units:
-            unit.reshard()
+    def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch under the frozen start weights."""
+        if self._reference is None:
+            self._reference = Reference(self._config, self._gang)
+        return self._reference.logprobs(micro)
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """Forward and backward; FSDP averages gradients over ranks, so each share is multiplied by their number."""
-        self._policy.train()
-        root: Any = self._policy
-        sums: dict[str, Tensor] = {}
-        for number, piece in enumerate(micro):
-            root.set_requires_gradient_sync(number == len(micro) - 1)
-            logprobs, entropy, tensors = self._forward(piece)
-            value, parts = loss(logprobs, entropy, tensors, number)
-            (value * self._gang.size).backward()  # type: ignore[no-untyped-call]
-            for name, part in (("loss", value.detach()), *parts.items()):
-                join = torch.maximum if name.endswith("_max") else torch.add
-                sums[name] = join(sums[name], part) if name in sums else part
-        return {name: float(value) for name, value in sums.items()}  # here, so that the device is waited for once
+        """Forward and backward; gradients add up."""
+        return self._sharded.train(micro, self._forward, loss)
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
         """Clip by the global norm and update with AdamW."""
-        value = self._clip(max_norm)
-        skipped = not np.isfinite(value)
-        if not skipped:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return UpdateInfo(value, skipped)
+        return UpdateInfo(*self._sharded.step(lr=lr, max_norm=max_norm))
 
     def discard(self) -> float:
         """Forget the gradients; their global norm."""
-        norm = self._clip(float("inf"))
-        self._optimizer.zero_grad(set_to_none=True)
-        self._reshard()
-        return norm
-
-    def _clip(self, max_norm: float) -> float:
-        norm: Any = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return self._sharded.discard()
 
     @torch.no_grad()
     def self_check(self) -> None:
         """Three toy sequences in one row (or padded rows) against each alone through the model's full logits."""
         vocabulary = int(self._config_json.vocab_size)
-        samples = [_toy(length, vocabulary) for length in (7, 12, 5)]
+        samples = toys(vocabulary)
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows = self.forward_logprobs([together])[0].float()
         singles = []
         for sample in samples:
             t = to_device(packed_row([sample]), self._device.torch_device)
             singles.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=True)[0].float())
-        self._reshard()
+        self._sharded.reshard()
         worst = float((rows - torch.cat(singles)).abs().max())
         if not worst <= PACKING_LIMIT[self._config.model.dtype]:
             name = type(self._policy.model).__name__
             raise AsyncRLError("learner.packing", f"log-probs of {name} differ by {worst:.3g}")
+        if self.critic is not None:
+            self.critic.self_check()
 
     # ------------------------------------------------------------ weights out
 
@@ -144,7 +125,7 @@ class FSDP2Backend:
         """Root unit first, then the layers, each in the order of its modules."""
         shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
         return [
-            WeightSpec(name.removeprefix(_OWN), self._dtype_name, shapes[name])
+            WeightSpec(name.removeprefix(OWN), self._dtype_name, shapes[name])
             for names in self._names for name in names
         ]  # fmt: skip
 
@@ -155,7 +136,7 @@ class FSDP2Backend:
             unit.unshard()
             try:
                 for name in names:
-                    yield name.removeprefix(_OWN), self._policy.get_parameter(name).detach()
+                    yield name.removeprefix(OWN), self._policy.get_parameter(name).detach()
             finally:
                 unit.reshard()
 
@@ -190,14 +171,8 @@ class FSDP2Backend:
     # ------------------------------------------------------------ checkpoints
 
     def _state(self) -> dict[str, Tensor]:
-        """Every tensor of the training state by name: this rank's parameters, their moments and step counts."""
-        self._reshard()
-        state: dict[str, Tensor] = {}
-        for name, parameter in self._policy.named_parameters():
-            state[f"model/{name.removeprefix(_OWN)}"] = parameter.data
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                state[f"{key}/{name.removeprefix(_OWN)}"] = value
-        return state
+        """Every tensor of the training state by name, those of the critic too."""
+        return self._sharded.state() | (self.critic.state() if self.critic is not None else {})
 
     def save(self, folder: Path) -> Path:
         """One safetensors file per rank with its slabs and its generator states."""
@@ -206,45 +181,48 @@ class FSDP2Backend:
 
     def load(self, folder: Path) -> None:
         """Slabs from the files of any number of ranks; generator states where the number is the same."""
-        self._prime_optimizer()
         extra = load_shards(folder, self._state(), rank=self._gang.rank, ranks=self._gang.size)
         if extra:
             self._device.set_rng_state(extra)
-
-    def _prime_optimizer(self) -> None:
-        """Make AdamW's states, so that there is something to load into, without changing a weight."""
-        self._reshard()
-        for parameter in self._policy.parameters():
-            if parameter.requires_grad and not self._optimizer.state.get(parameter):
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=_step_device(self._optimizer, parameter)),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
 
 # ---------------------------------------------------------------- building
 
 
-def load_model(config: Config, device: Device) -> Any:
-    """The causal language model of `model.path` with float32 weights, on the host, without a cache."""
+def load_model(config: Config, device: Device, *, path: str = "", scorer: bool = False) -> Any:
+    """The causal language model of `path` (else `model.path`) with float32 weights, on the host, without a cache.
+
+    `scorer`: its body with a scalar head, as in mode reward_model.
+    """
     from transformers import AutoModelForCausalLM
 
     wanted = config.model.attn_implementation
     if wanted == "auto":
         wanted = "flash_attention_2" if device.supports("flash_attention") and _has_flash() else "sdpa"
+    options: dict[str, Any] = {
+        "dtype": torch.float32, "attn_implementation": wanted, "use_safetensors": True,
+        "trust_remote_code": config.model.trust_remote_code, "local_files_only": True,
+    }  # fmt: skip
+    path = path or config.model.path
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=torch.float32, attn_implementation=wanted, use_safetensors=True,
-            trust_remote_code=config.model.trust_remote_code, local_files_only=True,
-        )  # fmt: skip
+        if scorer or config.learner.mode == "reward_model":
+            model = load_scorer(path, seed=config.run.seed, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError("config.model", f"{config.model.path}: {error}") from error
+        raise ConfigError("config.model", f"{path}: {error}") from error
     model.config.use_cache = False  # with a cache, packed rows are silently wrong
     if config.learner.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
+    """The root module: log-probs of a language model, or scores of a reward model."""
+    if config.learner.mode == "reward_model":
+        return ScoreModel(hf)
+    return PolicyModel(hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens)
 
 
 def _has_flash() -> bool:
@@ -263,7 +241,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def shard(policy: PolicyModel, config: Config, device: Device) -> list[Any]:
+def shard(policy: PolicyModel | ScoreModel, config: Config, device: Device) -> list[Any]:
     """`fully_shard` every decoder layer and the root; the units, root first."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = DTYPES[config.model.dtype][1]
@@ -281,7 +259,7 @@ def shard(policy: PolicyModel, config: Config, device: Device) -> list[Any]:
     return [policy, *layers]
 
 
-def _names_of_units(policy: PolicyModel, units: Sequence[nn.Module]) -> list[list[str]]:
+def _names_of_units(policy: PolicyModel | ScoreModel, units: Sequence[nn.Module]) -> list[list[str]]:
     """The parameter names that each unit owns itself; a tied parameter once."""
     owner: dict[int, int] = {}
     for number, unit in enumerate(units):  # the root comes first, so that a layer's claim overrides it
@@ -293,18 +271,18 @@ def _names_of_units(policy: PolicyModel, units: Sequence[nn.Module]) -> list[lis
     return names
 
 
-def _optimizer(policy: nn.Module, config: Config, device: Device) -> torch.optim.AdamW:
-    optim = config.learner.optim
+def make_optimizer(model: nn.Module, optim: OptimConfig, config: Config, device: Device) -> torch.optim.AdamW:
+    """AdamW over all parameters of a sharded module."""
     on_host = config.learner.cpu_offload
     return torch.optim.AdamW(
-        policy.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
+        model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
         weight_decay=optim.weight_decay, fused=(device.supports("fused_adamw") and not on_host) or None,
     )  # fmt: skip
 
 
-def _step_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
-    """Where AdamW keeps its step count: fused kernels want it beside the parameter."""
-    return parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
+def toys(vocabulary: int) -> list[Sample]:
+    """Three sequences for the check at the start."""
+    return [_toy(length, vocabulary) for length in (7, 12, 5)]
 
 
 def _toy(length: int, vocabulary: int) -> Sample:

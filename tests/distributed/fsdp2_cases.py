@@ -102,7 +102,7 @@ CASES = {
     "small_rows": "learner.micro_batch_tokens=40",
     "padded": "learner.packing=false",
     "sequence_mean": "learner.algorithm.aggregation=seq-mean-token-mean",
-    "ppo": "learner.algorithm.loss=ppo",
+    "bypass": "learner.algorithm.preset=bypass",
     "minibatches": "learner.algorithm.minibatches=2",
     "checkpointing": "learner.gradient_checkpointing=true",
     "offload": "learner.cpu_offload=true",
@@ -114,6 +114,7 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case; checkpoints and an export under `out`."""
     results = {name: case(model, gang, extra=extra, count=1 if name == "few" else 14)
                for name, extra in CASES.items()}  # fmt: skip
+    results |= {name: through_a_trial(model, gang, extra) for name, extra in WHOLE.items()}
     results["half"] = half_precision(model, gang)
     results["poison"] = {how: poison(model, gang, how) for how in ("raises", "nan")}
     results["resume"] = resume(model, gang, out / "checkpoint")
@@ -131,6 +132,42 @@ def half_precision(model: Path, gang: Gang) -> dict[str, Any]:
     return {"metrics": metrics, "bytes": exported, "masters": sorted(masters), "specs": backend.weight_specs()}
 
 
+#: Settings that look at the whole batch: forward passes first, then statistics on rank 0, then the step.
+WHOLE = {
+    "kl_reward": "advantage=reinforce_plus_plus;kl.where=reward;kl.coeff=0.1;kl.controller=adaptive;kl.horizon=100",
+    "m2po": "correction=m2po;correction_options.threshold=0.5",
+    "kept": "correction=rejection;correction_options.thresholds=[4.0];denominator=kept;minibatches=2",
+    "kl_cov": "loss=kl_cov;loss_options.ratio=0.2;loss_options.coeff=1.0;minibatches=2",
+    "lag": "lag.weight=exp;lag.step_scale=sqrt_ess;stale_negatives=0.1;positive_coeff=0.1",
+    "loglinear": "proximal=loglinear;minibatches=2",
+}
+
+
+def through_a_trial(model: Path, gang: Gang, extra: str) -> dict[str, Any]:
+    """Two steps from claimed batches, as the learner makes them."""
+    config = make_config(model, extra=";".join(f"learner.algorithm.{part}" for part in extra.split(";")))
+    backend = FSDP2Backend(config, gang)
+    trial = Trial(config.learner, gang=gang, backend=backend, say=str, bury=lambda *_: None)
+    metrics, by_sample = [], []
+    for step in (1, 2):
+        rng = np.random.default_rng(step)
+        groups = tuple(Group(n, rng.integers(3, 20, 4).astype(np.int32), tuple(
+            GroupSample(i, rng.integers(3, 20, 3 + n + i).astype(np.int32),
+                        -2.5 - rng.random(3 + n + i).astype("f4"), float(rng.integers(0, 3)))
+            for i in range(3)
+        )) for n in range(6))  # fmt: skip
+        batch = Batch(step, 0, groups)
+        shares = trial.cut(batch)[1] if gang.lead else None  # type: ignore[arg-type]
+        given: Any = batch if gang.lead else None
+        result, _ = trial.train(gang.scatter(shares), step=step, batch=given)
+        assert not result.broken, result.broken
+        metrics.append(result.metrics)
+        by_sample.append(sorted(result.weights.items()))
+    values, whole, names = digest(backend)
+    return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "by_sample": by_sample,
+            "kl_coeff": trial.kl_coeff}  # fmt: skip
+
+
 MARK = -7.25
 
 
@@ -146,9 +183,9 @@ def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
     )) for n in range(6))  # fmt: skip
     inner = update.loss_of
 
-    def broken(name: str) -> Any:
-        def loss(inputs: Any, settings: Any) -> Any:
-            result = inner(name)(inputs, settings)
+    def broken(algorithm: Any) -> Any:
+        def loss(inputs: Any) -> Any:
+            result = inner(algorithm)(inputs)
             if not bool((inputs.behaviour == MARK).any()):
                 return result
             if how == "raises":

@@ -84,12 +84,19 @@ def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
     compare(two[0][name], one[0][name])
 
 
+@pytest.mark.parametrize("name", sorted(cases.WHOLE))
+def test_two_ranks_equal_one_where_the_whole_batch_is_looked_at(two: Any, one: Any, name: str) -> None:
+    compare(two[0][name], one[0][name])
+    assert two[0][name]["kl_coeff"] == pytest.approx(one[0][name]["kl_coeff"], rel=1e-6)
+    assert (one[0][name]["kl_coeff"] not in (0.001, 0.1)) is (name == "kl_reward")
+
+
 @pytest.mark.parametrize("name", ["small_rows", "padded", "checkpointing", "offload"])
 def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) -> None:
     compare(two[0][name], two[0]["plain"])
 
 
-@pytest.mark.parametrize("name", ["sequence_mean", "ppo", "minibatches"])
+@pytest.mark.parametrize("name", ["sequence_mean", "bypass", "minibatches"])
 def test_settings_that_should_change_the_result_do(one: Any, name: str) -> None:
     assert one[0][name]["digest"] != one[0]["plain"]["digest"]
 

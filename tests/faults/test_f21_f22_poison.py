@@ -17,11 +17,14 @@ import torch
 from plant import Plant
 
 from asyncrl import wire
+from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.algorithms import LOSSES
 from asyncrl.sockets import AsyncRequester
 from buffers.client import LearnerClient, ProducerClient
 from buffers.dead import read_letter
-from learners.algorithms.losses import LossInputs, LossSettings
-from learners.algorithms.registry import LOSSES, loss_of
+from learners.algorithms.corrections import tis
+from learners.algorithms.registry import loss_of
+from learners.algorithms.types import LossInputs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -178,11 +181,13 @@ def test_f21_what_passes_gives_a_finite_loss(figure: Any) -> None:
 def loss_over(name: str, behaviour: Any, current: float, advantage: float) -> Any:
     """The loss of that name over these tokens, and the sum of its gradient."""
     logprobs = torch.full_like(behaviour, current).requires_grad_()
+    mask, rows = torch.ones_like(behaviour, dtype=torch.bool), torch.zeros_like(behaviour, dtype=torch.int64)
+    weights = tis(logprobs.detach(), behaviour, mask, rows).weights
     inputs = LossInputs(
-        logprobs, logprobs.detach(), behaviour, torch.full_like(behaviour, advantage),
-        torch.ones_like(behaviour, dtype=torch.bool),
+        logprobs, logprobs.detach(), behaviour, torch.full_like(behaviour, advantage), mask, rows, weights
     )  # fmt: skip
-    loss = loss_of(name)(inputs, LossSettings()).loss.mean()
+    options = {"beta": 0.5} if name == "dro" else {}
+    loss = loss_of(AlgorithmConfig(loss=name, loss_options=options))(inputs).loss.mean()
     loss.backward()
     assert logprobs.grad is not None
     return loss + logprobs.grad.sum()

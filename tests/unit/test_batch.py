@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import WireError
 from learners.batch import (
     Minibatch,
@@ -52,7 +53,8 @@ def claimed(groups: list[Any], *, version: int = 5) -> Any:
 def make(rewards_of: int = 6, **how: Any) -> Any:
     rng = np.random.default_rng(3)
     batch = claimed([group(number, rng.random(4).tolist()) for number in range(rewards_of)])
-    return batch, assemble(batch, **({"advantage": "grpo", "ranks": 2, "max_tokens": 64} | how))
+    algorithm = AlgorithmConfig(minibatches=how.pop("minibatches", 1))
+    return batch, assemble(batch, **({"algorithm": algorithm, "ranks": 2, "max_tokens": 64} | how))
 
 
 def trained_tokens(batch: Any) -> list[tuple[int, ...]]:
@@ -115,10 +117,10 @@ def test_an_empty_row_has_one_token_and_trains_none() -> None:
 
 def test_a_small_batch_leaves_some_ranks_empty_rows() -> None:
     batch = claimed([group(0, [1.0, 0.0])])
-    cut = assemble(batch, advantage="grpo", ranks=4, max_tokens=64)
+    cut = assemble(batch, algorithm=AlgorithmConfig(), ranks=4, max_tokens=64)
     assert [len(share[0].micro) for share in cut.shares] == [1, 1, 1, 1]
     assert sum(share[0].micro[0].targets.size > 0 for share in cut.shares) == 2
-    nothing = assemble(claimed([]), advantage="grpo", ranks=2, max_tokens=64)
+    nothing = assemble(claimed([]), algorithm=AlgorithmConfig(), ranks=2, max_tokens=64)
     assert [len(share[0].micro) for share in nothing.shares] == [1, 1] and nothing.shares[0][0].tokens == 0
 
 
@@ -150,7 +152,7 @@ def test_statistics_and_lag() -> None:
     groups = [group(0, [1.0, 0.0], oldest=3), group(1, [1.0, 1.0], oldest=1, bound=3), group(2, [0.0, 0.5], oldest=5)]
     batch = claimed(groups, version=5)
     assert [group_lag(g, 5) for g in groups] == [2, 4, 0]
-    stats = assemble(batch, advantage="grpo", ranks=1, max_tokens=64).stats
+    stats = assemble(batch, algorithm=AlgorithmConfig(), ranks=1, max_tokens=64).stats
     assert stats["lag_mean"] == 2 and stats["lag_max"] == 4 and stats["over_bound_groups"] == 1
     assert stats["zero_advantage_share"] == pytest.approx(1 / 3)
     assert stats["truncated_share"] == 0.5
@@ -161,7 +163,7 @@ def test_a_masked_token_is_fed_but_not_counted() -> None:
     one = group(0, [1.0, 0.0])
     length = one.samples[0].response.size
     one.samples[0].mask = np.zeros(length, np.uint8)
-    cut = assemble(claimed([one]), advantage="grpo", ranks=1, max_tokens=64)
+    cut = assemble(claimed([one]), algorithm=AlgorithmConfig(), ranks=1, max_tokens=64)
     part = cut.shares[0][0]
     assert part.tokens == one.samples[1].response.size and part.sequences == 1
     assert part.micro[0].targets.size == length + one.samples[1].response.size

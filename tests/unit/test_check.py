@@ -56,12 +56,19 @@ def test_all_mistakes_at_once(place: Path) -> None:
     made = config(**{"data.prompt_key": "question", "producers.engine": "warp", "reward": '[{function = "nowhere:f"}]'})
     assert codes(made) == ["config.model", "config.tokenizer", "config.data", "config.reward", "config.type"]
     texts = " ".join(error.render() for error in check(made).errors)
-    assert "question" in texts and "prompt, reward_model" in texts and "nowhere" in texts and "one of hf" in texts
+    assert (
+        "question" in texts and "prompt, reward_model" in texts and "nowhere" in texts and "one of dataset, hf" in texts
+    )
 
 
 def test_missing_model_folder_and_data(place: Path) -> None:
     assert codes(config(**{"model.path": "elsewhere", "data.path": "rows.jsonl,none.jsonl"})) == [
         "config.model", "config.data"]  # fmt: skip
+
+
+def test_missing_folder_of_the_critic(place: Path) -> None:
+    settings = {"learner.algorithm.advantage": "gae", "learner.critic.model": "elsewhere"}
+    assert codes(config(**settings)) == ["config.model"]
 
 
 def test_rows_of_every_kind(place: Path) -> None:

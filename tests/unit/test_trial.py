@@ -12,8 +12,8 @@ import torch
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
 
 from asyncrl.errors import AsyncRLError
-from learners import batch as assembling
 from learners import update
+from learners.algorithms import registry
 from learners.gang import Gang
 from learners.poison import culprits
 
@@ -59,11 +59,11 @@ def buried(buffer: Any) -> dict[int, str]:
 def breaking_loss(how: str) -> Any:
     """The default loss, broken where a marked sample is in the rows."""
 
-    def of(name: str) -> Any:
-        inner = ORIGINAL(name)
+    def of(algorithm: Any) -> Any:
+        inner = ORIGINAL(algorithm)
 
-        def loss(inputs: Any, settings: Any) -> Any:
-            result = inner(inputs, settings)
+        def loss(inputs: Any) -> Any:
+            result = inner(inputs)
             if (inputs.behaviour == MARK).any():
                 if how == "raises":
                     raise ValueError("this loss does not like the sample")
@@ -104,18 +104,19 @@ def test_a_loss_that_breaks_on_two_groups(
 def test_a_sample_that_the_packer_cannot_take(
     gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = assembling.advantage_of
+    inner = registry.advantage_of
 
-    def of(name: str) -> Any:
-        def advantages(rewards: Any, owners: Any) -> Any:
-            if (rewards == 13.0).any():
+    def of(algorithm: Any) -> Any:
+        def advantages(rollouts: Any) -> Any:
+            scores = rollouts.rewards.sum(-1, keepdim=True)
+            if (scores == 13.0).any():
                 raise RuntimeError("no 13")
-            found = inner(name)(rewards, owners)
-            return np.where(rewards == 14.0, np.nan, found)
+            found = inner(algorithm)(rollouts)
+            return found._replace(advantages=torch.where(scores == 14.0, torch.nan, found.advantages))
 
         return advantages
 
-    monkeypatch.setattr(assembling, "advantage_of", of)
+    monkeypatch.setattr(registry, "advantage_of", of)
     batch = spoiled(1, {0: lambda _: {"reward": 13.0}, 3: lambda _: {"reward": 14.0}})
     buffer, ended, _ = run_of(make_config(model_dir, tmp_path / "bad"), gang, {1: batch})
     reasons = buried(buffer)
@@ -160,8 +161,8 @@ def test_a_step_of_poison_alone_is_a_skipped_update(
 def test_too_little_memory_is_nobodys_fault(
     gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of(name: str) -> Any:
-        def loss(inputs: Any, settings: Any) -> Any:
+    def of(algorithm: Any) -> Any:
+        def loss(inputs: Any) -> Any:
             raise torch.OutOfMemoryError("no memory")
 
         return loss

@@ -1,0 +1,20 @@
+"""Base of all sections of the configuration, and the ranges that their fields use.
+
+Called by `asyncrl.config` and `asyncrl.algorithm_config`. It holds no setting.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections."""

@@ -1,0 +1,46 @@
+"""What the policy's entropy decides: which tokens are trained, and how much entropy is paid for.
+
+Called by the learner where a run asks for it; the entropy bonus itself is `- coeff * aggregate(entropy)`. Entropies are
+in nats per token (`learners.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
+
+Example: entropies 0.1, 2.0, 0.3, 1.0, 0.2 with share 0.2 keep the second token alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from learners.algorithms.tensors import masked
+
+
+class EntropyCoeff(NamedTuple):
+    """`coeff` to carry to the next step; `active`: what to use in this one, 0 while the entropy is high enough."""
+
+    coeff: float
+    active: float
+
+
+def high_entropy(entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
+    """The `share` of trained tokens with the highest entropy, bool, any shape (arXiv 2506.01939: 0.2 of them suffice).
+
+    Looks at the whole batch: call it once, before the batch is cut. At least one token where there is any; tokens with
+    the entropy of the last one kept are kept too.
+    """
+    values = masked(entropy.detach(), mask)[mask]
+    if values.numel() == 0:
+        return mask.clone()
+    kept = min(max(1, int(values.numel() * share)), values.numel())
+    threshold = values.topk(kept).values[-1]
+    return mask & (masked(entropy.detach(), mask) >= threshold)
+
+
+def next_entropy_coeff(
+    coeff: float, entropy: float, *, target: float, step: float = 0.005, low: float = 0.0, high: float = 1.0
+) -> EntropyCoeff:
+    """Adaptive entropy control (arXiv 2505.22312): the coefficient grows by `step` while the measured mean `entropy` is
+    below `target`, else shrinks by it, within [low, high]; it is used only while the entropy is below."""
+    below = entropy < target
+    found = min(max(coeff + (step if below else -step), low), high)
+    return EntropyCoeff(found, found if below else 0.0)

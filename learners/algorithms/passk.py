@@ -1,0 +1,72 @@
+"""Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
+
+Called by `learners.algorithms.advantages` (`passk_training`), by reward shaping and by evaluation. Guarantees:
+1. exact: binomial coefficients are integers, one division at the end;
+2. a group smaller than k (members may have failed) is treated as if k were its size;
+3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
+
+Example: one right of 4, k = 2: pass@2 is 0.5; rewards 0.5 (right) and 1/6 (wrong); advantages 1 and -1/3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from learners.algorithms.tensors import grouped
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, c of them right, hold a right one: `1 - C(n-c, k) / C(n, k)` (arXiv 2107.03374).
+
+    `config.type` unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ConfigError("config.type", f"pass@{k} of {n} samples with {c} right: wants 0 <= c <= n and 1 <= k <= n")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pkpo_binary(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
+    """Rewards whose policy gradient raises pass@k (PKPO, arXiv 2505.15201), float64 `[S]`.
+
+    Right: `k / n`; wrong: `k / n (1 - C(n-1-c, k-1) / C(n-1, k-1))`. `correct` `[S]` bool or 0 and 1.
+    """
+    return _by_outcome(correct, groups, k, _pkpo)
+
+
+def passk_advantages(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:
+    """Mean over the k-subsets with the sample of the standardised subset reward (arXiv 2508.10751).
+
+    Float64 `[S]`; exactly 0 where no subset, or every one, holds a right sample. `correct` `[S]` bool or 0 and 1.
+    """
+    return _by_outcome(correct, groups, k, _standardised)
+
+
+def _pkpo(n: int, c: int, k: int) -> tuple[float, float]:
+    wrong = 1 - math.comb(n - 1 - c, k - 1) / math.comb(n - 1, k - 1) if c < n else 0.0
+    return k / n, k / n * wrong
+
+
+def _standardised(n: int, c: int, k: int) -> tuple[float, float]:
+    mean = 1 - math.comb(n - c, k) / math.comb(n, k)
+    spread = math.sqrt(mean * (1 - mean))
+    if spread == 0:
+        return 0.0, 0.0
+    return (1 - mean) / spread, (1 - mean - math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)) / spread
+
+
+def _by_outcome(
+    correct: Tensor, groups: Tensor, k: int, values: Callable[[int, int, int], tuple[float, float]]
+) -> Tensor:
+    """The value of a right and of a wrong sample in a group of n with c right, at every sample."""
+    if k < 1:
+        raise ConfigError("config.type", f"k {k}: wants at least 1")
+    right = correct > 0
+    rows = grouped(groups)
+    counts = rows.sums(right.double())
+    pairs = [values(n, int(c), min(k, n)) for n, c in zip(rows.sizes.tolist(), counts.tolist(), strict=True)]
+    table = counts.new_tensor(pairs).reshape(-1, 2)  # [G, 2]: right, wrong
+    return table[rows.of, (~right).long()]

@@ -1,0 +1,193 @@
+"""Masked and grouped arithmetic that estimators, losses and corrections share.
+
+Called by everything in `learners.algorithms`. Guarantees:
+1. `masked` selects before any arithmetic: NaN and infinities outside the mask have no effect and no gradient;
+2. float32 or wider, whatever comes in;
+3. a mean over nothing is 0, the whitening of fewer than two values is 0;
+4. rows of a group need not be adjacent, and groups may have any numbers;
+5. pure: nothing is changed in place, nothing is remembered.
+It knows three layouts: any shape with a mask, whole batches `[S, T]` (S samples, T tokens), flat tokens `[N]` with the
+number of each token's sequence.
+
+Example: of the values 1, NaN, 3 with the mask 1, 0, 1 the masked mean is 2; whitened: -0.707107, 0, 0.707107.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from learners.algorithms.types import Rollouts
+
+# ---------------------------------------------------------------- any shape
+
+
+def wide(values: Tensor) -> Tensor:
+    """`values` in float32 or, where they have it, in float64."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` in float32 or wider, 0 outside the mask; a NaN there has no effect and no gradient."""
+    found = wide(values)
+    return torch.where(mask, found, torch.zeros((), dtype=found.dtype, device=found.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the mask; over everything, a scalar, or along `dim`."""
+    found = masked(values, mask)
+    return found.sum() if dim is None else found.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over the mask, 0 where it is empty; over everything, a scalar, or along `dim`."""
+    counts = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / counts.clamp(min=1)
+
+
+def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance over the mask, a scalar; 0 for fewer than two values."""
+    distances = masked(masked(values, mask) - masked_mean(values, mask), mask)
+    return (distances * distances).sum() / (mask.sum() - 1).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
+    """`(x - mean) / sqrt(var + epsilon)` with mean and unbiased variance over the mask of the WHOLE batch.
+
+    Without `shift_mean` the mean is added back. 0 outside the mask; fewer than two values give 0 (shifted).
+    """
+    mean = masked_mean(values, mask)
+    found = (masked(values, mask) - mean) * torch.rsqrt(masked_variance(values, mask) + epsilon)
+    return masked(found if shift_mean else found + mean, mask)
+
+
+# ---------------------------------------------------------------- flat tokens [N]
+
+
+def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor, count: int | None = None) -> Tensor:
+    """Sum over the trained tokens of each sequence, `[S]`, with gradient. `count`: S, else the last number plus 1."""
+    found = masked(values, mask)
+    total = count if count is not None else int(sequences.max()) + 1 if sequences.numel() else 0
+    return torch.zeros(total, dtype=found.dtype, device=found.device).index_add(0, sequences, found)
+
+
+def sequence_lengths(mask: Tensor, sequences: Tensor, count: int | None = None) -> Tensor:
+    """Trained tokens of each sequence, int64 `[S]`."""
+    total = count if count is not None else int(sequences.max()) + 1 if sequences.numel() else 0
+    return torch.zeros(total, dtype=torch.int64, device=mask.device).index_add(0, sequences, mask.long())
+
+
+def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor, count: int | None = None) -> Tensor:
+    """Mean over the trained tokens of each sequence, `[S]`, 0 for a sequence without any; with gradient."""
+    lengths = sequence_lengths(mask, sequences, count)
+    return sequence_sums(values, mask, sequences, count) / lengths.clamp(min=1)
+
+
+# ---------------------------------------------------------------- rows of a batch [S, T]
+
+
+def outcome_scores(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Outcome score of each row, `[S]`: the sum of its token rewards inside the mask."""
+    return masked_sum(rewards, mask, -1)
+
+
+def spread(scores: Tensor, mask: Tensor) -> Tensor:
+    """One number per row at every token of its mask, `[S, T]`, 0 elsewhere."""
+    return masked(scores[:, None].expand(mask.shape), mask)
+
+
+def last_tokens(mask: Tensor) -> Tensor:
+    """True at the last place of the mask in each row, bool `[S, T]`; no place in an empty row."""
+    after = mask.long().flip(-1).cumsum(-1).flip(-1)  # places of the mask from here on
+    return mask & (after == 1)
+
+
+def place_outcomes(scores: Tensor, mask: Tensor) -> Tensor:
+    """Outcome scores `[S]` as token rewards `[S, T]`: on the last token of the mask, 0 elsewhere."""
+    return spread(scores, last_tokens(mask))
+
+
+def following(values: Tensor, mask: Tensor, last: Tensor) -> Tensor:
+    """The value at the next place of the mask in the same row, `[S, T]`; after the last one `last` `[S]`."""
+    rows, columns = mask.shape
+    places = torch.where(mask, torch.arange(columns, device=mask.device), columns)
+    here = places.flip(-1).cummin(-1).values.flip(-1) if columns else places
+    after = torch.cat((here[:, 1:], here.new_full((rows, min(columns, 1)), columns)), -1)
+    return torch.cat((masked(values, mask), wide(last)[:, None]), -1).gather(-1, after)
+
+
+def scan_back(values: Tensor, decay: Tensor | float, mask: Tensor) -> Tensor:
+    """`y_t = x_t + decay_t * y_next` from the last place of the mask to the first, `[S, T]`; `y` after the last is 0.
+
+    Places outside the mask are skipped: what is carried passes through them unchanged, their result is 0.
+    """
+    found = masked(values, mask)
+    rates = decay if isinstance(decay, Tensor) else torch.full((), decay, dtype=found.dtype)
+    columns = zip(found.unbind(-1), rates.expand(mask.shape).unbind(-1), mask.unbind(-1), strict=True)
+    carried = found.new_zeros(mask.shape[0])
+    out = []
+    for value, rate, valid in reversed(list(columns)):
+        carried = torch.where(valid, value + rate * carried, carried)
+        out.append(carried)
+    return masked(torch.stack(out[::-1], -1), mask) if out else found
+
+
+def required(rollouts: Rollouts, field: str, estimator: str) -> Tensor:
+    """A tensor of the batch that the estimator cannot do without; `config.conflict` where it is None."""
+    found: Tensor | None = getattr(rollouts, field)
+    if found is None:
+        raise ConfigError("config.conflict", f"advantage {estimator!r} needs {field!r}, which this run does not have")
+    return found
+
+
+# ---------------------------------------------------------------- groups of rows [S]
+
+
+class Groups(NamedTuple):
+    """`of` `[S]`: the group of each row, 0..G-1; `sizes` `[G]`: rows of each group."""
+
+    of: Tensor
+    sizes: Tensor
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum over each group, `[G]`."""
+        return values.new_zeros(self.sizes.numel()).index_add(0, self.of, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """Mean over each group, `[G]`."""
+        return self.sums(values) / self.sizes
+
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Least and greatest value of each group, both `[G]`."""
+        start = values.new_zeros(self.sizes.numel())
+        low = start.scatter_reduce(0, self.of, values, "amin", include_self=False)
+        high = start.scatter_reduce(0, self.of, values, "amax", include_self=False)
+        return low, high
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Groups whose values are all equal, bool `[G]`; compared exactly, not by a standard deviation."""
+        low, high = self.extremes(values)
+        return low == high
+
+    def centred(self, values: Tensor) -> Tensor:
+        """Value minus the mean of its group, `[S]`; exactly 0 where all are equal."""
+        centred = values - self.means(values)[self.of]
+        return torch.where(self.flat(values)[self.of], torch.zeros_like(values), centred)
+
+    def deviations(self, values: Tensor) -> Tensor:
+        """Unbiased standard deviation of each group, `[G]`; 0 for a group of one."""
+        squares = self.centred(values) ** 2
+        return (self.sums(squares) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+    def alone(self) -> Tensor:
+        """Rows that are the only one of their group, bool `[S]`."""
+        return (self.sizes == 1)[self.of]
+
+
+def grouped(numbers: Tensor) -> Groups:
+    """Groups by the number of each row, `[S]`; any integers."""
+    _, of, sizes = torch.unique(numbers, return_inverse=True, return_counts=True)
+    return Groups(of, sizes)

@@ -1,0 +1,51 @@
+"""The critic's loss, and how much of the returns its values explain.
+
+Called by the learner's critic. All tensors have one shape, flat `[N]` or padded `[S, T]`. Guarantees:
+1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there;
+2. the gradient reaches the predictions alone;
+3. no tokens: a loss of zeros that is connected to the graph; the explained variance of nothing is 0.
+It does not aggregate: `aggregation` does, with the same denominators as the policy's loss.
+
+Example: value 1 was 0, the return is 2, cliprange 0.5: clipped to 0.5 the error is 1.5, larger than 1: loss 1.125
+without gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from learners.algorithms.tensors import masked, masked_variance
+from learners.algorithms.types import TokenLoss
+
+
+def value_loss(
+    predictions: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, cliprange: float | None = 0.5
+) -> TokenLoss:  # fmt: skip
+    """`max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) / 2` per token (PPO's value clipping, arXiv 1506.02438 for
+    the targets G, as PPO's authors' code has the clip).
+
+    `old`: the critic's values at the start of the step (the learner's, not the generator's). `cliprange` in units of
+    reward, None: the plain squared error. `clipped`: the clipped error is strictly larger. Raises `config.type` for a
+    cliprange that is not above 0.
+    """
+    values, targets = masked(predictions, mask), masked(returns.detach(), mask)
+    error = (values - targets) ** 2
+    if cliprange is None:
+        return TokenLoss(masked(error / 2, mask), torch.zeros_like(mask))
+    if cliprange <= 0:
+        raise ConfigError("config.type", f"cliprange = {cliprange}: it must be above 0")
+    before = masked(old.detach(), mask)
+    bounded = values.clamp(before - cliprange, before + cliprange)
+    clipped = (bounded - targets) ** 2
+    return TokenLoss(masked(torch.maximum(error, clipped) / 2, mask), (clipped > error) & mask)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """`1 - Var(G - V) / Var(G)` over the mask of the whole batch, a scalar without gradient: 1 is a perfect critic, 0
+    one that says the mean; 0 where all returns are equal. It says when a critic is warm (arXiv 2503.01491)."""
+    targets, found = masked(returns.detach(), mask), masked(values.detach(), mask)
+    total = masked_variance(targets, mask)
+    share = 1 - masked_variance(targets - found, mask) / torch.where(total > 0, total, 1.0)
+    return torch.where(total > 0, share, torch.zeros_like(share))

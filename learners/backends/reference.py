@@ -1,0 +1,48 @@
+"""A frozen copy of the start weights beside the policy: what KL penalties and DPO compare with.
+
+Made by `FSDP2Backend.reference_logprobs` when it is first asked for. Guarantees:
+1. it is the language model of `model.path` in the run's dtype, whatever was trained since, also after a restart;
+2. it is sharded like the policy, has no gradients and no optimizer state, and is in no checkpoint and no export;
+3. packing, temperature and chunks are those of the policy: before the first update both give the same log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from learners.backends.base import to_device
+from learners.batch import MicroBatch
+from learners.gang import Gang
+
+
+class Reference:
+    """One rank's part of it."""
+
+    def __init__(self, config: Config, gang: Gang) -> None:
+        from learners.backends.fsdp2 import load_model, shard
+        from learners.logprobs import PolicyModel
+
+        self._device = gang.device
+        self._policy = PolicyModel(
+            load_model(config, gang.device), temperature=config.sampling.temperature,
+            chunk_tokens=config.learner.logprob_chunk_tokens,
+        )  # fmt: skip
+        self._policy.requires_grad_(False)
+        self._units: list[Any] = shard(self._policy, config, gang.device)
+        self._policy.eval()
+
+    @torch.no_grad()
+    def logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch. Collective."""
+        found = []
+        for piece in micro:
+            t = to_device(piece, self._device.torch_device)
+            found.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False)[0])
+        for unit in self._units:
+            unit.reshard()
+        return found

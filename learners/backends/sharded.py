@@ -1,0 +1,121 @@
+"""A module that is sharded over the ranks, with its own AdamW: gradients, clipping, updates and the state to save.
+
+Called by `fsdp2` for the policy and by `critic` for the value model. Guarantees:
+1. gradients add up over micro-batches and are reduced over ranks once, with the last of them;
+2. a gradient that is not finite changes nothing;
+3. `state` names every tensor of the training state, before the first update as after it.
+It makes neither module nor optimizer: `fsdp2.shard` and `fsdp2.make_optimizer` do.
+
+Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
+`critic/model/...`, `critic/exp_avg/...`; one file holds both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learners.backends.base import LossFunction, Micro
+from learners.batch import MicroBatch
+
+OWN = "model."  # what the root modules put before the names of Hugging Face
+
+#: A micro-batch through the module: what the loss takes.
+Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Micro]]
+
+
+class Sharded:
+    """`units` are those of `fully_shard`, root first."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Any], optimizer: torch.optim.AdamW, *, ranks: int) -> None:
+        self.root: Any = root
+        self.units = units
+        self.optimizer = optimizer
+        self._ranks = ranks
+
+    def reshard(self) -> None:
+        """Give whole weights back. FSDP leaves the root whole after a forward without a backward: its parameters are
+        then other objects than those of the optimizer, and what is loaded into them is lost."""
+        for unit in self.units:
+            unit.reshard()
+
+    def train(self, micro: Sequence[MicroBatch], forward: Forward, loss: LossFunction) -> dict[str, float]:
+        """Forward and backward; FSDP averages gradients over ranks, so each share is multiplied by their number."""
+        self.root.train()
+        sums: dict[str, Tensor] = {}
+        for number, piece in enumerate(micro):
+            self.root.set_requires_gradient_sync(number == len(micro) - 1)
+            logprobs, entropy, tensors = forward(piece)
+            value, parts = loss(logprobs, entropy, tensors, number)
+            (value * self._ranks).backward()  # type: ignore[no-untyped-call]
+            for name, part in (("loss", value.detach()), *parts.items()):
+                join = torch.maximum if name.endswith("_max") else torch.add
+                sums[name] = join(sums[name], part) if name in sums else part
+        return {name: float(value) for name, value in sums.items()}  # here, so that the device is waited for once
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients to a global norm; what it was. Collective."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.root.parameters(), max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def apply(self, lr: float) -> None:
+        """Update with the gradients as they are, and forget them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.forget()
+
+    def step(self, *, lr: float, max_norm: float) -> tuple[float, bool]:
+        """Clip and update; the norm, and whether the update was left out since it was not finite. Collective."""
+        norm = self.clip(max_norm)
+        skipped = not math.isfinite(norm)
+        if skipped:
+            self.forget()
+        else:
+            self.apply(lr)
+        return norm, skipped
+
+    def discard(self) -> float:
+        """Forget the gradients; their global norm. Collective."""
+        norm = self.clip(float("inf"))
+        self.forget()
+        self.reshard()
+        return norm
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state(self, prefix: str = "") -> dict[str, Tensor]:
+        """Every tensor of the training state by name: this rank's parameters, their moments and step counts. Before the
+        first update, too, so that a checkpoint is whole where only the critic has been trained so far."""
+        self._prime()
+        state: dict[str, Tensor] = {}
+        for full, parameter in self.root.named_parameters():
+            name = full.removeprefix(OWN)
+            state[f"{prefix}model/{name}"] = parameter.data
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{prefix}{key}/{name}"] = value
+        return state
+
+    def _prime(self) -> None:
+        """Make AdamW's states as its first step would, without changing a weight."""
+        self.reshard()
+        for parameter in self.root.parameters():
+            if parameter.requires_grad and not self.optimizer.state.get(parameter):
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=_step_device(self.optimizer, parameter)),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _step_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
+    """Where AdamW keeps its step count: fused kernels want it beside the parameter."""
+    return parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")

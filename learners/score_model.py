@@ -1,0 +1,69 @@
+"""A language model with a scalar head instead of its output head: what a reward model is.
+
+Made by the backends where `learner.mode = "reward_model"`, in the place of `logprobs.PolicyModel` and with its
+signature. Guarantees:
+1. the head is transformers' own (`AutoModelForSequenceClassification`, one label): the export loads there as it is;
+2. where the model folder has no head, it begins as normal noise of width 1 / (H + 1) from `run.seed`, equal on every
+   rank; a folder that has one is trained on;
+3. scores are computed in float32 from the hidden state AT the target token, not the one before it: the score of an
+   answer is that of its last token, the end of sequence included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import ConfigError
+
+
+class ScoreModel(nn.Module):
+    """A sequence classifier of transformers as a function from packed rows to scores."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Score at each target `[N]`, and zeros `[N]` in the place of entropies.
+
+        Args:
+            input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
+            position_ids: int64 `[R, W]`, starting again at 0 with every sequence.
+            positions: index into the flattened `[R * W]` of the token before the target.
+            targets: token ids; only their number counts.
+            whole: no difference here: there are no logits to leave out.
+        """
+        inner = self.model.base_model
+        hidden = inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        weight = self.model.score.weight
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        scores = hidden.flatten(0, 1)[positions + 1].to(wide) @ weight[0].to(wide)
+        return scores, torch.zeros_like(scores)
+
+
+def load_scorer(path: str, *, seed: int, **options: Any) -> Any:
+    """The classifier of a model folder with one label; the head made where the folder has none.
+
+    Raises:
+        ConfigError: the architecture has no such classifier.
+        OSError, ValueError: the folder cannot be read.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, output_loading_info=True, **options
+    )
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ConfigError("config.model", f"{type(model).__name__} has no linear head named score", where=path)
+    if any("score" in name for name in found["missing_keys"]):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            head.weight.normal_(0.0, 1.0 / (head.in_features + 1), generator=generator)
+    model.config.architectures = [type(model).__name__]
+    return model

@@ -1,0 +1,206 @@
+"""Run by `test_critic_ranks.py` under torchrun: policy and critic together, on several ranks; rank 0 writes results.
+
+Whole steps as `learners.trial` makes them: values of all rows, GAE on the whole batch, both updates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncrl import config as configuration
+from learners.backends.fsdp2 import FSDP2Backend
+from learners.gang import Gang
+from learners.trial import Trial
+
+STEPS = 3
+CASES = {
+    "plain": "",
+    "small_rows": "learner.micro_batch_tokens=40",
+    "padded": "learner.packing=false",
+    "offload": "learner.cpu_offload=true",
+    "checkpointing": "learner.gradient_checkpointing=true",
+    "minibatches": "learner.algorithm.minibatches=2",
+    "sequence_mean": "learner.critic.aggregation=seq-mean-token-mean",
+    "narrow_clip": "learner.critic.value_clip=0.001;learner.algorithm.minibatches=2",
+    "bootstrap": "learner.critic.bootstrap=true",
+    "vapo": "learner.algorithm.advantage=gae_length_adaptive;learner.algorithm.positive_coeff=0.1",
+    "vtrace": "learner.algorithm.advantage=vtrace;learner.algorithm.loss=reinforce",
+    "warmup": "learner.critic.critic_warmup=2",
+    "few": "",  # fewer samples than ranks
+}
+SAME = ("small_rows", "padded", "offload", "checkpointing")
+
+
+class GroupSample(msgspec.Struct, frozen=True):
+    """What training reads of a sample."""
+
+    index: int
+    response: Any
+    logprobs: Any
+    reward: float
+    mask: Any = None
+    runs: Any = ()
+    finish: str = "stop"
+    parts: dict[str, float] = {}
+
+
+class Group(msgspec.Struct, frozen=True):
+    """What training reads of a group."""
+
+    group: int
+    prompt_ids: Any
+    samples: tuple[GroupSample, ...]
+    bound: int = 4
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What training reads of a batch."""
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
+    tuning: str = ""
+
+
+def make_config(model: Path, extra: str = "") -> configuration.Config:
+    return configuration.parse(
+        f"""
+model.path = "{model}"
+model.dtype = "float32"
+data.source = "a:b"
+data.max_prompt_tokens = 16
+sampling.max_new_tokens = 16
+learner.steps = 3
+learner.micro_batch_tokens = 96
+learner.optim.lr = 1e-3
+learner.algorithm.advantage = "gae"
+learner.critic.lr = 2e-3
+learner.critic.warmup_steps = 2
+learner.critic.max_grad_norm = 0.05
+[[reward]]
+function = "a:b"
+""",
+        overrides=[line for line in extra.split(";") if line],
+    )
+
+
+def make_batch(step: int, groups: int = 6) -> Any:
+    """Two samples per group, of different lengths, some tokens masked, every other one cut by the length limit."""
+    rng = np.random.default_rng(step)
+    made = []
+    for number in range(groups):
+        rows = []
+        for index in range(2):
+            size = int(rng.integers(2, 14))
+            mask = (rng.random(size) < 0.9).astype(np.uint8)
+            mask[-1] = 1
+            rows.append(GroupSample(
+                index, rng.integers(3, 20, size).astype(np.int32), -3 * rng.random(size).astype("f4"),
+                float(rng.integers(0, 2)), mask, ((step - 1, size),), "length" if number % 2 else "stop",
+            ))  # fmt: skip
+        made.append(Group(number, rng.integers(3, 20, int(rng.integers(1, 8))).astype(np.int32), tuple(rows)))
+    return Batch(step, step, tuple(made))
+
+
+def make_trial(config: configuration.Config, backend: FSDP2Backend, gang: Gang, buried: dict[int, str]) -> Trial:
+    return Trial(config.learner, gang=gang, backend=backend, say=str,
+                 bury=lambda step, group, why: buried.update({group: why}))  # fmt: skip
+
+
+def train(trial: Trial, gang: Gang, batch: Any) -> Any:
+    """One step on every rank; its result."""
+    shares = trial.cut(batch)[1] if gang.lead else None
+    return trial.train(gang.scatter(shares), step=batch.step, batch=batch if gang.lead else None)[0]
+
+
+def policy_weights(backend: FSDP2Backend) -> dict[str, list[float]]:
+    """By name; empty but on rank 0."""
+    return {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
+
+
+def critic_weights(backend: FSDP2Backend) -> dict[str, list[float]]:
+    """By name, on every rank. Collective."""
+    assert backend.critic is not None
+    found = {}
+    for name, parameter in backend.critic._model.named_parameters():
+        whole: Any = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        found[name] = whole.detach().flatten().cpu().tolist()
+    return found
+
+
+def digest(backend: FSDP2Backend) -> str:
+    """Of every bit of both models and both optimizers on this rank."""
+    total = hashlib.blake2b()
+    for name, tensor in sorted(backend._state().items()):
+        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        total.update(name.encode() + local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def case(model: Path, gang: Gang, *, extra: str, groups: int = 6) -> dict[str, Any]:
+    """Three steps: metrics of each, policy and critic after each."""
+    config = make_config(model, extra)
+    backend = FSDP2Backend(config, gang)
+    backend.self_check()
+    trial = make_trial(config, backend, gang, {})
+    steps = []
+    start = {"policy": policy_weights(backend), "critic": critic_weights(backend)}
+    for step in range(1, STEPS + 1):
+        result = train(trial, gang, make_batch(step, groups))
+        steps.append({"metrics": result.metrics, "broken": result.broken, "policy": policy_weights(backend),
+                      "critic": critic_weights(backend)})  # fmt: skip
+    return {"start": start, "steps": steps}
+
+
+def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step; then the third step again from the checkpoint in a new backend."""
+    config = make_config(model, extra)
+    backend = FSDP2Backend(config, gang)
+    trial = make_trial(config, backend, gang, {})
+    for step in (1, 2):
+        train(trial, gang, make_batch(step))
+    if gang.lead:
+        folder.mkdir(parents=True)
+    gang.barrier()
+    backend.save(folder)
+    gang.barrier()
+    saved = digest(backend)
+    third = train(trial, gang, make_batch(3)).metrics
+    fresh = FSDP2Backend(config, gang)
+    fresh.self_check()
+    fresh.load(folder)
+    loaded = digest(fresh)
+    again = train(make_trial(config, fresh, gang, {}), gang, make_batch(3)).metrics
+    words = [part.decode() for part in gang.gather(" ".join(
+        (saved, loaded, digest(backend), digest(fresh))).encode())]  # fmt: skip
+    return {"third": third, "again": again, "digests": words, "critic": critic_weights(fresh)}
+
+
+def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
+    """Results by case; a checkpoint under `out`."""
+    results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6)
+               for name, extra in CASES.items()}  # fmt: skip
+    # In the second one the policy has not been trained yet: its optimizer has no state of its own.
+    return results | {"resume": resume(model, gang, out / "checkpoint"),
+                      "resume_warm": resume(model, gang, out / "warm", CASES["warmup"])}  # fmt: skip
+
+
+def main() -> None:
+    """`torchrun critic_cases.py MODEL OUT`."""
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    gang = Gang.join(make_config(model))
+    results = run_all(model, gang, out)
+    if gang.lead:
+        (out / "results.json").write_bytes(msgspec.json.encode(results))
+    gang.leave()
+
+
+if __name__ == "__main__":
+    main()

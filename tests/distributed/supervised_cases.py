@@ -1,0 +1,104 @@
+"""Run by `test_supervised_ranks.py` under torchrun: the modes on rows, on several ranks; rank 0 writes the results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl import config as configuration
+from learners.backends.fsdp2 import FSDP2Backend
+from learners.batch import Sample
+from learners.gang import Gang
+from learners.supervised import minibatch, train_step
+
+STEPS = 3
+CASES = {
+    "sft": ("sft", ""),
+    "sft_small_rows": ("sft", "learner.micro_batch_tokens=64"),
+    "sft_padded": ("sft", "learner.packing=false"),
+    "dpo": ("dpo", ""),
+    "dpo_small_rows": ("dpo", "learner.micro_batch_tokens=64"),
+    "dpo_padded": ("dpo", "learner.packing=false"),
+    "ipo": ("dpo", "learner.preference.loss=ipo;learner.preference.length_average=true"),
+    "reward_model": ("reward_model", "learner.preference.center_coeff=0.1"),
+    "reward_model_small_rows": ("reward_model", "learner.preference.center_coeff=0.1;learner.micro_batch_tokens=64"),
+}
+SAME = {"sft": ("sft_small_rows", "sft_padded"), "dpo": ("dpo_small_rows", "dpo_padded"),
+        "reward_model": ("reward_model_small_rows",)}  # fmt: skip
+
+
+def make_config(model: Path, mode: str, extra: str = "") -> configuration.Config:
+    return configuration.parse(
+        f"""
+model.path = "{model}"
+model.dtype = "float32"
+data.source = "a:b"
+data.max_prompt_tokens = 8
+producers.engine = "dataset"
+sampling.max_new_tokens = 16
+sampling.group_size = {1 if mode == "sft" else 2}
+learner.mode = "{mode}"
+learner.steps = 3
+learner.micro_batch_tokens = 96
+learner.optim.lr = 1e-3
+""",
+        overrides=[line for line in extra.split(";") if line],
+    )
+
+
+def units(count: int, seed: int, size: int) -> list[list[Sample]]:
+    """Groups of one or two answers of different lengths; the second sample's first token is not trained."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        prompt = rng.integers(3, 20, int(rng.integers(1, 8)))
+        unit = []
+        for index in range(size):
+            response = rng.integers(3, 20, int(rng.integers(2, 14)))
+            mask = np.ones(response.size, np.uint8)
+            mask[0] = index == 0
+            tokens = np.concatenate((prompt, response)).astype(np.int32)
+            margin = 0.25 * (index == 0)
+            unit.append(Sample(tokens, prompt.size, np.zeros(response.size, "f4"), mask, margin, size * number + index))
+        made.append(unit)
+    return made
+
+
+def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dict[str, Any]:
+    """Three steps: metrics of each and the weights after them."""
+    config = make_config(model, mode, extra)
+    backend = FSDP2Backend(config, gang)
+    backend.self_check()
+    metrics = []
+    for step in range(1, STEPS + 1):
+        rows = units(count, step, config.sampling.group_size)
+        share = minibatch(rows, ranks=gang.size, max_tokens=config.learner.micro_batch_tokens,
+                          packing=config.learner.packing)[gang.rank]  # fmt: skip
+        result = train_step([share], backend=backend, gang=gang, config=config.learner, step=step)
+        metrics.append(result.metrics)
+    weights = {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}
+    return {"metrics": metrics, "weights": weights}
+
+
+def run_all(model: Path, gang: Gang) -> dict[str, Any]:
+    """Results by case."""
+    found = {name: case(model, gang, mode, extra) for name, (mode, extra) in CASES.items()}
+    return found | {"few": case(model, gang, "dpo", "", count=1)}  # fewer pairs than ranks
+
+
+def main() -> None:
+    """`torchrun supervised_cases.py MODEL OUT`."""
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    gang = Gang.join(make_config(model, "sft"))
+    results = run_all(model, gang)
+    if gang.lead:
+        (out / "results.json").write_bytes(msgspec.json.encode(results))
+    gang.leave()
+
+
+if __name__ == "__main__":
+    main()

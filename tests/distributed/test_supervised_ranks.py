@@ -1,0 +1,154 @@
+"""sft, dpo and reward models: two ranks, small rows and padding give the result of one rank; and of plain torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import supervised_cases as cases
+import torch
+
+from learners.backends.fsdp2 import FSDP2Backend
+from learners.gang import Gang
+from learners.sft import Example, collate, completion_loss
+from learners.supervised import minibatch, train_step
+from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer(folder)
+    save_model(folder, make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ENVIRONMENT:
+            patch.delenv(name, raising=False)
+        made = Gang.join(cases.make_config(Path("m"), "sft"))
+        yield made
+        made.leave()
+        for name in ENVIRONMENT:
+            patch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("two")
+    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+         "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )  # fmt: skip
+    results = out / "results.json"  # not the exit code: Gloo has been seen to abort after the last line
+    assert results.exists(), done.stdout + done.stderr
+    found: dict[str, Any] = msgspec.json.decode(results.read_bytes())
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, gang: Gang) -> dict[str, Any]:
+    return cases.run_all(model, gang)
+
+
+def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5) -> None:
+    for left, right in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            assert value == pytest.approx(right[name], rel=limit, abs=limit), name
+    assert got["weights"].keys() == wanted["weights"].keys()
+    for name, values in got["weights"].items():
+        np.testing.assert_allclose(values, wanted["weights"][name], atol=limit, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("name", [*cases.CASES, "few"])
+def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
+    compare(two[name], one[name])
+
+
+@pytest.mark.parametrize(("name", "other"), [(name, other) for name, others in cases.SAME.items() for other in others])
+def test_rows_and_padding_do_not_change_the_result(one: Any, name: str, other: str) -> None:
+    compare(one[other], one[name])
+
+
+def test_the_modes_differ_and_the_reward_model_has_a_head(one: Any) -> None:
+    assert one["dpo"]["metrics"][2]["loss"] != one["ipo"]["metrics"][2]["loss"]
+    assert "score.weight" in one["reward_model"]["weights"] and "score.weight" not in one["dpo"]["weights"]
+    for name in ("dpo", "reward_model"):
+        last = one[name]["metrics"][2]
+        assert last["score_margin"] == pytest.approx(last["chosen_score"] - last["rejected_score"], abs=1e-12)
+
+
+def test_dpo_starts_at_log_2_and_its_reference_does_not_move(one: Any) -> None:
+    first, _, last = one["dpo"]["metrics"]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert (first["chosen_score"], first["rejected_score"]) == (0.0, 0.0)
+    assert last["chosen_score"] != 0.0
+
+
+def test_sft_loss_is_the_cross_entropy_of_the_warm_start(model: Path, gang: Gang) -> None:
+    rows = cases.units(5, seed=3, size=1)
+    config = cases.make_config(model, "sft")
+    share = minibatch(rows, ranks=1, max_tokens=96, packing=True)[0]
+    backend = FSDP2Backend(config, gang)
+    got = train_step([share], backend=backend, gang=gang, config=config.learner, step=1).metrics["loss"]
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    examples = [Example(u[0].tokens[: u[0].prompt_tokens], u[0].tokens[u[0].prompt_tokens :]) for u in rows]
+    wanted = float(completion_loss(plain, collate(examples, pad_id=0)).detach())
+    assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_reward_model_exports_a_classifier_that_gives_the_trained_scores(
+    model: Path, gang: Gang, tmp_path: Path
+) -> None:
+    config = cases.make_config(model, "reward_model")
+    backend = FSDP2Backend(config, gang)
+    rows = cases.units(4, seed=1, size=2)
+    share = minibatch(rows, ranks=1, max_tokens=96, packing=True)[0]
+    train_step([share], backend=backend, gang=gang, config=config.learner, step=1)
+    backend.export_hf(tmp_path)
+    from transformers import AutoModelForSequenceClassification
+
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config.architectures == ["Qwen3ForSequenceClassification"]
+    every = [sample for unit in rows for sample in unit]
+    alone = [float(loaded(torch.from_numpy(s.tokens.astype(np.int64))[None]).logits.squeeze().detach()) for s in every]
+    scored = dict(zip([s.number for s in every], alone, strict=True))
+    for piece in share.micro:
+        scores = backend.forward_logprobs([piece])[0]
+        ends = np.cumsum(np.bincount(piece.sequences, minlength=len(piece.samples))) - 1
+        for number, score in zip(piece.samples.tolist(), scores[torch.from_numpy(ends)].tolist(), strict=True):
+            assert score == pytest.approx(scored[number], abs=1e-5)
+
+
+def test_the_reference_is_the_start_weights_also_after_a_restart(model: Path, gang: Gang, tmp_path: Path) -> None:
+    config = cases.make_config(model, "dpo")
+    share = minibatch(cases.units(3, seed=1, size=2), ranks=1, max_tokens=96, packing=True)[0]
+    trained = FSDP2Backend(config, gang)
+    before = trained.forward_logprobs(share.micro)
+    train_step([share], backend=trained, gang=gang, config=config.learner, step=1)
+    trained.save(tmp_path)
+    again = FSDP2Backend(config, gang)
+    again.load(tmp_path)
+    for backend in (trained, again):
+        for start, now, frozen in zip(
+            before, backend.forward_logprobs(share.micro), backend.reference_logprobs(share.micro), strict=True
+        ):
+            assert torch.equal(frozen, start)
+            assert not torch.equal(now, start)

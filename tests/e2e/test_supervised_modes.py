@@ -1,0 +1,99 @@
+"""sft, dpo and reward models as real processes: rows through the same buffer, by the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+pytestmark = pytest.mark.slow
+
+ROWS = 24
+
+
+def on_rows(run: Any, mode: str, *settings: str, rows: list[dict[str, Any]] | None = None) -> list[str]:
+    """Write rows for the mode; the words of the command."""
+    answers = [{"prompt": f"{n + 10}+{n % 7}=", **answer_of(mode, n)} for n in range(ROWS)] if rows is None else rows
+    path = run.folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in answers))
+    every = [
+        f"learner.mode={mode}", "producers.engine=dataset", "producers.count=1", f"data.path={path}",
+        f"sampling.group_size={1 if mode == 'sft' else 2}", "sampling.max_new_tokens=8", "data.epochs=2",
+        "buffer.batch_groups=8", "learner.optim.lr=3e-3", *settings,
+    ]  # fmt: skip
+    text = run.config.read_text()
+    run.config.write_text(text.replace('[[reward]]\nfunction = "my_rewards:length_reward"\n', ""))
+    return ["launch", "all", str(run.config), *(word for setting in every for word in ("--set", setting))]
+
+
+def answer_of(mode: str, number: int) -> dict[str, str]:
+    right = str(number + 10 + number % 7)
+    return {"response": right} if mode == "sft" else {"chosen": right, "rejected": f"{number % 10}-"}
+
+
+def complete(run: Any, *, steps: int) -> list[dict[str, Any]]:
+    """The run's lines of metrics, after its promises."""
+    audit = run.audit()
+    assert audit["exit"] == 0, audit
+    assert (audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, steps * 8)
+    assert audit["spans"] == audit["spans_matched"] > 0, "every row has the digest of the data"
+    assert run.living() == []
+    lines = {line["step"]: line for line in run.lines("metrics/learner.jsonl")}
+    assert sorted(lines) == list(range(1, steps + 1))
+    assert all(0 <= line["lag_max"] <= 2 for line in lines.values()), "no further ahead than pipeline_depth"
+    return [lines[step] for step in sorted(lines)]
+
+
+def test_sft_trains_every_row_so_often_and_sets_bad_ones_aside(run: Any) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"{n + 10}+{n % 7}=", **answer_of("sft", n)} for n in range(ROWS - 3)]
+    rows += [{"prompt": "1+1="}, {"prompt": "1+1=", "response": "x" * 40}, {"prompt": "1+1=", "response": 3}]
+    done = run.command(*on_rows(run, "sft", rows=rows))
+    assert done.returncode == 0, done.stdout + run.logs()
+    lines = complete(run, steps=6)  # ceil(2 * 24 / 8)
+    assert {line["role"] for line in run.lines("processes.jsonl")} == {"buffer", "producer", "learner"}
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert not list((run.dir / "weights").glob("*")) if (run.dir / "weights").exists() else True
+    dead = [line for line in run.lines("history.jsonl") if line["e"] == "dead"]
+    reasons = {line["detail"].split(":")[0] for line in dead}
+    assert reasons == {"answer", "too_long"} and len(dead) >= 6, "three bad rows in each of two epochs"
+    trained = [g for line in run.lines("history.jsonl") if line["e"] == "commit" for g in line["groups"]]
+    assert len(trained) == len(set(trained)) == 48
+    assert (run.dir / "export" / "model.safetensors").exists()
+
+
+def test_dpo_survives_a_kill_of_its_learner_and_of_its_producer(run: Any) -> None:
+    words = on_rows(run, "dpo", "data.epochs=10", "learner.restarts=3", "producers.restarts=3")
+    main = run.start(*words)
+    run.wait("step 4", lambda: max(run.steps(), default=0) >= 4)
+    os.kill(run.pid("learner"), 9)
+    os.kill(run.pid("producer"), 9)
+    out, _ = main.communicate(timeout=180)
+    assert main.returncode == 0, out + run.logs()
+    lines = complete(run, steps=30)
+    assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert lines[-1]["pair_accuracy"] > 0.9 and lines[-1]["score_margin"] > 0.05
+
+
+def test_a_reward_model_learns_and_is_exported_as_a_classifier(run: Any) -> None:
+    done = run.command(*on_rows(run, "reward_model", "data.epochs=5"))
+    assert done.returncode == 0, done.stdout + run.logs()
+    lines = complete(run, steps=15)
+    assert lines[-1]["pair_accuracy"] == 1.0 and lines[-1]["loss"] < 0.3
+    exported = load_file(run.dir / "export" / "model.safetensors")
+    assert exported["score.weight"].shape[0] == 1
+    assert "ForSequenceClassification" in (run.dir / "export" / "config.json").read_text()
+
+
+def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:
+    done = run.launch(
+        "learner.mode=dpo", "sampling.group_size=2", "learner.steps=4", 'buffer.filters=["zero_variance"]'
+    )
+    assert done.returncode == 0, done.stdout + run.logs()
+    assert run.audit()["trained"] == 16
+    lines = run.lines("metrics/learner.jsonl")
+    assert len(lines) == 4 and all("score_margin" in line for line in lines)
+    assert {line["role"] for line in run.lines("processes.jsonl")} >= {"reward", "weightsync"}

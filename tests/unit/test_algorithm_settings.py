@@ -1,0 +1,306 @@
+"""`[learner.algorithm]`: names, options, combinations, presets, plugins, live tuning; the greedy sample of ReMax."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl import algorithms, check, presets
+from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config import Config, LearnerConfig, dump, parse
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.plugins import GenRequest
+from buffers.filters import filters_of
+from buffers.groups import Groups
+from buffers.ledger import settings_of
+from learners.algorithms import registry
+from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
+from learners.tuned import tuned
+from producers.rollout import parts_of
+
+LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
+
+
+def made(*overrides: str, text: str = "") -> Config:
+    return parse(f"{text}\n{LEAST}", overrides=overrides)
+
+
+def refused(*overrides: str, text: str = "") -> str:
+    with pytest.raises(ConfigErrors) as caught:
+        made(*overrides, text=text)
+    return "; ".join(f"{error.code} {error.message} {error.where}" for error in caught.value.errors)
+
+
+def key(name: str) -> str:
+    return f"learner.algorithm.{name}"
+
+
+# ---------------------------------------------------------------- names and options
+
+
+def test_every_name_has_a_function_with_the_options_that_are_on_record() -> None:
+    recorded = json.loads((Path(algorithms.__file__).parent / "algorithm_options.json").read_text())
+    assert recorded == json.loads(msgspec.json.encode(registry.option_table())), "run `make docs`"
+    for kind, entries in algorithms.TABLES.items():
+        for name in entries:
+            assert callable(registry.function_of(kind, name))
+
+
+def test_a_name_that_does_not_exist_comes_with_those_that_do() -> None:
+    said = refused(key("loss=gsop"))
+    assert "config.type" in said and "did you mean 'gspo'" in said and "--set learner.algorithm.loss" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("loss=gspo", "loss_options.clip_lo=1"), "config.unknown_key .*clip_low, clip_high; did you mean 'clip_low'"),
+        (("loss=gspo", "loss_options.clip_low=small"), "config.type .*clip_low = 'small': expected float"),
+        (("loss=dro",), "config.missing .*dro' needs it"),
+        (("correction=mis", "correction_options.level=row"), "config.type .*level = 'row'"),
+        (("loss=cispo", "loss_options.clip_low=true"), "config.type .*expected float"),
+    ],
+)
+def test_options_are_checked_without_torch(overrides: tuple[str, ...], said: str) -> None:
+    assert re.search(said, refused(*map(key, overrides)))
+
+
+def test_short_forms_and_off() -> None:
+    algorithm = made(key("tis_cap=off"), key("clip_low=0.1"), key("loss_options.clip_high=0.5")).learner.algorithm
+    assert algorithms.options_of(algorithm, "correction") == {"upper": None}
+    assert algorithms.options_of(algorithm, "loss") == {"clip_low": 0.1, "clip_high": 0.5}
+    assert registry.choose(algorithm, "correction").options == {"upper": None}
+    assert algorithms.options_of(made(key("loss=gspo")).learner.algorithm, "loss") == {}  # not those of PPO
+
+
+# ---------------------------------------------------------------- combinations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("loss=ppo", "proximal=behaviour", "correction=tis"), "holds the whole correction"),
+        (("loss=reinforce", "proximal=behaviour", "correction=tis"), "1 everywhere"),
+        (("loss=aipo", "correction=icepop"), "current / behaviour itself"),
+        (("loss=decoupled_ppo", "proximal=behaviour"), "there is no such pair"),
+        (("advantage=vtrace", "loss=reinforce", "correction=tis"), "holds the truncated importance weight"),
+        (("advantage=vtrace", "loss=ppo"), "is made for loss = 'reinforce'"),
+        (("advantage=remax",), "set sampling.greedy_baseline = true"),
+        (("advantage=prime",), "process rewards"),
+        (("kl.where=loss", "kl.controller=adaptive"), "kl.where = 'reward'"),
+        (("kl.where=reward", "shaping.resample=pow"), "before the model has run"),
+        (("shaping.overlong_buffer=2000",), "above the limit of 1024"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_explained(overrides: tuple[str, ...], said: str) -> None:
+    assert "config.conflict" in refused(*map(key, overrides)) and said in refused(*map(key, overrides))
+
+
+def test_auto_is_the_correction_that_is_right() -> None:
+    def found(*overrides: str) -> str:
+        return algorithms.correction_of(made(*map(key, overrides)).learner.algorithm)
+
+    assert found() == found("loss=ppo") == found("loss=gspo") == "tis"
+    assert found("loss=ppo", "proximal=behaviour") == found("loss=aipo") == "none"
+    assert found("advantage=vtrace", "loss=reinforce") == "none"
+
+
+def test_surprises_are_noted() -> None:
+    told = [*algorithms.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
+    assert any("biased by their lag" in note for note in told) and any("no effect on loss" in note for note in told)
+    assert list(algorithms.notes(made())) == []
+    found = {finding.name: finding.value for finding in check.derived(made())}
+    assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
+
+
+# ---------------------------------------------------------------- presets
+
+
+def test_presets_are_whole_and_read_back() -> None:
+    wanted = {"grpo", "dapo", "dr_grpo", "gspo", "rloo", "remax", "reinforce_pp", "ppo", "cispo", "opo",
+              "grpo_decoupled", "vapo"}  # fmt: skip
+    assert wanted <= set(presets.names())
+    for name in presets.names():
+        named = made(text=f'learner.algorithm.preset = "{name}"')
+        assert parse(dump(named)) == named == made(f"{presets.KEY}={name}")
+        assert list(algorithms.notes(named)) == [], name
+        assert (presets.FOLDER / f"{name}.toml").read_text().startswith("# ")
+    same = made(f"{presets.KEY}=grpo_decoupled").learner.algorithm
+    default = made().learner.algorithm
+    assert same == msgspec.structs.replace(
+        default, preset="grpo_decoupled", correction="tis", advantage_options=same.advantage_options
+    )
+    known = registry.options_in(registry.function_of("advantage", "grpo"))
+    assert all(known[name][1] == value for name, value in same.advantage_options.items())
+
+
+def test_the_file_wins_over_its_preset_and_the_command_over_the_file() -> None:
+    mine = 'learner.algorithm.preset = "dapo"\nlearner.algorithm.clip_high = 0.5\nbuffer.filters = []'
+    config = made(text=mine)
+    assert config.learner.algorithm.clip_high == 0.5 and config.buffer.filters == ()
+    assert config.learner.algorithm.loss_options == {"dual_clip": 10.0}
+    ordered = made(
+        f"{presets.KEY}=dapo", key("clip_low=0.1"), text="learner.algorithm.clip_high = 0.5"
+    ).learner.algorithm
+    assert (ordered.clip_low, ordered.clip_high) == (0.1, 0.28)
+
+
+def test_another_loss_leaves_the_options_of_the_preset_behind() -> None:
+    for config in (
+        made(text='learner.algorithm.preset = "dapo"\nlearner.algorithm.loss = "gspo"'),
+        made(key("loss=gspo"), text='learner.algorithm.preset = "dapo"'),
+        made(f"{presets.KEY}=dapo", key("loss=gspo")),
+    ):
+        assert config.learner.algorithm.loss_options == {} and config.learner.algorithm.loss == "gspo"
+        assert parse(dump(config)) == config
+
+
+def test_a_preset_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text("[learner.algorithm]\nadvantage = 'rloo'\n[learner.optim]\nlr = 0.5\n")
+    assert made(f"{presets.KEY}={own}").learner.optim.lr == 0.5
+    own.write_text("[learner.algorithm]\nadvantge = 'rloo'\n")
+    said = refused(f"{presets.KEY}={own}")
+    assert "learner.algorithm.advantge" in said and "did you mean 'advantage'" in said and "preset" in said
+    assert "config.preset" in refused(f"{presets.KEY}=dappo") and "did you mean 'dapo'" in refused(
+        f"{presets.KEY}=dappo"
+    )
+
+
+def test_the_command_line_takes_a_preset() -> None:
+    from asyncrl.cli import parser
+
+    args = parser().parse_args(["check", "a.toml", "--set", "learner.steps=2", "--preset", "dapo"])
+    assert args.overrides == ["learner.steps=2", "learner.algorithm.preset=dapo"]
+
+
+# ---------------------------------------------------------------- plugins
+
+
+def mine(rollouts: Rollouts, *, scale: float = 1.0) -> Estimate:
+    return Estimate(rollouts.rewards * scale)
+
+
+def my_loss(inputs: LossInputs, *, power: int) -> TokenLoss:
+    return TokenLoss(-inputs.advantages * inputs.current * power, inputs.mask & False)
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "asyncrl.advantages": [EntryPoint("mine", "test_algorithm_settings:mine", "asyncrl.advantages")],
+        "asyncrl.losses": [EntryPoint("my_loss", "test_algorithm_settings:my_loss", "asyncrl.losses")],
+    }
+
+    def points(*, group: str, name: str | None = None) -> Any:
+        return [point for point in found.get(group, []) if name in (None, point.name)]
+
+    monkeypatch.setattr(algorithms, "entry_points", points)
+    monkeypatch.setattr(registry, "entry_points", points)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_package_of_the_user_adds_names() -> None:
+    algorithm = made(key("advantage=mine"), key("advantage_options.scale=3"), key("loss=my_loss"),
+                     key("loss_options.power=2")).learner.algorithm  # fmt: skip
+    chosen = registry.choose(algorithm, "advantage")
+    assert chosen.function.__name__ == "mine" and chosen.options == {"scale": 3.0}
+    assert registry.choose(algorithm, "loss").options == {"power": 2}
+    assert registry.needs_of(algorithm) == () and registry.chooser_of(algorithm) is None
+    for wrong, code in (({"advantage_options": {"scle": 1}}, "config.unknown_key"),
+                        ({"advantage_options": {"scale": "x"}}, "config.type")):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            registry.choose(msgspec.structs.replace(algorithm, **wrong), "advantage")
+        assert caught.value.code == code
+    with pytest.raises(ConfigError) as caught:
+        registry.choose(msgspec.structs.replace(algorithm, loss_options={}), "loss")
+    assert caught.value.code == "config.missing"
+
+
+def test_check_looks_at_plugins_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "plug-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[asyncrl.advantages]\nplugged = plug_of_mine:plugged\n")
+    (tmp_path / "plug_of_mine.py").write_text("def plugged(rollouts, *, scale: float = 1.0):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert list(check.check_algorithm(made(key("advantage=plugged")))) == []
+    (error,) = check.check_algorithm(made(key("advantage=plugged"), key("advantage_options.scle=1")))
+    assert error.code == "config.unknown_key" and "scale" in error.message
+    (tmp_path / "plug_of_mine.py").write_text("raise RuntimeError('broken')\n")
+    assert [error.code for error in check.check_algorithm(made(key("advantage=plugged")))] == ["config.extra"]
+
+
+def test_settings_are_known_without_torch() -> None:
+    code = f"import sys; from asyncrl.config import parse; parse({LEAST!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------- live tuning
+
+
+def test_nested_settings_and_options_are_tuned() -> None:
+    text = json.dumps({key("kl.coeff"): 0.5, key("loss_options.dual_clip"): 4, key("tis_cap"): 1.5})
+    algorithm = tuned(LearnerConfig(), text).algorithm
+    assert algorithm.kl.coeff == 0.5 and algorithm.loss_options == {"dual_clip": 4} and algorithm.tis_cap == 1.5
+    assert tuned(LearnerConfig(), "").algorithm == AlgorithmConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("loss_options.clip_lo", 1, "did you mean 'clip_low'"),
+        ("kl.coeffs", 1, "no setting"),
+        ("preset", "dapo", "no setting"),
+        ("correction", "tsi", "did you mean 'tis'"),
+        ("advantage", "gae", "not started with: critic"),
+        ("kl.coeff", -1.0, ">= 0"),
+        ("proximal", "behaviour", "there is no such pair"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_by_learner_and_buffer(name: str, value: Any, said: str) -> None:
+    text = msgspec.json.encode({key(name): value}).decode()
+    with pytest.raises(AsyncRLError, match=r".*") as caught:
+        tuned(LearnerConfig(), text)
+    assert caught.value.code == "tune.refused" and said in caught.value.message
+    with pytest.raises(AsyncRLError) as caught:
+        Groups(settings_of(made())).tune({key(name): value}, author="me@here", now=0.0)
+    assert caught.value.code == "tune.refused"
+
+
+def test_the_buffer_tells_what_was_before() -> None:
+    groups = Groups(settings_of(made()))
+    _, changed, _ = groups.tune({key("kl.coeff"): 1, key("loss_options.dual_clip"): 3.0}, author="me@here", now=0.0)
+    assert changed == {key("kl.coeff"): (0.001, 1.0), key("loss_options.dual_clip"): (None, 3.0)}
+    assert json.loads(groups.tuning.learner()) == {key("kl.coeff"): 1.0, key("loss_options.dual_clip"): 3.0}
+    groups.undo_tune(0, author="me@here", now=1.0)
+    assert groups.tuning.learner() == ""
+
+
+# ---------------------------------------------------------------- producers and buffer
+
+
+def test_the_greedy_sample_is_asked_for_by_itself() -> None:
+    config = made("sampling.greedy_baseline=true", "sampling.group_size=4")
+    assert config.sampling.asked_samples == config.sampling.group_samples == settings_of(config).group_size == 5
+    request = GenRequest("1:1", np.zeros(2, np.int32), (0, 2, 4), 7, 16, top_k=0)
+    sampled, greedy = parts_of(request, config.sampling)
+    assert sampled.indices == (0, 2) and sampled.top_k == 0
+    assert greedy.indices == (4,) and greedy.top_k == 1 and greedy.id == request.id and greedy.seed == request.seed
+    assert parts_of(request, made().sampling) == [request]
+    assert "set sampling.over_issue = 0" in refused("sampling.greedy_baseline=true", "sampling.over_issue=2")
+
+
+def test_the_accuracy_band_is_a_filter_of_the_buffer() -> None:
+    ((name, filter_of),) = filters_of(made("buffer.filters=['accuracy_band']").buffer.filters)
+    assert name == "accuracy_band" and filter_of(rewards=[1.0, 0.0]) == "" and "outside" in filter_of(rewards=[1.0])

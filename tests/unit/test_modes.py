@@ -1,0 +1,107 @@
+"""What follows from the learner's mode: contradictions, roles, the bound, epochs, the columns that rows must have."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl import check, config, modes
+from asyncrl.errors import ConfigErrors
+from asyncrl.plan import TARGETS, plan
+from buffers.ledger import settings_of
+
+ROOT = Path(__file__).parents[2]
+ROWS = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[producers]\nengine = "dataset"\n'
+SFT = ROWS + '[learner]\nmode = "sft"\n[sampling]\ngroup_size = 1\n'
+DPO = ROWS + '[learner]\nmode = "dpo"\n[sampling]\ngroup_size = 2\n'
+
+
+def messages_of(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigErrors) as caught:
+        config.parse(text, file="run.toml", overrides=overrides)
+    return "\n".join(f"{error.where}: {error.message}" for error in caught.value.errors)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "part"),
+    [
+        (SFT, ["learner.mode=rl"], "rows have no log-probs"),
+        (SFT, ["producers.engine=hf"], "set producers.engine = 'dataset', not 'hf'"),
+        (SFT, ["sampling.group_size=2"], "needs sampling.group_size = 1"),
+        (DPO, ["sampling.group_size=8"], "needs sampling.group_size = 2"),
+        (DPO, ["sampling.over_issue=1"], "over_issue = 0 and"),
+        (DPO, ["sampling.temperature=0.7"], "sampling.temperature must be 1"),
+        (DPO, ['buffer.filters=["zero_variance"]'], "no rewards to filter by"),
+        (DPO, ["learner.preference.loss=ipo", "learner.preference.label_smoothing=0.1"], "sigmoid loss alone"),
+        (DPO, ["learner.micro_batch_tokens=4000"], "2 * (data.max_prompt_tokens + sampling.max_new_tokens) = 4096"),
+        (DPO, ["producers.engine=hf"], "no [[reward]]"),
+    ],
+)
+def test_contradictions(text: str, overrides: list[str], part: str) -> None:
+    assert part in messages_of(text, *overrides)
+
+
+def test_rows_need_no_reward_and_no_second_sample() -> None:
+    parsed = config.parse(SFT)
+    assert (parsed.reward, parsed.sampling.group_size, modes.is_paired(parsed)) == ((), 1, False)
+    assert modes.answer_keys(parsed) == ("response",)
+    assert modes.answer_keys(config.parse(DPO)) == ("chosen", "rejected")
+
+
+def test_a_run_over_rows_starts_three_processes() -> None:
+    parsed = config.parse(SFT)
+    roles = modes.roles_of(TARGETS["all"], parsed)
+    assert [p.name for p in plan(parsed, roles, config_path=Path("c.toml"))] == ["buffer", "producer-0", "learner"]
+    assert "1 producer (dataset)" in check.what_starts(parsed, roles)
+    online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
+    assert modes.roles_of(TARGETS["all"], online) == TARGETS["all"]
+
+
+def test_rows_have_no_age_but_generated_pairs_have() -> None:
+    rows = config.parse(DPO, overrides=["learner.steps=70", "buffer.max_staleness=2"])
+    settings = settings_of(rows)
+    assert (settings.max_staleness, settings.depth) == (70, 2)
+    online = config.parse(
+        DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf", "buffer.max_staleness=2"]
+    )
+    assert settings_of(online).max_staleness == 2
+
+
+@pytest.mark.parametrize(("epochs", "rows", "batch", "steps"), [(3, 10, 4, 8), (1, 8, 4, 2), (2, 1, 16, 1)])
+def test_steps_cover_every_row_so_often(epochs: int, rows: int, batch: int, steps: int) -> None:
+    parsed = config.parse(SFT, overrides=[f"data.epochs={epochs}", f"buffer.batch_groups={batch}"])
+    assert modes.with_epochs(parsed, rows).learner.steps == steps
+    assert config.parse(SFT).learner.steps == modes.with_epochs(config.parse(SFT), rows).learner.steps
+
+
+def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n' * 10)
+    parsed = config.parse(SFT, overrides=[f"data.path={path},{path}", "data.epochs=2", "buffer.batch_groups=8"])
+    assert check.settled(parsed).learner.steps == 5
+    source = config.parse(SFT, overrides=["data.path=", "data.source=a:b", "data.epochs=2"])
+    with pytest.raises(ConfigErrors, match=r"set learner\.steps"):
+        check.settled(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "missing"),
+    [
+        (SFT, {"prompt": "a", "answer": "b"}, "'response' (data.response_key)"),
+        (DPO, {"prompt": "a", "chosen": "b"}, "'rejected' (data.rejected_key)"),
+        (SFT, {"prompt": "a", "response": "b"}, ""),
+        (SFT, {"prompt": [{"role": "user", "content": "a"}]}, ""),
+    ],
+)
+def test_check_names_missing_columns(text: str, row: dict[str, object], missing: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    found = [error.message for error in check.check_data(config.parse(text, overrides=[f"data.path={path}"]))]
+    assert (missing in found[0]) if missing else found == []
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_shipped_files_are_valid(name: str) -> None:
+    parsed = config.load(ROOT / "configs" / f"{name}.toml")
+    assert (parsed.learner.mode, parsed.producers.engine) == (name, "dataset")
+    assert parsed.data.epochs > 0

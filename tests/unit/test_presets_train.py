@@ -1,0 +1,109 @@
+"""Every preset and every choice of `[learner.algorithm]` through the learner's own step, on batches made by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
+
+from asyncrl import presets
+from asyncrl.metrics import read_lines
+from asyncrl.rundir import RunDir
+from learners.gang import Gang
+
+assert gang and model_dir  # fixtures
+
+
+def batch_of(step: int, *, greedy: bool = False) -> Any:
+    """Four samples of three prompts with rewards that differ, of two versions, one of them cut by the limit."""
+    batch = make_batch(step)
+    rng = np.random.default_rng(step + 50)
+    groups = []
+    for group in batch.groups:
+        samples = []
+        for sample in group.samples:
+            size = sample.response.size
+            runs = ((max(step - 3, 0), size // 2), (step - 1, size - size // 2)) if size > 1 else ((step - 1, 1),)
+            samples.append(msgspec.structs.replace(
+                sample, reward=float(rng.integers(0, 3)) / 2, runs=runs, logprobs=sample.logprobs - 2.5,
+                finish="length" if sample.index == 3 else "stop",
+            ))  # fmt: skip
+        if greedy:
+            samples.append(msgspec.structs.replace(samples[0], index=4, reward=0.25, parts={"exact": 0.25}))
+        groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
+    return msgspec.structs.replace(batch, groups=tuple(groups))
+
+
+def trained(
+    gang: Gang, model: Path, place: Path, extra: str, *, steps: int = 2
+) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Weights before and after a run with these settings (TOML), and its lines of metrics."""
+    config = make_config(model, place, steps=steps, extra=extra)
+    learner, buffer, backend, services = make_learner(config, gang)
+    start = weights(backend)
+    greedy = config.sampling.greedy_baseline
+    buffer.batches.update({step: batch_of(step, greedy=greedy) for step in range(1, steps + 1)})
+    try:
+        learner.run()
+    finally:
+        services.close()
+    assert not [call for call in buffer.calls if call[0] == "quarantine"]
+    lines = [line for line in read_lines(RunDir(place).metrics / "learner.jsonl") if "step" in line]
+    assert len(lines) == steps and not any(line.get("skipped") for line in lines)
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values() if isinstance(value, float)), line
+    return start, weights(backend), lines
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_preset_trains(gang: Gang, model_dir: Path, tmp_path: Path, name: str) -> None:
+    start, ended, lines = trained(gang, model_dir, tmp_path / "run", f'learner.algorithm.preset = "{name}"')
+    warming = name == "vapo"  # the critic alone
+    assert (ended == start) is warming and all(line["grad_norm"] > 0 for line in lines)
+
+
+CHOICES = {
+    "m2po": 'correction = "m2po"',
+    "mis": 'correction = "mis"\ncorrection_options = { level = "sequence", batch_normalize = true }',
+    "rejection": 'correction = "rejection"\ncorrection_options = { options = ["seq_mean_k3"], thresholds = [4.0] }\n'
+                 'denominator = "kept"',
+    "loglinear": 'proximal = "loglinear"\nminibatches = 2',
+    "kl_reward": 'advantage = "reinforce_plus_plus"\n[learner.algorithm.kl]\nwhere = "reward"\ncoeff = 0.1',
+    "kl_loss": '[learner.algorithm.kl]\nwhere = "loss"\ncoeff = 0.5\nimportance_weighted = true',
+    "gae": 'advantage = "gae"\nadvantage_options = { lam = 0.9 }',
+    "vtrace": 'advantage = "vtrace"\nloss = "reinforce"',
+    "kl_cov": 'loss = "kl_cov"\nloss_options = { ratio = 0.2, coeff = 1.0 }\nminibatches = 3',
+    "lag": '[learner.algorithm.lag]\nweight = "exp"\nstep_scale = "sqrt_ess"',
+    "shaping": 'positive_coeff = 0.1\nstale_negatives = 0.05\n[learner.algorithm.shaping]\noverlong_share = 0.5\n'
+               'overlong_filter = true\ncorrect_above = 0.9',
+    "resample": '[learner.algorithm.shaping]\nresample = "pow"',
+    "norm": 'aggregation = "seq-mean-token-sum-norm"\nloss = "gspo"\n'
+            'loss_options = { clip_low = 0.2, clip_high = 0.2 }',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_result_does_not_depend_on_the_cut(gang: Gang, model_dir: Path, tmp_path: Path, name: str) -> None:
+    """Packed rows of 64 tokens against padded rows; beside it the settings change something at all."""
+    text = f"[learner.algorithm]\n{CHOICES[name]}"
+    _, packed, lines = trained(gang, model_dir, tmp_path / "packed", text)
+    _, padded, others = trained(gang, model_dir, tmp_path / "padded", f"learner.packing = false\n{text}")
+    _, plain, _ = trained(
+        gang, model_dir, tmp_path / "plain", "learner.algorithm.minibatches = 3" if "minibatches = 3" in text else ""
+    )
+    assert packed != plain
+    for metric in ("grad_norm", "loss", "ess", "kl_behaviour", "clip_share"):
+        assert [line[metric] for line in lines] == pytest.approx([line[metric] for line in others], rel=2e-3, abs=1e-5)
+    for key, value in as_arrays(packed).items():
+        # AdamW divides by the size of the gradient: where that is nearly 0, rounding decides on up to a whole step.
+        apart = np.abs(value - as_arrays(padded)[key])
+        assert np.quantile(apart, 0.99) < 1e-5, (key, apart.max())
+
+
+def as_arrays(found: Any) -> dict[str, Any]:
+    return {name: np.frombuffer(bytes(data), np.float32) for name, data in dict(found).items()}
