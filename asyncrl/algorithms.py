@@ -76,6 +76,7 @@ LOSSES: dict[str, Entry] = {
     "ppo": Entry("losses:ppo", "1707.06347, 1912.09729, 2503.14476", clip=True),
     "reinforce": Entry("losses:reinforce", "2504.02546", ratio="none"),
     "gspo": Entry("losses:gspo", "2507.18071"),
+    "luspo": Entry("losses:gspo", "2602.05261", aggregation="seq-mean-token-sum"),
     "cispo": Entry("losses:cispo", "2506.13585"),
     "sapo": Entry("losses:sapo", "2511.20347", aggregation="seq-mean-token-mean"),
     "gmpo": Entry("losses:gmpo", "2507.20673", aggregation="seq-mean-token-mean"),
@@ -133,6 +134,16 @@ def correction_of(algorithm: AlgorithmConfig) -> str:
     loss, advantage = entry("loss", algorithm.loss), entry("advantage", algorithm.advantage)
     held = (loss is not None and loss.ratio == "behaviour") or (advantage is not None and advantage.weighted)
     return "none" if held or algorithm.proximal == "behaviour" else "tis"
+
+
+def weight_level(algorithm: AlgorithmConfig) -> str:
+    """What the weights of the correction in force belong to: token, sequence, geometric; empty without weights.
+
+    >>> weight_level(AlgorithmConfig()), weight_level(AlgorithmConfig(correction="mis"))
+    ('token', 'sequence')
+    """
+    usual = {"tis": "token", "mis": "sequence", "icepop": "token"}.get(correction_of(algorithm), "")
+    return str(algorithm.correction_options.get("level", usual))
 
 
 def options_of(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
@@ -273,6 +284,15 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         if why:
             yield ("config.conflict", f"correction = {correction!r}: {why}; a weight on top would be wrong: set "
                    "correction = 'none' or leave it out", (*HERE, "correction"))  # fmt: skip
+    level = weight_level(algorithm)
+    if algorithm.loss == "vespo" and level == "sequence":
+        yield ("config.conflict", "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; "
+               f"correction = {correction!r} of level = 'sequence' puts that of the whole row on every token: it would "
+               "count once for each of them: set level = 'token'", (*HERE, "correction"))  # fmt: skip
+    if algorithm.loss == "gmpo" and correction in ("icepop", "mis") and level == "token":
+        yield ("config.conflict", "loss = 'gmpo' takes the geometric mean of a row's weights; correction = "
+               f"{correction!r} sets single weights to 0, and one of them would silence its whole row: set "
+               "correction = 'tis', or 'rejection', which leaves tokens out", (*HERE, "correction"))  # fmt: skip
     if advantage is not None and advantage.weighted and loss is not None and loss.ratio != "none":
         yield ("config.conflict", f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
                f"{algorithm.loss!r}: its ratio would count twice", (*HERE, "loss"))  # fmt: skip
@@ -338,6 +358,9 @@ def notes(config: Config) -> Iterator[str]:
         yield f"[learner.critic] has no effect on advantage = {algorithm.advantage!r}: it needs no values"
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "seq-mean-token-sum-norm":
         yield "advantage = 'dr_grpo' belongs to aggregation = 'seq-mean-token-sum-norm'"
+    if algorithm.loss == "kl_cov" and algorithm.proximal == "recompute" and algorithm.minibatches == 1:
+        yield ("loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
+               "effect before the second mini-batch")  # fmt: skip
     if algorithm.proximal == "loglinear" and algorithm.minibatches == 1:
         yield "proximal = 'loglinear' saves no forward pass with minibatches = 1: recompute needs none either"
 

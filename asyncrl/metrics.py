@@ -54,6 +54,8 @@ CATALOGUE: dict[str, Metric] = {
     "rejected_score": Metric("1", "learner", "mean score of rejected answers"),
     "score_margin": Metric("1", "learner", "mean score of chosen less that of rejected answers"),
     "clip_share": Metric("share", "learner", "tokens whose ratio was clipped"),
+    "dual_clip_share": Metric("share", "learner", "tokens with a negative advantage whose loss the dual clip bounded"),
+    "approx_kl": Metric("nats", "learner", "k1 estimate of KL(proximal || current) per token; 0 with one mini-batch"),
     "ratio_max": Metric("1", "learner", "largest exp(proximal - behaviour) before truncation"),
     "tis_capped_share": Metric("share", "learner", "tokens whose importance weight was truncated"),
     "ess": Metric("share", "learner", "effective sample size of the importance weights over tokens"),

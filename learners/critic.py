@@ -25,7 +25,7 @@ from asyncrl.config import CriticConfig, LearnerConfig
 from asyncrl.errors import ConfigError
 from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.tensors import masked
-from learners.algorithms.values import value_loss
+from learners.algorithms.values import explained_variance, value_loss
 from learners.backends.base import Backend, Critic, LossFunction, Micro, UpdateInfo
 from learners.batch import Minibatch
 from learners.gang import Gang
@@ -84,7 +84,7 @@ class CriticStep:
             "value_clip_share": sums["clipped_sum"] / max(sums["tokens_sum"], 1.0),
             "value_mean": sums["value_sum"] / max(sums["tokens_sum"], 1.0),
             "return_mean": sums["return_sum"] / max(sums["tokens_sum"], 1.0),
-            "explained_variance": explained(sums),
+            "explained_variance": explained_variance(sums),
             "critic_grad_norm": max(self._norms),
             "critic_lr": self._lr,
         }
@@ -164,15 +164,3 @@ def _sums(old: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> dict[s
         "return_sum": target.sum(), "return_square_sum": target.square().sum(),
         "left_sum": left.sum(), "left_square_sum": left.square().sum(),
     }  # fmt: skip
-
-
-def explained(sums: Mapping[str, float]) -> float:
-    """`1 - Var(G - V) / Var(G)` from sums over tokens; 0 where the returns are all equal (arXiv 2503.01491)."""
-    count = max(sums["tokens_sum"], 1.0)
-
-    def variance(name: str) -> float:
-        return sums[f"{name}_square_sum"] / count - (sums[f"{name}_sum"] / count) ** 2
-
-    whole = variance("return")
-    # Equal returns leave rounding behind, of about 1e-16 of their square.
-    return 1 - variance("left") / whole if whole > 1e-12 * (sums["return_square_sum"] / count) else 0.0

@@ -29,8 +29,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 #: Of the batch as a whole these are told; those of each lag in `metrics.BY_LAG`.
 TOLD = (
-    "kl_behaviour", "logprob_gap_mean", "ess", "ess_rows", "clip_share", "rejected_share", "ratio_p01", "ratio_p50",
-    "ratio_p99", "chi2_seq",
+    "kl_behaviour", "logprob_gap_mean", "ess", "ess_rows", "clip_share", "dual_clip_share", "approx_kl",
+    "rejected_share", "ratio_p01", "ratio_p50", "ratio_p99", "chi2_seq",
 )  # fmt: skip
 
 
@@ -44,13 +44,16 @@ class StepLog:
         self._weights: list[tuple[Sequence[int], Tensor]] = []
 
     @torch.no_grad()
-    def note(self, number: int, micro: Micro, *, proximal: Tensor, correction: Correction, result: TokenLoss) -> None:
+    def note(
+        self, number: int, micro: Micro, *, current: Tensor, proximal: Tensor, correction: Correction,
+        result: TokenLoss,
+    ) -> None:  # fmt: skip
         """Take a micro-batch."""
         lags = torch.zeros(micro.scales.numel(), dtype=torch.int64, device=micro.lags.device)
         lags = lags.scatter_reduce(0, micro.sequences, torch.where(micro.mask, micro.lags, 0), "amax")
         table = correction_table(
             proximal, micro.behaviour, micro.mask, micro.sequences, lags=lags, correction=correction,
-            clipped=result.clipped,
+            clipped=result.clipped, dual_clipped=result.dual_clipped, current=current,
         ).double()  # fmt: skip
         gap = masked(proximal.detach(), micro.mask) - masked(micro.behaviour, micro.mask)
         ratio = masked(gap.clamp(-20, 20).exp(), micro.mask)

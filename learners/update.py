@@ -27,6 +27,7 @@ from learners.algorithms.kl import kl_estimate, kl_importance_weighted
 from learners.algorithms.metrics import step_scale
 from learners.algorithms.registry import aggregation_of, chooser_of, correction_of, loss_of
 from learners.algorithms.rejection import sequence_mask
+from learners.algorithms.supervised import positive_lm
 from learners.algorithms.tensors import masked, sequence_lengths
 from learners.algorithms.types import Correction, LossInputs
 from learners.backends.base import Backend, LossFunction, Micro, to_device
@@ -103,8 +104,6 @@ def loss_function(
         given = terms.at(number, "advantages")
         advantages = micro.advantages if given is None else given
         weights, keep = correction.weights, micro.mask & correction.keep
-        if algorithm.lag.weight != "off":
-            weights = weights * micro.scales[micro.sequences]
         if algorithm.stale_negatives:
             keep = keep & sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences,
                                         delta=algorithm.stale_negatives)  # fmt: skip
@@ -112,6 +111,10 @@ def loss_function(
             logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights,
             terms.at(number, "chosen"),
         ))  # fmt: skip
+        if algorithm.lag.weight != "off":
+            # On the loss itself: a loss may take `weights` into the ratio of a row (VESPO), where age has no place.
+            scales = micro.scales[micro.sequences]
+            result, weights = result._replace(loss=result.loss * scales), weights * scales
         counted = keep if algorithm.denominator == "kept" else micro.mask
 
         def reduce(values: Tensor, over: Tensor, way: str = mode) -> Tensor:
@@ -127,10 +130,11 @@ def loss_function(
             value = value + terms.kl_coeff * reduce(divergence, micro.mask)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if algorithm.positive_coeff:
-            right = micro.mask & micro.right[micro.sequences]
-            value = value - algorithm.positive_coeff * masked(logprobs, right).sum() / max(terms.right, 1)
+            value = value + positive_lm(logprobs, micro.mask, micro.right[micro.sequences], tokens=terms.right,
+                                        coeff=algorithm.positive_coeff)  # fmt: skip
         if log is not None:
-            log.note(number, micro, proximal=proximal, correction=correction._replace(weights=weights), result=result)
+            log.note(number, micro, current=logprobs, proximal=proximal,
+                     correction=correction._replace(weights=weights), result=result)  # fmt: skip
         sums["entropy_sum"] = masked(entropy.detach(), micro.mask).sum()
         return value, sums
 

@@ -40,9 +40,8 @@ from learners.algorithms.tensors import masked, masked_mean, sequence_lengths, s
 from learners.algorithms.types import Correction
 
 #: `masked` stands in `tensors`; it is found here by its former users.
-__all__ = ["CORRECTIONS", "Bounds", "Level", "correction_metrics", "correction_sums", "icepop", "is_weights",
-           "log_ratio", "m2po", "masked", "mis", "needs_whole_batch", "none", "prox_loglinear", "rejection",
-           "tis"]  # fmt: skip
+__all__ = ["CORRECTIONS", "Bounds", "Level", "icepop", "is_weights", "log_ratio", "m2po", "masked", "mis",
+           "needs_whole_batch", "none", "prox_loglinear", "rejection", "tis"]  # fmt: skip
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -228,42 +227,3 @@ def _weighted(
 def _kept(like: Tensor, keep: Tensor) -> Correction:
     """Weight 1 where `keep`, else 0."""
     return Correction(masked(torch.ones_like(like.detach()), keep), keep)
-
-
-# ---------------------------------------------------------------- metrics
-
-
-def correction_sums(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, cap: float | None) -> dict[str, Tensor]:
-    """Sums over tokens from which `correction_metrics` makes shares and means (`ratio_max` is a maximum).
-
-    The sums of ranks and micro-batches add up, so that the metrics do not depend on how the batch was cut.
-    """
-    gap = log_ratio(proximal.detach(), behaviour.detach(), mask)
-    ratio = masked(gap.exp(), mask)
-    weights = ratio if cap is None else ratio.clamp(max=cap)
-    zero = torch.zeros((), dtype=gap.dtype, device=gap.device)
-    return {
-        "kl_sum": -gap.sum(),
-        "k3_sum": masked(gap.exp() - gap - 1, mask).sum(),
-        "gap_sum": gap.abs().sum(),
-        "weight_sum": weights.sum(),
-        "weight_square_sum": (weights * weights).sum(),
-        "capped_sum": zero if cap is None else (ratio > cap).to(gap.dtype).sum(),
-        "ratio_max": ratio.max() if ratio.numel() else zero,
-    }
-
-
-def correction_metrics(sums: dict[str, float], tokens: float) -> dict[str, float]:
-    """Metrics by catalogue name from the global sums over `tokens` trained tokens.
-
-    `ess` is `(sum w)^2 / (N sum w^2)` of the weights as used, after truncation.
-    """
-    count = max(tokens, 1.0)
-    square = sums["weight_square_sum"]
-    return {
-        "kl_behaviour": sums["k3_sum"] / count,
-        "logprob_gap_mean": sums["gap_sum"] / count,
-        "ess": sums["weight_sum"] ** 2 / (count * square) if square > 0 else 0.0,
-        "tis_capped_share": sums["capped_sum"] / count,
-        "ratio_max": sums["ratio_max"],
-    }

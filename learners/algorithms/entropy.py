@@ -1,7 +1,8 @@
 """What the policy's entropy decides: which tokens are trained, and how much entropy is paid for.
 
-Called by the learner where a run asks for it; the entropy bonus itself is `- coeff * aggregate(entropy)`. Entropies are
-in nats per token (`learners.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
+Functions for one's own loops: no setting of a run names them yet. The bonus that a run has (`entropy_coeff`) is
+`- coeff * aggregate(entropy)` with a fixed coefficient, in `learners.update`. Entropies are in nats per token
+(`learners.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
 
 Example: entropies 0.1, 2.0, 0.3, 1.0, 0.2 with share 0.2 keep the second token alone.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learners.algorithms.tensors import following, masked, masked_variance, masked_whiten, required, scan_back, wide
+from learners.algorithms.tensors import following, masked, masked_whiten, required, scan_back, wide
 from learners.algorithms.types import Estimate, Rollouts
 
 LOG_RATIO_LIMIT = 20.0
@@ -77,16 +77,6 @@ def vtrace(
     target = value + scan_back(delta, gamma * lam * ratio.clamp(max=c_bar), mask)
     ahead = reward + gamma * following(target, mask, last) - value
     return Estimate(masked(ratio.clamp(max=pg_rho_bar) * ahead, mask), masked(target, mask))
-
-
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """`1 - Var(returns - values) / Var(returns)` over the mask of the whole batch, a scalar; 0 without variance.
-
-    Value pretraining (VC-PPO, arXiv 2503.01491) may end when it passes a threshold.
-    """
-    whole = masked_variance(returns, mask)
-    left = masked_variance(masked(returns, mask) - masked(values, mask), mask)
-    return torch.where(whole > 0, 1 - left / whole, torch.zeros_like(whole))
 
 
 def _bootstrap(rollouts: Rollouts) -> Tensor:

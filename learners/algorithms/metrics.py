@@ -37,7 +37,7 @@ QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 _TOKEN_COLUMNS = (
     "tokens", "gap", "gap_abs", "k3", "ratio", "ratio_square", "weight", "weight_square", "truncated", "rejected",
-    "clipped",
+    "clipped", "dual_clipped", "moved",
 )  # fmt: skip
 _ROW_COLUMNS = (
     "rows", "proximal_ppl", "behaviour_ppl", "mean_gap", "mean_gap_abs", "ppl_ratio", "row_ratio_square", "row_weight",
@@ -51,13 +51,15 @@ COLUMNS = (*_TOKEN_COLUMNS, *_ROW_COLUMNS)
 
 def correction_table(
     proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, lags: Tensor,
-    correction: Correction | None = None, clipped: Tensor | None = None,
+    correction: Correction | None = None, clipped: Tensor | None = None, dual_clipped: Tensor | None = None,
+    current: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Sums of one piece of a batch by lag, `[buckets, columns + bins]`; pieces add up. Without tokens: zeros.
 
     Log-probs, mask and row numbers are flat, `[N]`; `lags` `[S]` are the rows' lags in steps, S rows, so that rows
-    without tokens may end the piece. `correction` as the loss used it (None: weights 1); `clipped` bool `[N]` from the
-    loss. The last columns are a histogram of d = proximal - behaviour.
+    without tokens may end the piece. `correction` as the loss used it (None: weights 1); `clipped` and `dual_clipped`
+    bool `[N]` from the loss; `current`: the log-probs that the loss saw. The last columns are a histogram of
+    d = proximal - behaviour.
     """
     new, old = masked(proximal.detach(), mask), masked(behaviour.detach(), mask)
     raw = new - old
@@ -65,13 +67,17 @@ def correction_table(
     ratio = masked(gap.exp(), mask)
     weights = masked(torch.ones_like(ratio) if correction is None else correction.weights, mask).to(gap.dtype)
     keep = mask if correction is None else mask & correction.keep
-    hit = torch.zeros_like(mask) if clipped is None else clipped & mask
+    hit, bounded = (
+        (torch.zeros_like(mask) if found is None else found & mask).to(gap.dtype) for found in (clipped, dual_clipped)
+    )
+    moved = torch.zeros_like(gap) if current is None else new - masked(current.detach(), mask)
     bucket = torch.bucketize(lags.to(mask.device), torch.tensor(_LAG_ENDS, device=mask.device))
     truncated = torch.zeros_like(mask) if correction is None or correction.truncated is None else correction.truncated
     tokens = torch.stack(
         [
             mask.to(gap.dtype), gap, gap.abs(), masked(torch.expm1(gap) - gap, mask), ratio, ratio * ratio, weights,
-            weights * weights, (mask & truncated).to(gap.dtype), (mask & ~keep).to(gap.dtype), hit.to(gap.dtype),
+            weights * weights, (mask & truncated).to(gap.dtype), (mask & ~keep).to(gap.dtype), hit, bounded,
+            moved.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
         ], -1,
     )  # fmt: skip
     rows = _row_sums(new, old, weights, mask, sequences=sequences, count=lags.numel())
@@ -135,9 +141,10 @@ def metrics_of(sums: Tensor) -> dict[str, float]:
     """Metrics of one row of a table, or of the sum of its rows; all 0 where there is no token.
 
     kl and kl_behaviour: k1 and k3 estimates of KL(behaviour || proximal) per token, with samples of the behaviour
-    policy; ppl: mean over rows of exp of the row's mean negative log-prob; chi2: mean squared ratio minus 1, of tokens
-    and of whole rows; ess: of the weights as used; ess_ratio: of the ratios before the correction; ess_rows: of the
-    rows' mean weights, from which `step_scale` takes the root; ratio_p01 ... : quantiles of the ratio.
+    policy; approx_kl: k1 estimate of KL(proximal || current), how far mini-batches have moved the policy; ppl: mean
+    over rows of exp of the row's mean negative log-prob; chi2: mean squared ratio minus 1, of tokens and of whole rows;
+    ess: of the weights as used; ess_ratio: of the ratios before the correction; ess_rows: of the rows' mean weights,
+    from which `step_scale` takes the root; ratio_p01 ... : quantiles of the ratio.
     """
     values = dict(zip(COLUMNS, sums[: len(COLUMNS)].tolist(), strict=True))
     empty = values["tokens"] <= 0
@@ -160,6 +167,8 @@ def metrics_of(sums: Tensor) -> dict[str, float]:
         "ess_ratio": _ess(values, "ratio", tokens),
         "ess_rows": _ess(values, "row_weight", rows),
         "clip_share": share["clipped"],
+        "dual_clip_share": share["dual_clipped"],
+        "approx_kl": share["moved"],
         "truncated_share": share["truncated"],
         "rejected_share": share["rejected"],
         **quantiles,

@@ -12,11 +12,13 @@ without gradient.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from learners.algorithms.tensors import masked, masked_variance
+from learners.algorithms.tensors import masked
 from learners.algorithms.types import TokenLoss
 
 
@@ -42,10 +44,17 @@ def value_loss(
     return TokenLoss(masked(torch.maximum(error, clipped) / 2, mask), (clipped > error) & mask)
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """`1 - Var(G - V) / Var(G)` over the mask of the whole batch, a scalar without gradient: 1 is a perfect critic, 0
-    one that says the mean; 0 where all returns are equal. It says when a critic is warm (arXiv 2503.01491)."""
-    targets, found = masked(returns.detach(), mask), masked(values.detach(), mask)
-    total = masked_variance(targets, mask)
-    share = 1 - masked_variance(targets - found, mask) / torch.where(total > 0, total, 1.0)
-    return torch.where(total > 0, share, torch.zeros_like(share))
+def explained_variance(sums: Mapping[str, float]) -> float:
+    """`1 - Var(G - V) / Var(G)` from sums over tokens of all ranks: 1 is a perfect critic, 0 one that says the mean; 0
+    where all returns are equal. It says when a critic is warm (arXiv 2503.01491).
+
+    `sums`: `tokens_sum`, and `_sum` and `_square_sum` of `return` (G) and `left` (G - V).
+    """
+    count = max(sums["tokens_sum"], 1.0)
+
+    def variance(name: str) -> float:
+        return sums[f"{name}_square_sum"] / count - (sums[f"{name}_sum"] / count) ** 2
+
+    whole = variance("return")
+    # Equal returns leave rounding behind, of about 1e-16 of their square.
+    return 1 - variance("left") / whole if whole > 1e-12 * (sums["return_square_sum"] / count) else 0.0

@@ -320,16 +320,3 @@ def test_a_missing_shard_of_the_critic_is_refused(model: Path, gang: Gang, two: 
     shutil.copy(two[1] / "checkpoint" / "shard_00001.safetensors", tmp_path)
     with pytest.raises(AsyncRLError, match="are not in"):
         FSDP2Backend(cases.make_config(model), gang).load(tmp_path)
-
-
-def test_explained_variance_from_sums() -> None:
-    """The example of the module; equal returns explain nothing."""
-
-    def sums(returns: list[float], values: list[float]) -> dict[str, float]:
-        goal, left = np.array(returns), np.array(returns) - np.array(values)
-        return {"tokens_sum": float(goal.size), "return_sum": goal.sum(), "return_square_sum": (goal**2).sum(),
-                "left_sum": left.sum(), "left_square_sum": (left**2).sum()}  # fmt: skip
-
-    assert critic_module.explained(sums([1, 1, 0, 0], [0.8, 0.8, 0.2, 0.2])) == pytest.approx(0.84)
-    assert critic_module.explained(sums([0.1] * 3, [0.5, 0.2, 0.1])) == 0
-    assert critic_module.explained(sums([1, 0], [0, 1])) == pytest.approx(-3)

@@ -94,6 +94,10 @@ def test_short_forms_and_off() -> None:
         (("loss=decoupled_ppo", "proximal=behaviour"), "there is no such pair"),
         (("advantage=vtrace", "loss=reinforce", "correction=tis"), "holds the truncated importance weight"),
         (("advantage=vtrace", "loss=ppo"), "is made for loss = 'reinforce'"),
+        (("loss=vespo", "correction=tis", "correction_options.level=sequence"), "once for each of them"),
+        (("loss=vespo", "correction=mis"), "level = 'sequence'"),  # its default
+        (("loss=gmpo", "correction=icepop"), "would silence its whole row"),
+        (("loss=gmpo", "correction=mis", "correction_options.level=token"), "would silence its whole row"),
         (("advantage=remax",), "set sampling.greedy_baseline = true"),
         (("advantage=prime",), "process rewards"),
         (("kl.where=loss", "kl.controller=adaptive"), "kl.where = 'reward'"),
@@ -103,6 +107,13 @@ def test_short_forms_and_off() -> None:
 )
 def test_a_combination_that_cannot_work_is_explained(overrides: tuple[str, ...], said: str) -> None:
     assert "config.conflict" in refused(*map(key, overrides)) and said in refused(*map(key, overrides))
+
+
+def test_weights_that_a_row_may_have_are_taken() -> None:
+    for overrides in (("loss=vespo", "correction=icepop"), ("loss=vespo", "correction=mis",
+                      "correction_options.level=geometric"), ("loss=gmpo", "correction=mis"),
+                      ("loss=gmpo", "correction=rejection"), ("loss=gspo", "correction=mis")):  # fmt: skip
+        assert made(*map(key, overrides))
 
 
 def test_auto_is_the_correction_that_is_right() -> None:
@@ -118,6 +129,9 @@ def test_surprises_are_noted() -> None:
     told = [*algorithms.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
     assert any("biased by their lag" in note for note in told) and any("no effect on loss" in note for note in told)
     assert list(algorithms.notes(made())) == []
+    (told,) = algorithms.notes(made(key("loss=kl_cov")))
+    assert "no effect before the second mini-batch" in told
+    assert list(algorithms.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
     found = {finding.name: finding.value for finding in check.derived(made())}
     assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
 
@@ -127,7 +141,7 @@ def test_surprises_are_noted() -> None:
 
 def test_presets_are_whole_and_read_back() -> None:
     wanted = {"grpo", "dapo", "dr_grpo", "gspo", "rloo", "remax", "reinforce_pp", "ppo", "cispo", "opo",
-              "grpo_decoupled", "vapo"}  # fmt: skip
+              "grpo_decoupled", "vapo", "luspo", "topr"}  # fmt: skip
     assert wanted <= set(presets.names())
     for name in presets.names():
         named = made(text=f'learner.algorithm.preset = "{name}"')

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from asyncrl import algorithms
-from asyncrl.config import AlgorithmConfig
+from asyncrl.algorithm_config import AlgorithmConfig, LagConfig
 from asyncrl.errors import ConfigError
-from learners.algorithms.corrections import correction_metrics, correction_sums, tis
+from learners.algorithms.aggregation import Denominators
+from learners.algorithms.corrections import tis
 from learners.algorithms.losses import ppo, reinforce
 from learners.algorithms.registry import (
     advantage_of,
@@ -23,6 +24,8 @@ from learners.algorithms.registry import (
     options_in,
 )
 from learners.algorithms.types import LossInputs
+from learners.backends.base import Micro
+from learners.update import loss_function
 
 NAMES = [(kind, name) for kind, entries in algorithms.TABLES.items() for name in entries]
 
@@ -74,6 +77,8 @@ def test_options_reach_the_loss_and_its_choice_of_tokens() -> None:
 def test_a_loss_with_one_aggregation_has_that_one() -> None:
     assert aggregation_of(AlgorithmConfig(loss="sapo", aggregation="token-mean")) == "seq-mean-token-mean"
     assert aggregation_of(AlgorithmConfig(loss="gspo", aggregation="token-sum")) == "token-sum"
+    assert aggregation_of(AlgorithmConfig(loss="luspo")) == "seq-mean-token-sum"  # GSPO without the length
+    assert function_of("loss", "luspo") is function_of("loss", "gspo")
 
 
 def test_decoupled_with_current_as_proximal_is_the_weighted_gradient_of_reinforce() -> None:
@@ -91,12 +96,24 @@ def test_decoupled_with_current_as_proximal_is_the_weighted_gradient_of_reinforc
     assert float(grads[0][3]) == pytest.approx(0.5 * 2.0)  # exp(2.8) truncated to 2
 
 
-def test_shares_count_what_was_clipped_and_capped() -> None:
-    behaviour = torch.zeros(4)
-    proximal = torch.tensor([0.0, 1.0, -1.0, 0.5])  # ratios 1, 2.72, 0.37, 1.65
-    mask = torch.tensor([True, True, True, False])
-    sums = {name: float(v) for name, v in correction_sums(proximal, behaviour, mask, cap=2.0).items()}
-    metrics = correction_metrics(sums, 3)
-    assert metrics["tis_capped_share"] == pytest.approx(1 / 3)
-    assert metrics["ratio_max"] == pytest.approx(np.e, rel=1e-5)
-    assert metrics["logprob_gap_mean"] == pytest.approx(2 / 3)
+@pytest.mark.parametrize("name", ["vespo", "gmpo", "ppo"])
+def test_age_scales_the_loss_of_a_row_not_the_ratio_inside_it(name: str) -> None:
+    """Two rows that are equal but for their weights by lag, 1 and 0.25."""
+    tokens = 3
+    behaviour = torch.tensor([-1.0, -2.0, -0.5]).repeat(2)
+    rows = torch.arange(2).repeat_interleave(tokens)
+    gains = torch.tensor([1.0, -1.0, 0.5]).repeat(2)
+    nothing = torch.zeros(2 * tokens, dtype=torch.int64)
+    micro = Micro(nothing[None], nothing[None], nothing, nothing, rows, behaviour, torch.ones(6).bool(), gains, nothing,
+                  torch.tensor([1.0, 0.25]), torch.zeros(2).bool())  # fmt: skip
+    grads = {}
+    for weight in ("off", "exp"):
+        current = (behaviour + torch.tensor([0.1, -0.2, 0.05]).repeat(2)).requires_grad_()
+        algorithm = AlgorithmConfig(loss=name, proximal="behaviour", lag=LagConfig(weight=weight))
+        value, _ = loss_function(algorithm, Denominators(6, 2))(current, torch.zeros(6), micro, 0)
+        value.backward()
+        assert current.grad is not None
+        grads[weight] = current.grad
+    assert bool(grads["off"].any())
+    torch.testing.assert_close(grads["exp"][:tokens], grads["off"][:tokens])
+    torch.testing.assert_close(grads["exp"][tokens:], 0.25 * grads["off"][tokens:])

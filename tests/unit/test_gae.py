@@ -13,7 +13,6 @@ from torch import Tensor
 
 from learners.algorithms.gae import (
     adaptive_lambdas,
-    explained_variance,
     gae,
     gae_decoupled,
     gae_length_adaptive,
@@ -137,15 +136,6 @@ def test_whitening_needs_two_values_and_sees_the_mask_alone() -> None:
     single[0, 0] = True
     assert not bool(masked_whiten(values, single).any())
     assert not bool(masked_whiten(values, torch.zeros_like(mask)).any())
-
-
-def test_explained_variance() -> None:
-    returns = torch.tensor([[1.0, 2.0, torch.nan, 4.0]])
-    mask = torch.tensor([[True, True, False, True]])
-    assert float(explained_variance(returns, returns, mask)) == pytest.approx(1.0)
-    assert float(explained_variance(returns, torch.zeros(1, 4), mask)) == pytest.approx(0.0)
-    assert float(explained_variance(returns, -returns, mask)) == pytest.approx(-3.0)
-    assert float(explained_variance(torch.ones(1, 4), returns, mask)) == 0
 
 
 def test_places_of_a_row() -> None:

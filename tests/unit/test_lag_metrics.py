@@ -101,6 +101,21 @@ def test_rejected_tokens_are_counted_and_rows_without_tokens_are_left_out() -> N
     assert metrics["chi2_token"] == pytest.approx((math.exp(2) + 2) / 3 - 1)
 
 
+def test_how_far_the_policy_moved_and_what_the_dual_clip_bounded() -> None:
+    proximal = torch.tensor([-1.0, -1.0, -2.0, math.nan], dtype=torch.float64)
+    current = torch.tensor([-1.5, -1.0, -1.0, math.nan], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([True, True, True, False])
+    tokens = (proximal, torch.zeros(4), mask, torch.tensor([0, 0, 1, 1]))
+    table = correction_table(*tokens, lags=torch.tensor([0, 3]), current=current,
+                             dual_clipped=torch.tensor([False, True, False, True]))  # fmt: skip
+    metrics = table_metrics(table)
+    assert not table.requires_grad
+    assert metrics["approx_kl"] == pytest.approx((0.5 + 0.0 - 1.0) / 3)
+    assert metrics["dual_clip_share"] == pytest.approx(1 / 3)
+    still = table_metrics(correction_table(*tokens, lags=torch.tensor([0, 3])))
+    assert still["approx_kl"] == still["dual_clip_share"] == 0
+
+
 def test_nothing_at_all_gives_zeros() -> None:
     empty = torch.zeros(0)
     for lags in (torch.zeros(0).long(), torch.tensor([3])):

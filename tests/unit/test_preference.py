@@ -90,12 +90,20 @@ def test_no_gradient_reaches_old_values_and_returns() -> None:
 
 
 def test_explained_variance() -> None:
-    returns, mask = torch.tensor([1.0, 2.0, 6.0, math.nan]), torch.tensor([True, True, True, False])
-    assert float(explained_variance(returns, returns, mask)) == 1.0
-    assert float(explained_variance(torch.full((4,), 3.0), returns, mask)) == 0.0
-    assert float(explained_variance(-returns, returns, mask)) == pytest.approx(-3.0)
-    assert float(explained_variance(returns, torch.ones(4), mask)) == 0.0
-    assert float(explained_variance(returns, returns, torch.zeros(4, dtype=torch.bool))) == 0.0
+    def found(returns: list[float], values: list[float]) -> float:
+        goal = torch.tensor(returns, dtype=torch.float64)
+        left = goal - torch.tensor(values, dtype=torch.float64)
+        return explained_variance({
+            "tokens_sum": float(goal.numel()), "return_sum": float(goal.sum()), "left_sum": float(left.sum()),
+            "return_square_sum": float((goal**2).sum()), "left_square_sum": float((left**2).sum()),
+        })  # fmt: skip
+
+    returns = [1.0, 2.0, 6.0]
+    assert found(returns, returns) == 1
+    assert found(returns, [3.0, 3.0, 3.0]) == pytest.approx(0)
+    assert found(returns, [-1.0, -2.0, -6.0]) == pytest.approx(-3)
+    assert found([1, 1, 0, 0], [0.8, 0.8, 0.2, 0.2]) == pytest.approx(0.84)
+    assert found([0.1] * 3, [0.5, 0.2, 0.1]) == found([], []) == 0
 
 
 @settings(max_examples=20, deadline=None)

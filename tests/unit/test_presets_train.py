@@ -67,6 +67,15 @@ def test_a_preset_trains(gang: Gang, model_dir: Path, tmp_path: Path, name: str)
     assert (ended == start) is warming and all(line["grad_norm"] > 0 for line in lines)
 
 
+def test_the_metrics_say_what_mini_batches_and_the_dual_clip_did(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
+    text = "learner.algorithm.loss = 'ppo'\nlearner.algorithm.loss_options = {{ dual_clip = 1.0001 }}\n" \
+           "learner.algorithm.minibatches = {}"  # fmt: skip
+    _, _, one = trained(gang, model_dir, tmp_path / "one", text.format(1))
+    _, _, three = trained(gang, model_dir, tmp_path / "three", text.format(3))
+    assert all(line["approx_kl"] == line["dual_clip_share"] == 0 for line in one)
+    assert all(line["approx_kl"] != 0 and 0 < line["dual_clip_share"] < 1 for line in three)
+
+
 CHOICES = {
     "m2po": 'correction = "m2po"',
     "mis": 'correction = "mis"\ncorrection_options = { level = "sequence", batch_normalize = true }',

@@ -1,0 +1,155 @@
+"""Do the algorithms learn? Reward curves of the presets, and of bounds against corrections, on the demo's tasks.
+
+    python benchmarks/learning.py presets [--seeds 1] [--steps 40] [--task running_sum] [--only dapo,ppo]
+    python benchmarks/learning.py staleness [--seeds 3] [--steps 40]
+    python benchmarks/learning.py table
+
+Every run is a whole one: `asyncrl launch all configs/quickstart.toml --preset NAME` with its processes, then the audit.
+Runs that stand in the results file already are not repeated (`--again` does); a run that ends with an error is kept as
+such. Writes benchmarks/results/learning.json after every run; `table` writes docs/learning.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
+PAGE = ROOT / "docs" / "learning.md"
+BOUNDS = (0, 1, 2, 4, 8)
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    "decoupled PPO": (),
+    "TIS": ('learner.algorithm.loss="reinforce"', 'learner.algorithm.correction="tis"'),
+    "none": ('learner.algorithm.loss="ppo"', 'learner.algorithm.correction="none"'),
+}
+#: What a preset needs beside itself to learn in 40 steps at this size; said in the table.
+EXTRA: dict[str, tuple[str, ...]] = {
+    "ppo": ("learner.critic.lr=1e-3", "learner.critic.critic_warmup=2"),
+    "vapo": ("learner.critic.lr=1e-3", "learner.critic.critic_warmup=2"),
+}
+
+
+def prepare(task: str) -> None:
+    """Model and prompts of the demo (made once)."""
+    command = [sys.executable, "-m", "asyncrl", "demo", "--task", task, "--prepare-only"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+
+
+def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int, seed: int) -> dict[str, Any]:
+    """One run: its reward curve and the audit's word."""
+    folder = ROOT / "runs" / "learning"
+    shutil.rmtree(folder, ignore_errors=True)
+    base = (
+        f"run.dir={folder}", f"run.seed={seed}", f"learner.steps={steps}", f"model.path=runs/models/{task}",
+        f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false", "log.archive=false",
+        "learner.checkpoint_every=1000", f'reward=[{{function="asyncrl.recipes.tasks:{task}_reward"}}]',
+    )  # fmt: skip
+    options = [word for setting in (*base, *settings) for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words, *options]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    metrics = folder / "metrics" / "learner.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    audit = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "audit", str(folder)], cwd=ROOT, capture_output=True, timeout=120, check=False
+    )
+    rewards = [round(float(line["reward_mean"]), 4) for line in lines]
+    values = [line.get(name, 0.0) for line in lines for name in ("loss", "grad_norm", "entropy")]
+    return {
+        "settings": [*words, *settings], "seed": seed, "steps": len(lines), "code": done.returncode,
+        "audit": audit.returncode, "finite": all(math.isfinite(value) for value in values), "rewards": rewards,
+        "first5": round(statistics.fmean(rewards[:5]), 4) if rewards else 0.0,
+        "last5": round(statistics.fmean(rewards[-5:]), 4) if rewards else 0.0,
+        "lag_mean": round(statistics.fmean(line["lag_mean"] for line in lines), 3) if lines else 0.0,
+        "ess": round(statistics.fmean(line.get("ess", 1.0) for line in lines), 4) if lines else 0.0,
+        "seconds": round(time.monotonic() - began, 1),
+        "error": "" if done.returncode == 0 else done.stdout[-600:],
+    }  # fmt: skip
+
+
+def known() -> dict[str, Any]:
+    """What was measured so far: run name -> result."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def measure(name: str, args: argparse.Namespace, words: list[str], settings: tuple[str, ...], seed: int) -> None:
+    """One run, unless it is known; written at once."""
+    found = known()
+    if name in found and not args.again:
+        return
+    found[name] = train(args.task, words, settings, steps=args.steps, seed=seed)
+    RESULTS.write_text(
+        json.dumps(dict(sorted(found.items())), indent=None, separators=(",", ":")).replace('},"', '},\n"') + "\n"
+    )
+    told = {key: found[name][key] for key in ("first5", "last5", "lag_mean", "code", "audit", "finite", "seconds")}
+    print(name, told, flush=True)
+
+
+def presets(args: argparse.Namespace) -> None:
+    """Every preset with every seed."""
+    names = sorted(path.stem for path in (ROOT / "configs" / "presets").glob("*.toml"))
+    wanted = args.only.split(",") if args.only else names
+    for seed in range(args.seeds):
+        for preset in wanted:
+            words = ["--preset", preset]
+            measure(f"{args.task}/{preset}/{seed}", args, words, EXTRA.get(preset, ()), seed)
+
+
+def staleness(args: argparse.Namespace) -> None:
+    """Bounds against corrections, interleaved."""
+    for seed in range(args.seeds):
+        for bound in BOUNDS:
+            for correction, settings in CORRECTIONS.items():
+                name = f"{args.task}/bound {bound}/{correction}/{seed}"
+                measure(name, args, [], (f"buffer.max_staleness={bound}", *settings), seed)
+
+
+def table(_: argparse.Namespace) -> None:
+    """docs/learning.md: the tables; what they say stands above them, by hand."""
+    rows = [(name.split("/"), run) for name, run in known().items()]
+    single = [(*name, run) for name, run in rows if len(name) == 3]
+    lines = ["| task | preset | seed | reward, first 5 -> last 5 of the steps | steps | mean lag | also set |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for task, preset, seed, run in single:
+        extra = ", ".join(f"`{setting}`" for setting in run["settings"][2:])
+        lines.append(f"| {task} | {preset} | {seed} | {run['first5']:.3f} -> {run['last5']:.3f} | {run['steps']} | "
+                     f"{run['lag_mean']:.2f} | {extra} |")  # fmt: skip
+    swept: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for name, run in rows:
+        if len(name) == 4:
+            swept.setdefault((name[0], name[1]), {}).setdefault(name[2], []).append(run["last5"])
+    lines += ["", f"| task | bound | {' | '.join(CORRECTIONS)} |", "| --- " * (2 + len(CORRECTIONS)) + "|"]
+    for (task, bound), found in sorted(swept.items()):
+        cells = [" ".join(f"{value:.3f}" for value in found.get(name, [])) for name in CORRECTIONS]
+        lines.append(f"| {task} | {bound} | {' | '.join(cells)} |")
+    text = PAGE.read_text() if PAGE.exists() else "# What the algorithms learn\n"
+    head = text.split("<!-- tables -->")[0].rstrip()
+    PAGE.write_text(head + "\n\n<!-- tables -->\n\n" + "\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Measure, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("presets", "staleness", "table"))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--task", default="running_sum")
+    parser.add_argument("--only", default="", help="presets, with commas between them")
+    parser.add_argument("--again", action="store_true", help="measure what is known too")
+    args = parser.parse_args()
+    if args.what != "table":
+        prepare(args.task)
+    {"presets": presets, "staleness": staleness, "table": table}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
