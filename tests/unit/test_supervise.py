@@ -380,7 +380,11 @@ def test_gang_under_torchrun(tmp_path: Path) -> None:
             os.write(1, text.encode() + b"\\n")
         signal.signal(signal.SIGTERM, lambda *_: (say("asked"), sys.exit(0)))
         say("rank " + os.environ["RANK"])
-        open(os.path.join(sys.argv[3], "up" + os.environ["RANK"]), "w").close()
+        up = lambda rank: os.path.join(sys.argv[3], "up" + rank)
+        open(up(os.environ["RANK"]), "w").close()
+        end = time.time() + 60
+        while not (os.path.exists(up("0")) and os.path.exists(up("1"))) and time.time() < end:
+            time.sleep(0.05)  # one that ends takes the other along, maybe before it spoke
         time.sleep(float(sys.argv[1]))
         sys.exit(int(sys.argv[2]))
     """)
