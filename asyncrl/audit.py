@@ -44,6 +44,7 @@ import msgspec
 from asyncrl.audit_found import Audit, render
 from asyncrl.audit_reader import Commit, Reader
 from asyncrl.audit_verdict import Expected, fork_of, judge
+from asyncrl.errors import UNREADABLE
 
 __all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_run", "render"]
 
@@ -73,13 +74,13 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[int], bool]:
             continue
         try:
             events.append(msgspec.json.decode(text, type=dict[str, Any]))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             damaged.append(number)
     if torn:
         try:  # whole, only its newline is missing
             events.append(msgspec.json.decode(texts[-1], type=dict[str, Any]))
             torn = False
-        except msgspec.DecodeError:
+        except UNREADABLE:
             pass
     return events, damaged, torn
 

@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.audit_found import Audit
 from asyncrl.audit_reader import Commit, Group, Reader
+from asyncrl.errors import UNREADABLE
 from asyncrl.lengths import Story, compare
 
 
@@ -222,5 +223,5 @@ def fork_of(root: Path) -> tuple[str, int]:
     try:
         found = msgspec.json.decode((root / "fork.json").read_bytes(), type=dict[str, object])
         return str(found["parent"]), int(str(found["step"]))
-    except (OSError, msgspec.DecodeError, KeyError, ValueError):
+    except (OSError, KeyError, *UNREADABLE):
         return "", 0

@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from asyncrl import wire
-from asyncrl.errors import WireError
+from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.wire import Buffer
 
 MAGIC = b"ARLBATCH"
@@ -119,7 +119,7 @@ def read(path: Path) -> BatchFile:
         start += size
     try:
         meta = msgspec.json.decode(frames[0], type=Meta)
-    except (msgspec.DecodeError, ValueError) as error:
+    except UNREADABLE as error:
         raise WireError("wire.decode", f"meta: {error}", where=str(path)) from None
     batch = wire.decode_header(frames[1])
     if not isinstance(batch, wire.Batch) or sum(len(head.records) for head in batch.groups) != count - 2:
@@ -134,7 +134,7 @@ def quarantined(folder: Path) -> dict[int, dict[int, str]]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             note = msgspec.json.decode(line, type=Note)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
         found.setdefault(note.step, {})[note.group] = note.reason
     return found

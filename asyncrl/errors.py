@@ -211,3 +211,8 @@ def error_for(code: str, message: str, *, where: str = "", remedy: str = "") -> 
         return AsyncRLError("internal", f"{code}: {message}", where=where, remedy=remedy)
     kind = _KINDS.get(code.split(".", maxsplit=1)[0], WorkError)
     return kind(code, message, where=where, remedy=remedy)
+
+
+# What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,
+# since text that is no UTF-8 raises UnicodeDecodeError (both are ValueErrors) and deep nesting RecursionError.
+UNREADABLE = (ValueError, RecursionError)

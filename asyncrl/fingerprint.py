@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 
 #: Fields of `config.json` that tools rewrite without changing the model.
 IGNORED = frozenset(
@@ -28,7 +28,7 @@ def model_fingerprint(path: str | Path, *, dtype: str) -> str:
     folder = Path(path)
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError("config.model", f"config.json: {error}", where=str(folder)) from None
     shape = {key: value for key, value in config.items() if key not in IGNORED}
     digest = hashlib.blake2b(msgspec.json.encode(shape, order="deterministic"), digest_size=16)

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, dump, load
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.rundir import RunDir, write_atomic
 
 FORK = "fork.json"
@@ -123,7 +123,7 @@ def copy_checkpoint(source: Path, target: Path) -> str:
         write_atomic(target / "manifest.json", manifest)
     except FileNotFoundError as error:
         raise AsyncRLError("learner.checkpoint", f"{error.filename} is gone", where=str(source)) from None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise AsyncRLError("learner.checkpoint", f"manifest.json: {error}", where=str(source)) from None
     return hashlib.blake2b(manifest, digest_size=16).hexdigest()
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.errors import UNREADABLE
+
 #: Families of names: a component of the reward, a lag.
 OPEN = ("reward/", "lag/")
 
@@ -171,6 +173,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for text in path.read_bytes().splitlines():
         try:
             lines.append(msgspec.json.decode(text))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
     return lines

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from asyncrl.errors import UNREADABLE
 from asyncrl.rundir import RunDir
 
 LOOK_S = 0.5
@@ -55,7 +56,7 @@ class JsonTail:
         for text in whole:
             try:
                 lines.append(msgspec.json.decode(text))
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
         return [line for line in lines if isinstance(line, dict)]
 

@@ -26,7 +26,7 @@ from asyncrl import batch_file
 from asyncrl.audit import read_events
 from asyncrl.audit_reader import Reader
 from asyncrl.config import Config, dump, load
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.fork import checkpoints_in
 from asyncrl.launch import python_path
 from asyncrl.metrics import read_lines
@@ -234,7 +234,7 @@ def lines_in(target: Path) -> list[Done]:
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise AsyncRLError("role.failed", f"the replay left no {path.name}: {error}", where="replay") from None
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.errors import UNREADABLE
+
 
 class Seen(msgspec.Struct, frozen=True):
     """One sign. `since`: wall time since when it waits without a break, 0 where it works."""
@@ -94,7 +96,7 @@ def read_signs(folder: Path) -> dict[str, Seen]:
     for path in sorted(folder.glob("*.json")):
         try:
             seen = msgspec.json.decode(path.read_bytes(), type=Seen)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             continue
         found[seen.name] = seen
     return found

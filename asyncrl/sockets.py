@@ -35,7 +35,7 @@ import msgspec
 import zmq
 import zmq.auth
 
-from asyncrl.errors import AsyncRLError, ConfigError, Unavailable, WireError, error_for
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, Unavailable, WireError, error_for
 from asyncrl.wire import (
     COPY_THRESHOLD_BYTES,
     REPLY,
@@ -109,7 +109,7 @@ def read_keys(path: Path) -> Keys:
     try:
         mode = path.stat().st_mode & 0o077
         keys = msgspec.json.decode(path.read_bytes(), type=Keys)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError("config.network", f"key file: {error}", where=str(path)) from None
     if mode:
         remedy = f"chmod 600 {path}"

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, load
-from asyncrl.errors import ConfigError, WireError
+from asyncrl.errors import UNREADABLE, ConfigError, WireError
 from asyncrl.rundir import RunDir
 from asyncrl.trace_archive import Words, words_of
 from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
@@ -137,7 +137,7 @@ def decoded(line: bytes) -> Event | None:
     """A line as an event; None where it is damaged."""
     try:
         event = msgspec.json.decode(line)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except UNREADABLE:
         return None
     return event if isinstance(event, dict) else None
 

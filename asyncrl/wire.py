@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from asyncrl.errors import WireError
+from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.versions import Runs
 
 SCHEMA: Final = 1
@@ -618,7 +618,7 @@ def decode_header(header: Buffer) -> Any:
     """The message of a header. Raises `WireError` like `decode`."""
     try:
         return _decoder.decode(header)
-    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
+    except (OverflowError, TypeError, *UNREADABLE) as error:
         raise WireError("wire.decode", f"header: {error}") from None
 
 
@@ -660,7 +660,7 @@ def decode_samples(header: Buffer) -> Samples:
     """A stored `Samples` header. Raises `WireError` like `decode`."""
     try:
         return _samples_decoder.decode(header)
-    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
+    except (OverflowError, TypeError, *UNREADABLE) as error:
         raise WireError("wire.decode", f"samples: {error}") from None
 
 

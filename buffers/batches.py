@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl import wire
-from asyncrl.errors import WireError
+from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, FloatArray, IntArray
 
@@ -70,7 +70,7 @@ def row_of(text: str) -> dict[str, Any]:
     """The row of a prompt; it came from a peer, so it may be anything."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError("wire.decode", f"row: {error}") from None
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, HandshakeError, WireError
+from asyncrl.errors import UNREADABLE, AsyncRLError, HandshakeError, WireError
 from asyncrl.lengths import LengthWatch
 from asyncrl.metrics import CATALOGUE, MetricsLog
 from asyncrl.rundir import RunDir, endpoint, run_id
@@ -139,7 +139,7 @@ class Desk:
         else:
             try:
                 changes = msgspec.json.decode(ask.changes, type=dict[str, Any])
-            except (msgspec.DecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 raise WireError("wire.decode", f"changes: {error}") from None
             number, changed, note = self.groups.tune(changes, author=ask.author, now=now)
         self._answer(call, wire.Tuned(number, msgspec.json.encode(changed).decode(), note))

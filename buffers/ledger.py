@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.modes import bound_of
 
 
@@ -215,7 +215,7 @@ def ledger_of(text: str) -> Ledger:
     """
     try:
         return msgspec.json.decode(text, type=Ledger) if text else Ledger()
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise AsyncRLError("learner.checkpoint", f"its ledger cannot be read: {error}") from None
 
 

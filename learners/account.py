@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import Fenced, StateLost
+from asyncrl.errors import UNREADABLE, Fenced, StateLost
 from asyncrl.rundir import write_atomic
 from buffers.client import epoch_of, grown_ledger
 
@@ -69,7 +69,7 @@ class EpochMark:
         """What the file says; epoch 0 where there is none, or none that can be read."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=_Mark)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             return _Mark(0, 0, "")
 
     def take(self, epoch: int) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.algorithm_config import AlgorithmConfig
-from asyncrl.errors import WireError
+from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.versions import lag, oldest_version
 from asyncrl.wire import Field, pack_arrays, unpack_arrays
 from learners import estimates
@@ -349,7 +349,7 @@ def decode_share(data: bytes | memoryview) -> tuple[Minibatch, ...]:
     end = 8 + int.from_bytes(view[:8], "little")
     try:
         head = msgspec.msgpack.decode(view[8:end], type=_ShareHead)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WireError("wire.decode", f"share of a rank: {error}") from None
     # A copy where the payload does not start at a multiple of 8 bytes: unaligned arrays are slow.
     arrays = unpack_arrays(head.fields, bytes(view[end:]))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.failpoints import failpoint
 from asyncrl.rundir import write_atomic
 from learners.backends.base import Backend
@@ -193,7 +193,7 @@ def problem_of(folder: Path) -> str:
             if _entry(folder / name) != entry:
                 return f"{name}: size or digest differs from the manifest"
         msgspec.json.decode((folder / STATE).read_bytes(), type=State)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         return str(error)
     return ""
 

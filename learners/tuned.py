@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.algorithms import overridden
 from asyncrl.config import LearnerConfig
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import UNREADABLE, AsyncRLError
 
 PREFIX = "learner.algorithm."
 
@@ -29,7 +29,7 @@ def tuned(learner: LearnerConfig, text: str) -> LearnerConfig:
         return learner
     try:
         overrides = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError) as error:
+    except UNREADABLE as error:
         raise AsyncRLError("tune.refused", f"{text!r}: {error}", where="learner") from None
     if unknown := ", ".join(sorted(key for key in overrides if not key.startswith(PREFIX))):
         raise AsyncRLError("tune.refused", f"{unknown}: no setting of the algorithm", where="learner")

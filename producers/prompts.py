@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import DataConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import load_object
 from producers.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ def _read_file(path: Path) -> Sequence[Any]:
             if not isinstance(rows, list):
                 raise ConfigError("config.data", "it is not a list of rows", where=str(path))
             return rows
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError("config.data", str(error), where=str(path)) from None
     raise ConfigError("config.data", f"unknown kind {path.suffix!r}: give .parquet, .jsonl or .json", where=str(path))
 
@@ -179,7 +179,7 @@ def _read_lines(path: Path) -> list[Any]:
         if line.strip():
             try:
                 rows.append(msgspec.json.decode(line))
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise ConfigError("config.data", str(error), where=f"{path}:{number}") from None
     return rows
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -126,6 +126,6 @@ class Tokenizer:
         file = self._folder / name
         try:
             tree = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise ConfigError("config.tokenizer", str(error), where=str(file)) from None
         return tree if isinstance(tree, dict) else {}

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.audit import Audit, audit_run
 from asyncrl.config import Config, load
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.metrics import read_lines
 from asyncrl.rundir import RunDir
 from asyncrl.supervise import Outcome
@@ -136,7 +136,7 @@ def read_object(path: Path) -> Line:
     """A JSON object of a file, empty where there is none."""
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return {}
     return value if isinstance(value, dict) else {}
 

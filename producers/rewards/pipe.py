@@ -3,7 +3,8 @@
 JSON and not msgpack, because rows may hold integers beyond 64 bits.
 
 Called by `producers.rewards.scorer` (parent) and `producers.rewards.child`. Guarantees: a frame is read whole or not at
-all; what does not decode raises `msgspec.DecodeError`. The parent gives the child untrusted rows as plain JSON values.
+all; what does not decode raises one of `asyncrl.errors.UNREADABLE`. The parent gives the child untrusted rows as plain
+JSON values.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.processes import in_group
 from producers.rewards.functions import RewardSample
 from producers.rewards.pipe import (
@@ -90,7 +88,7 @@ class Scorer:
             problem = ready.problem if isinstance(ready, Ready) else f"the child sent {type(ready).__name__}"
         except Silence:
             problem = f"{names}: importing took longer than {IMPORT_LIMIT_S:g} s"
-        except (Closed, msgspec.DecodeError):
+        except (Closed, *UNREADABLE):
             problem = f"{names}: the process ended while importing"
         if problem:
             self.close()
@@ -151,7 +149,7 @@ class Scorer:
         except TooMuch as error:
             self._ending = str(error)
             return left, culprit, "died"
-        except (Closed, msgspec.DecodeError, IndexError) as error:
+        except (Closed, IndexError, *UNREADABLE) as error:
             self._ending = self._exit_code() or str(error)
             return left, culprit, "died"
         return [], WHOLE_BATCH, ""

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import shutil
-import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,8 @@ from buffers.client import ProducerClient
 from weightsync.digest import digest_tensors
 from weightsync.receiver import Receiver
 
-RESTARTS = 5
+KILLS = ("after_commit", "before_commit", "after_step", "after_checkpointed", "after_commit")
+RESTARTS = len(KILLS)
 STEPS = 6
 
 
@@ -117,13 +115,8 @@ def test_f25_versions_grow_by_epoch(recorded: Recorded, tmp_path: Path) -> None:
     lab = recorded.fresh(tmp_path, steps=STEPS, extra="buffer.max_staleness=2;learner.checkpoint_every=1").serve()
     generator = Generator(lab)
     try:
-        for number in range(RESTARTS):
-            pid = lab.learner()
-            epoch = number + 1
-            lab.wait("steps", lambda at=epoch: any(c["epoch"] == at and c["step"] >= 3 for c in lab.history("commit")))
-            time.sleep(0.1)
-            os.kill(pid, signal.SIGKILL)
-            assert lab.end_of(pid) == -9, lab.tail()
+        for place in KILLS:
+            assert lab.end_of(lab.learner(failpoint=f"learner.{place}:kill:4")) == -9, lab.tail()
             shutil.rmtree(lab.run.checkpoints)
             lab.run.create()
         lab.finish()

@@ -68,6 +68,23 @@ def test_no_pickle_anywhere() -> None:
     assert bad == {}
 
 
+def too_narrow(source: str) -> list[str]:
+    """Every `except msgspec.DecodeError`: text that is no UTF-8 raises another ValueError (see errors.UNREADABLE)."""
+    handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler) and node.type]
+    return [
+        f"line {handler.lineno}: {node.attr}"
+        for handler in handlers
+        for node in ast.walk(handler.type or handler)
+        if isinstance(node, ast.Attribute) and node.attr in ("DecodeError", "MsgspecError")
+    ]
+
+
+def test_what_cannot_be_decoded_is_caught_whole() -> None:
+    assert len(too_narrow("try: f()\nexcept msgspec.DecodeError: pass\nexcept (OSError, m.MsgspecError): pass")) == 2
+    bad = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := too_narrow(path.read_text()))}
+    assert bad == {}
+
+
 ENDLESS = [
     "thread.join()", "process.wait()", "event.wait()", "process.communicate()", "process.wait(None)",
     "event.wait(timeout=None)", "queue.get()", "async def f(): await queue.get()", "lock.acquire()",
