@@ -29,7 +29,7 @@ def kill_once(lab: Lab, rng: random.Random) -> str:
     before = metrics_size(lab)
     pid = lab.learner()
     started = time.monotonic()
-    early = rng.random() < 0.3 or lab.committed() >= lab.steps - 4  # the run must not end before the last kill
+    early = rng.random() < 0.3 or lab.committed() >= lab.steps - 12  # the run must not end before the last kill
     if early:
         until = started + rng.uniform(0.0, 0.8)
         while time.monotonic() < until and metrics_size(lab) == before:
@@ -69,7 +69,7 @@ def killed_run(recorded: Recorded, folder: Path, figure: Figure, *, steps: int, 
 
 @pytest.mark.slow
 def test_f04_twenty_kills_end_with_the_same_bits(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
-    killed_run(recorded, tmp_path, figure, steps=40, kills=20)
+    killed_run(recorded, tmp_path, figure, steps=60, kills=20)
 
 
 @pytest.mark.chaos
