@@ -47,6 +47,8 @@ bench: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_wire.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_buffer.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_e2e.py
+	$(BIN)/python benchmarks/bench_logprobs.py
+	$(BIN)/python benchmarks/bench_packing.py
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -29,7 +29,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps logsumexp and entropy; backward computes the softmax again, chunk by chunk."""
+    """Forward keeps logsumexp and entropy; backward computes the softmax again, chunk by chunk, in place."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
@@ -42,8 +42,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = _logits(hidden[part], weight, bias, temperature)
             lse[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
-            probabilities = (logits - lse[part, None]).exp()
-            entropy[part] = lse[part] - (probabilities * logits).sum(-1)
+            probabilities = (logits - lse[part, None]).exp_()
+            entropy[part] = lse[part] - probabilities.mul_(logits).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
@@ -56,13 +56,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
         for start in range(0, targets.numel(), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logs = _logits(hidden[part], weight, bias, ctx.temperature) - lse[part, None]  # log-softmax
-            # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)
-            grad = -logs.exp() * (grad_logprobs[part, None] + grad_entropy[part, None] * (logs + entropy[part, None]))
+            logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
+            # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy); in two buffers of [n, V]
+            grad = logs.exp().neg_()
+            logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
+            grad.mul_(logs)
+            del logs
             grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
-            grad = grad / ctx.temperature
-            grad_hidden[part] = (grad.to(weight.dtype) @ weight).to(hidden.dtype)
-            grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            narrow = grad.to(weight.dtype)
+            grad_hidden[part] = (narrow @ weight).to(hidden.dtype)
+            if narrow.dtype == grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(narrow.T, hidden[part])
+            else:
+                grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
+from learners import attention
 from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_device
 from learners.backends.critic import Critic, wants_critic
 from learners.backends.reference import Reference
@@ -212,6 +213,8 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
     model.config.use_cache = False  # with a cache, packed rows are silently wrong
+    if config.model.attn_implementation == "auto" and wanted == "sdpa" and device.type == "cpu":
+        attention.install(model)
     if config.learner.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

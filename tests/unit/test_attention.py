@@ -1,0 +1,144 @@
+"""Attention by sequence: the same as alone in a row and as the dense mask, and a loud no where it could be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from asyncrl.config import parse
+from asyncrl.device import Device
+from asyncrl.errors import AsyncRLError
+from learners import attention
+from learners.backends.base import to_device
+from learners.backends.fsdp2 import load_model
+from learners.batch import Sample, packed_row, padded_rows
+from learners.logprobs import PolicyModel
+from learners.tiny_model import make_tiny_qwen3, save_model
+
+LENGTHS = (9, 1, 14, 2, 30)
+
+
+def samples() -> list[Sample]:
+    made = []
+    for number, length in enumerate(LENGTHS):
+        tokens = np.random.default_rng(number).integers(3, 20, length + 1).astype(np.int32)
+        made.append(Sample(tokens, 1, np.zeros(length, np.float32), np.ones(length, np.uint8), 0.0, number))
+    return made
+
+
+def qwen() -> torch.nn.Module:
+    return make_tiny_qwen3(21, hidden_size=32, layers=2, head_dim=8, mlp_size=48).double()
+
+
+def mistral(window: int) -> torch.nn.Module:
+    shape = MistralConfig(
+        vocab_size=21, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=window, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return MistralForCausalLM._from_config(shape, attn_implementation="sdpa").double().train()
+
+
+def outcome(model: torch.nn.Module, rows: list) -> dict[str, torch.Tensor]:  # type: ignore[type-arg]
+    """Log-probs, entropies and every gradient, from one or several rows of the same sequences."""
+    policy = PolicyModel(model, chunk_tokens=16)
+    policy.zero_grad()
+    found = [policy(t.input_ids, t.position_ids, t.positions, t.targets)
+             for t in (to_device(row, torch.device("cpu")) for row in rows)]  # fmt: skip
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+    ((logprobs * torch.linspace(-1, 1, logprobs.numel())).sum() + entropy.sum()).backward()
+    grads = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), **grads}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_a_packed_row_equals_its_sequences_alone_and_the_dense_mask() -> None:
+    model, made = qwen(), samples()
+    dense = outcome(model, [packed_row(made)])
+    assert attention.install(model) and model.config._attn_implementation == attention.BY_SEQUENCE
+    packed = outcome(model, [packed_row(made)])
+    same(packed, dense)
+    same(packed, outcome(model, [packed_row([one]) for one in made]))
+    same(packed, outcome(model, [padded_rows(made)]))
+
+
+def test_no_score_is_computed_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel is asked for: causal, and never wider than a sequence."""
+    model, widths = qwen(), []
+    attention.install(model)
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **given):  # type: ignore[no-untyped-def]
+        widths.append((query.shape[2], key.shape[2], given["attn_mask"] is None))
+        return kernel(query, key, value, **given)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    outcome(model, [packed_row(samples())])
+    assert widths == [(length + 1, length + 1, True) for length in LENGTHS] * 2
+
+
+@pytest.mark.parametrize("window", [4, 100])
+def test_a_window_keeps_its_dense_mask(window: int) -> None:
+    model, made = mistral(window), samples()
+    dense = outcome(model, [packed_row(made)])
+    assert attention.install(model)
+    same(outcome(model, [packed_row(made)]), dense)
+    wide = mistral(100)
+    assert attention.install(wide)
+    other = outcome(wide, [packed_row(made)])["logprobs"]
+    assert torch.allclose(other, dense["logprobs"]) is (window == 100), "the window counts"
+
+
+def test_checkpointing_changes_nothing() -> None:
+    model = qwen()
+    attention.install(model)
+    plain = outcome(model, [packed_row(samples())])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    same(outcome(model, [packed_row(samples())]), plain)
+
+
+def test_a_model_that_cannot_stays_as_it_is() -> None:
+    model = qwen()
+    model._supports_attention_backend = False
+    assert not attention.install(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_without_positions_is_refused() -> None:
+    heads = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(AsyncRLError, match="sdpa") as caught:
+        attention.attend(SimpleNamespace(is_causal=True), heads, heads, heads, None)
+    assert caught.value.code == "learner.packing"
+
+
+def test_lengths_of_sequences() -> None:
+    assert attention.sequence_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])) == [3, 1, 2]
+    assert attention.sequence_lengths(torch.tensor([[0]])) == [1]
+    assert attention.sequence_lengths(torch.tensor([[0, 1, 2], [0, 1, 2]])) == [3]
+    with pytest.raises(AsyncRLError):
+        attention.sequence_lengths(torch.tensor([[0, 1, 0], [0, 1, 2]]))
+    with pytest.raises(AsyncRLError):
+        attention.sequence_lengths(torch.zeros(3, 1, 4))
+
+
+@pytest.mark.parametrize(("wanted", "found"), [("auto", attention.BY_SEQUENCE), ("sdpa", "sdpa"), ("eager", "eager")])
+def test_the_learner_on_a_cpu_takes_it_where_nothing_is_named(tmp_path: Path, wanted: str, found: str) -> None:
+    save_model(tmp_path, make_tiny_qwen3(21, hidden_size=32, layers=1, head_dim=8, mlp_size=48))
+    config = parse(
+        f'model.path = "{tmp_path}"\nmodel.attn_implementation = "{wanted}"\ndata.source = "a:b"\n'
+        '[[reward]]\nfunction = "a:b"\n'
+    )
+    model = load_model(config, Device.find("cpu"))
+    assert model.config._attn_implementation == found
+    model.config.save_pretrained(tmp_path / "export")
+    assert attention.BY_SEQUENCE not in (tmp_path / "export/config.json").read_text()
