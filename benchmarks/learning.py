@@ -114,26 +114,77 @@ def staleness(args: argparse.Namespace) -> None:
 
 
 def table(_: argparse.Namespace) -> None:
-    """docs/learning.md: the tables; what they say stands above them, by hand."""
-    rows = [(name.split("/"), run) for name, run in known().items()]
-    single = [(*name, run) for name, run in rows if len(name) == 3]
-    lines = ["| task | preset | seed | reward, first 5 -> last 5 of the steps | steps | mean lag | also set |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for task, preset, seed, run in single:
-        extra = ", ".join(f"`{setting}`" for setting in run["settings"][2:])
-        lines.append(f"| {task} | {preset} | {seed} | {run['first5']:.3f} -> {run['last5']:.3f} | {run['steps']} | "
-                     f"{run['lag_mean']:.2f} | {extra} |")  # fmt: skip
-    swept: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for name, run in rows:
+    """docs/learning.md: the tables and curves; what they say stands above them, by hand."""
+    runs = [(name.split("/"), run) for name, run in known().items()]
+    single = {tuple(name): run for name, run in runs if len(name) == 3}
+    swept: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, run in runs:
         if len(name) == 4:
-            swept.setdefault((name[0], name[1]), {}).setdefault(name[2], []).append(run["last5"])
-    lines += ["", f"| task | bound | {' | '.join(CORRECTIONS)} |", "| --- " * (2 + len(CORRECTIONS)) + "|"]
-    for (task, bound), found in sorted(swept.items()):
-        cells = [" ".join(f"{value:.3f}" for value in found.get(name, [])) for name in CORRECTIONS]
-        lines.append(f"| {task} | {bound} | {' | '.join(cells)} |")
+            swept.setdefault(name[1], {}).setdefault(name[2], []).append(run)
+    lines = [*preset_rows(single), "", *sweep_rows(swept)]
     text = PAGE.read_text() if PAGE.exists() else "# What the algorithms learn\n"
     head = text.split("<!-- tables -->")[0].rstrip()
     PAGE.write_text(head + "\n\n<!-- tables -->\n\n" + "\n".join(lines) + "\n")
+    draw(
+        PAGE.with_name("learning-presets.png"), columns=5,
+        panels={preset: [("", run["rewards"])] for (_task, preset, _seed), run in sorted(single.items())},
+    )  # fmt: skip
+    draw(
+        PAGE.with_name("learning-staleness.png"), columns=len(CORRECTIONS),
+        panels={
+            f"{bound}, {correction}": [(f"seed {run['seed']}", run["rewards"]) for run in swept[bound][correction]]
+            for bound in sorted(swept) for correction in CORRECTIONS if correction in swept[bound]
+        },
+    )  # fmt: skip
+
+
+def preset_rows(single: dict[tuple[str, ...], dict[str, Any]]) -> list[str]:
+    """The table of the presets."""
+    lines = ["| preset | seed | reward, first 5 -> last 5 steps | steps | mean lag | finite, audit | also set |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for (_task, preset, seed), run in sorted(single.items()):
+        extra = ", ".join(f"`{setting}`" for setting in run["settings"][2:])
+        sound = f"{'yes' if run['finite'] else 'NO'}, {'OK' if run['audit'] == 0 and run['code'] == 0 else 'NOT OK'}"
+        lines.append(f"| {preset} | {seed} | {run['first5']:.3f} -> {run['last5']:.3f} | {run['steps']} | "
+                     f"{run['lag_mean']:.2f} | {sound} | {extra} |")  # fmt: skip
+    return lines
+
+
+def sweep_rows(swept: dict[str, dict[str, list[dict[str, Any]]]]) -> list[str]:
+    """The table of bounds against corrections: last 5 and middle steps, the seeds in turn, then their mean."""
+    lines = [f"| bound | mean lag | {' | '.join(CORRECTIONS)} |", "| --- " * (2 + len(CORRECTIONS)) + "|"]
+    for bound, found in sorted(swept.items()):
+        lag = statistics.fmean(run["lag_mean"] for runs in found.values() for run in runs)
+        cells = []
+        for correction in CORRECTIONS:
+            last = [run["last5"] for run in found.get(correction, [])]
+            middle = [statistics.fmean(run["rewards"][15:25]) for run in found.get(correction, [])]
+            means = f"; mean {statistics.fmean(last):.3f}, steps 16-25 {statistics.fmean(middle):.3f}" if last else ""
+            cells.append(" ".join(f"{value:.3f}" for value in last) + means)
+        lines.append(f"| {bound.removeprefix('bound ')} | {lag:.2f} | {' | '.join(cells)} |")
+    return lines
+
+
+def draw(path: Path, *, panels: dict[str, list[tuple[str, list[float]]]], columns: int) -> None:
+    """Reward over steps, one panel each, all on one scale. Needs matplotlib (`pip install asyncrl[bench]`)."""
+    from matplotlib.figure import Figure
+
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(2.4 * columns, 1.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        axis.set_axis_on()
+        axis.set_title(title, fontsize=8)
+        axis.set_ylim(0, 1)
+        axis.grid(visible=True, linewidth=0.3)
+        axis.tick_params(labelsize=6)
+        for label, rewards in curves:
+            axis.plot(range(1, len(rewards) + 1), rewards, linewidth=1, label=label)
+    figure.supxlabel("step", fontsize=8)
+    figure.supylabel("mean reward", fontsize=8)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
