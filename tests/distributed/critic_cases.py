@@ -1,4 +1,4 @@
-"""Run by `test_critic_ranks.py` under torchrun: policy and critic together, on several ranks; rank 0 writes results.
+"""Policy and critic together: `ranks` runs these cases on two ranks, `test_critic_ranks.py` on one as the reference.
 
 Whole steps as `learners.trial` makes them: values of all rows, GAE on the whole batch, both updates.
 """
@@ -6,13 +6,12 @@ Whole steps as `learners.trial` makes them: values of all rows, GAE on the whole
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from ranks import Batch, Group, GroupSample, settings
 
 from asyncrl import config as configuration
 from learners.backends.fsdp2 import FSDP2Backend
@@ -38,57 +37,16 @@ CASES = {
 SAME = ("small_rows", "padded", "offload", "checkpointing")
 
 
-class GroupSample(msgspec.Struct, frozen=True):
-    """What training reads of a sample."""
-
-    index: int
-    response: Any
-    logprobs: Any
-    reward: float
-    mask: Any = None
-    runs: Any = ()
-    finish: str = "stop"
-    parts: dict[str, float] = {}
-
-
-class Group(msgspec.Struct, frozen=True):
-    """What training reads of a group."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[GroupSample, ...]
-    bound: int = 4
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """What training reads of a batch."""
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
-    tuning: str = ""
-
-
 def make_config(model: Path, extra: str = "") -> configuration.Config:
-    return configuration.parse(
-        f"""
-model.path = "{model}"
-model.dtype = "float32"
-data.source = "a:b"
+    return settings(model, """
 data.max_prompt_tokens = 16
-sampling.max_new_tokens = 16
-learner.steps = 3
-learner.micro_batch_tokens = 96
-learner.optim.lr = 1e-3
 learner.algorithm.advantage = "gae"
 learner.critic.lr = 2e-3
 learner.critic.warmup_steps = 2
 learner.critic.max_grad_norm = 0.05
 [[reward]]
 function = "a:b"
-""",
-        overrides=[line for line in extra.split(";") if line],
-    )
+""", extra)  # fmt: skip
 
 
 def make_batch(step: int, groups: int = 6) -> Any:
@@ -190,17 +148,3 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     # In the second one the policy has not been trained yet: its optimizer has no state of its own.
     return results | {"resume": resume(model, gang, out / "checkpoint"),
                       "resume_warm": resume(model, gang, out / "warm", CASES["warmup"])}  # fmt: skip
-
-
-def main() -> None:
-    """`torchrun critic_cases.py MODEL OUT`."""
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    gang = Gang.join(make_config(model))
-    results = run_all(model, gang, out)
-    if gang.lead:
-        (out / "results.json").write_bytes(msgspec.json.encode(results))
-    gang.leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,13 @@
-"""Run by `test_fsdp2.py` under torchrun: all cases of the FSDP2 backend in one launch; rank 0 writes the results.
-
-The process group of one rank that the test itself makes runs the same cases as the reference.
-"""
+"""All cases of the FSDP2 backend: `ranks` runs them on two ranks, `test_fsdp2.py` on one as the reference."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from ranks import Batch, Group, GroupSample, settings
 
 from asyncrl import config as configuration
 from learners import update
@@ -26,24 +21,13 @@ STEPS = 3
 
 
 def make_config(model: Path, *, extra: str = "") -> configuration.Config:
-    overrides = [line for line in extra.split(";") if line]
-    return configuration.parse(
-        f"""
-model.path = "{model}"
-model.dtype = "float32"
-data.source = "a:b"
+    return settings(model, """
 data.max_prompt_tokens = 16
-sampling.max_new_tokens = 16
-learner.steps = 3
-learner.micro_batch_tokens = 96
-learner.optim.lr = 1e-3
 learner.optim.max_grad_norm = 0.05
 learner.algorithm.entropy_coeff = 0.01
 [[reward]]
 function = "a:b"
-""",
-        overrides=overrides,
-    )
+""", extra)  # fmt: skip
 
 
 def samples(count: int, seed: int) -> list[Sample]:
@@ -118,7 +102,18 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     results["half"] = half_precision(model, gang)
     results["poison"] = {how: poison(model, gang, how) for how in ("raises", "nan")}
     results["resume"] = resume(model, gang, out / "checkpoint")
-    return results
+    return results | words(gang)
+
+
+def words(gang: Gang) -> dict[str, Any]:
+    """What the collectives of the gang bring."""
+    parts = [f"part {number}".encode() * (number + 1) for number in range(gang.size)]
+    return {
+        "gather": [part.decode() for part in gang.gather(f"rank {gang.rank}".encode() * (gang.rank + 1))],
+        "share": gang.share(b"order" if gang.lead else None).decode(),
+        "scatter": [part.decode() for part in gang.gather(gang.scatter(parts if gang.lead else None))],
+        "total": gang.total({"x": gang.rank + 1.0, "y_max": float(gang.rank)}),
+    }
 
 
 def half_precision(model: Path, gang: Gang) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def through_a_trial(model: Path, gang: Gang, extra: str) -> dict[str, Any]:
             for i in range(3)
         )) for n in range(6))  # fmt: skip
         batch = Batch(step, 0, groups)
-        shares = trial.cut(batch)[1] if gang.lead else None  # type: ignore[arg-type]
+        shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, _ = trial.train(gang.scatter(shares), step=step, batch=given)
         assert not result.broken, result.broken
@@ -200,7 +195,7 @@ def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
     update.loss_of = broken  # type: ignore[assignment]
     try:
         batch = Batch(1, 0, groups)
-        shares = trial.cut(batch)[1] if gang.lead else None  # type: ignore[arg-type]
+        shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, left = trial.train(gang.scatter(shares), step=1, batch=given)
     finally:
@@ -208,36 +203,6 @@ def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
     values, _, names = digest(backend)
     return {"found": found, "metrics": [result.metrics], "broken": result.broken, "weights": values, "names": names,
             "left": [group.group for group in left.groups] if left is not None else []}  # fmt: skip
-
-
-class GroupSample(msgspec.Struct, frozen=True):
-    """What training reads of a sample."""
-
-    index: int
-    response: Any
-    logprobs: Any
-    reward: float
-    mask: Any = None
-    runs: Any = ((0, 1),)
-    finish: str = "stop"
-    parts: dict[str, float] = {}
-
-
-class Group(msgspec.Struct, frozen=True):
-    """What training reads of a group."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[GroupSample, ...]
-    bound: int = 4
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """What training reads of a batch."""
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
 
 
 def resume(model: Path, gang: Gang, folder: Path) -> dict[str, Any]:
@@ -265,22 +230,3 @@ def resume(model: Path, gang: Gang, folder: Path) -> dict[str, Any]:
               "layers": len(decoder_layers(backend._policy.model))}  # fmt: skip
     fresh.export_hf(folder.parent / "export")
     return result
-
-
-def main() -> None:
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    config = make_config(model)
-    gang = Gang.join(config)
-    results = run_all(model, gang, out)
-    results["gather"] = [part.decode() for part in gang.gather(f"rank {gang.rank}".encode() * (gang.rank + 1))]
-    results["share"] = gang.share(b"order" if gang.lead else None).decode()
-    results["scatter"] = gang.gather(gang.scatter([b"a", b"bb"] if gang.lead else None))[1].decode()
-    results["total"] = gang.total({"x": gang.rank + 1.0, "y_max": float(gang.rank)})
-    if gang.lead:
-        (out / "results.json").write_bytes(msgspec.json.encode(results))
-    gang.leave()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()

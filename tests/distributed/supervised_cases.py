@@ -1,13 +1,12 @@
-"""Run by `test_supervised_ranks.py` under torchrun: the modes on rows, on several ranks; rank 0 writes the results."""
+"""The modes on rows: `ranks` runs these cases on two ranks, `test_supervised_ranks.py` on one as the reference."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from ranks import settings
 
 from asyncrl import config as configuration
 from learners.backends.fsdp2 import FSDP2Backend
@@ -32,22 +31,12 @@ SAME = {"sft": ("sft_small_rows", "sft_padded"), "dpo": ("dpo_small_rows", "dpo_
 
 
 def make_config(model: Path, mode: str, extra: str = "") -> configuration.Config:
-    return configuration.parse(
-        f"""
-model.path = "{model}"
-model.dtype = "float32"
-data.source = "a:b"
+    return settings(model, f"""
 data.max_prompt_tokens = 8
 producers.engine = "dataset"
-sampling.max_new_tokens = 16
 sampling.group_size = {1 if mode == "sft" else 2}
 learner.mode = "{mode}"
-learner.steps = 3
-learner.micro_batch_tokens = 96
-learner.optim.lr = 1e-3
-""",
-        overrides=[line for line in extra.split(";") if line],
-    )
+""", extra)  # fmt: skip
 
 
 def units(count: int, seed: int, size: int) -> list[list[Sample]]:
@@ -84,21 +73,7 @@ def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dic
     return {"metrics": metrics, "weights": weights}
 
 
-def run_all(model: Path, gang: Gang) -> dict[str, Any]:
-    """Results by case."""
+def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
+    """Results by case. Nothing is written to `out`."""
     found = {name: case(model, gang, mode, extra) for name, (mode, extra) in CASES.items()}
     return found | {"few": case(model, gang, "dpo", "", count=1)}  # fewer pairs than ranks
-
-
-def main() -> None:
-    """`torchrun supervised_cases.py MODEL OUT`."""
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    gang = Gang.join(make_config(model, "sft"))
-    results = run_all(model, gang)
-    if gang.lead:
-        (out / "results.json").write_bytes(msgspec.json.encode(results))
-    gang.leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +19,11 @@ from learners.backends.fsdp2 import FSDP2Backend
 from learners.batch import decode_share
 from learners.gang import Gang
 from learners.score_model import load_scorer
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from learners.whole import Prepared
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 TOLD = ("value_loss", "value_clip_share", "value_mean", "return_mean", "explained_variance", "critic_grad_norm",
         "critic_lr", "loss", "grad_norm", "entropy", "lr")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer(folder)
-    save_model(folder, make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ENVIRONMENT:
-            patch.delenv(name, raising=False)
-        made = Gang.join(cases.make_config(Path("m")))
-        yield made
-        made.leave()
-        for name in ENVIRONMENT:
-            patch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Results of two ranks, all cases in one launch."""
-    out = tmp_path_factory.mktemp("two")
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-         "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    results = out / "results.json"  # not the exit code: Gloo has been seen to abort after the last line
-    assert results.exists(), done.stdout + done.stderr
-    return msgspec.json.decode(results.read_bytes()), out
-
-
-@pytest.fixture(scope="module")
-def one(model: Path, gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return cases.run_all(model, gang, tmp_path_factory.mktemp("one"))
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5) -> None:
@@ -90,7 +43,7 @@ def same(left: dict[str, Any], right: dict[str, Any], limit: float) -> None:
 
 @pytest.mark.parametrize("name", sorted(cases.CASES))
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
-    compare(two[0][name], one[name])
+    compare(two[0][name], one[0][name])
 
 
 @pytest.mark.parametrize("name", cases.SAME)
@@ -100,38 +53,38 @@ def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) 
 
 @pytest.mark.parametrize("name", ["minibatches", "sequence_mean", "bootstrap", "vtrace"])
 def test_settings_that_should_change_the_critic_do(one: Any, name: str) -> None:
-    assert one[name]["steps"][-1]["critic"] != one["plain"]["steps"][-1]["critic"]
+    assert one[0][name]["steps"][-1]["critic"] != one[0]["plain"]["steps"][-1]["critic"]
 
 
 def test_a_narrow_clip_is_told(one: Any) -> None:
     """With several mini-batches the second one's values have moved away from those of the step's start."""
-    assert one["plain"]["steps"][0]["metrics"]["value_clip_share"] == 0
-    assert one["narrow_clip"]["steps"][-1]["metrics"]["value_clip_share"] > 0
+    assert one[0]["plain"]["steps"][0]["metrics"]["value_clip_share"] == 0
+    assert one[0]["narrow_clip"]["steps"][-1]["metrics"]["value_clip_share"] > 0
 
 
 def test_length_adaptive_lambdas_change_the_policy_and_leave_the_critics_targets(one: Any) -> None:
-    vapo, plain = one["vapo"]["steps"][0], one["plain"]["steps"][0]
+    vapo, plain = one[0]["vapo"]["steps"][0], one[0]["plain"]["steps"][0]
     assert vapo["policy"] != plain["policy"] and vapo["critic"] == plain["critic"]
 
 
 def test_the_warm_up_trains_the_critic_alone(one: Any) -> None:
-    start, steps = one["warmup"]["start"], one["warmup"]["steps"]
+    start, steps = one[0]["warmup"]["start"], one[0]["warmup"]["steps"]
     assert steps[0]["policy"] == steps[1]["policy"] == start["policy"] != steps[2]["policy"]
     assert start["critic"] != steps[0]["critic"] != steps[1]["critic"]
     assert [step["metrics"]["lr"] for step in steps] == [0, 0, 1e-3]
     assert all(step["metrics"]["grad_norm"] > 0 for step in steps)
     # The policy does not touch the critic: two steps alone are those of a run that trains both.
-    assert steps[0]["critic"] == one["plain"]["steps"][0]["critic"]
+    assert steps[0]["critic"] == one[0]["plain"]["steps"][0]["critic"]
 
 
 def test_its_learning_rate_has_a_warm_up_of_its_own(one: Any) -> None:
-    rates = [step["metrics"]["critic_lr"] for step in one["plain"]["steps"]]
+    rates = [step["metrics"]["critic_lr"] for step in one[0]["plain"]["steps"]]
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3])
 
 
 @pytest.mark.parametrize("name", ["resume", "resume_warm"])
 def test_a_checkpoint_continues_bitwise(two: Any, one: Any, name: str) -> None:
-    for found in (two[0][name], one[name]):
+    for found in (two[0][name], one[0][name]):
         assert found["third"] == found["again"]
         for saved, loaded, after, again in (words.split() for words in found["digests"]):
             assert saved == loaded != after == again
@@ -211,12 +164,12 @@ def test_one_step_equals_plain_torch(model: Path, gang: Gang, one: Any) -> None:
     (total / tokens).backward()
     norm = torch.nn.utils.clip_grad_norm_(scorer.parameters(), 0.05)
     optimizer.step()
-    metrics = one["plain"]["steps"][0]["metrics"]
+    metrics = one[0]["plain"]["steps"][0]["metrics"]
     assert metrics["value_loss"] == pytest.approx(float(total.detach()) / tokens, abs=1e-6)
     assert metrics["critic_grad_norm"] == pytest.approx(float(norm), rel=1e-4) and float(norm) > 0.05
     assert metrics["return_mean"] == pytest.approx(np.mean(returns), abs=1e-6)
     assert metrics["explained_variance"] == pytest.approx(1 - np.var(errors) / np.var(returns), abs=1e-5)
-    for name, values in one["plain"]["steps"][0]["critic"].items():
+    for name, values in one[0]["plain"]["steps"][0]["critic"].items():
         wanted = scorer.get_parameter(name.removeprefix("model.")).detach().flatten()
         np.testing.assert_allclose(values, wanted, atol=1e-5, rtol=0, err_msg=name)
 

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsdp2_cases as cases
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from learners.update import train_step
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer(folder)
-    save_model(folder, make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ENVIRONMENT:
-            patch.delenv(name, raising=False)
-        made = Gang.join(cases.make_config(Path("m")))
-        yield made
-        made.leave()
-        for name in ENVIRONMENT:
-            patch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Results of two ranks, all cases in one launch."""
-    out = tmp_path_factory.mktemp("two")
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-         "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    results = out / "results.json"  # not the exit code: Gloo has been seen to abort after the last line
-    assert results.exists(), done.stdout + done.stderr
-    return msgspec.json.decode(results.read_bytes()), out
-
-
-@pytest.fixture(scope="module")
-def one(model: Path, gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    out = tmp_path_factory.mktemp("one")
-    return cases.run_all(model, gang, out), out
+pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5) -> None:
@@ -212,7 +163,7 @@ def test_poison_on_one_rank_is_found_by_all(two: Any, one: Any, how: str) -> Non
 def test_orders_and_sums_reach_every_rank(two: Any) -> None:
     results = two[0]
     assert results["gather"] == ["rank 0", "rank 1rank 1"]
-    assert results["share"] == "order" and results["scatter"] == "bb"
+    assert results["share"] == "order" and results["scatter"] == ["part 0", "part 1part 1"]
     assert results["total"] == {"x": 3.0, "y_max": 1.0}
 
 

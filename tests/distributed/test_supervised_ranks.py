@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import supervised_cases as cases
@@ -19,50 +14,8 @@ from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
 from learners.sft import Example, collate, completion_loss
 from learners.supervised import minibatch, train_step
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer(folder)
-    save_model(folder, make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ENVIRONMENT:
-            patch.delenv(name, raising=False)
-        made = Gang.join(cases.make_config(Path("m"), "sft"))
-        yield made
-        made.leave()
-        for name in ENVIRONMENT:
-            patch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("two")
-    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-         "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    results = out / "results.json"  # not the exit code: Gloo has been seen to abort after the last line
-    assert results.exists(), done.stdout + done.stderr
-    found: dict[str, Any] = msgspec.json.decode(results.read_bytes())
-    return found
-
-
-@pytest.fixture(scope="module")
-def one(model: Path, gang: Gang) -> dict[str, Any]:
-    return cases.run_all(model, gang)
+pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5) -> None:
@@ -77,24 +30,24 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
 
 @pytest.mark.parametrize("name", [*cases.CASES, "few"])
 def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
-    compare(two[name], one[name])
+    compare(two[0][name], one[0][name])
 
 
 @pytest.mark.parametrize(("name", "other"), [(name, other) for name, others in cases.SAME.items() for other in others])
 def test_rows_and_padding_do_not_change_the_result(one: Any, name: str, other: str) -> None:
-    compare(one[other], one[name])
+    compare(one[0][other], one[0][name])
 
 
 def test_the_modes_differ_and_the_reward_model_has_a_head(one: Any) -> None:
-    assert one["dpo"]["metrics"][2]["loss"] != one["ipo"]["metrics"][2]["loss"]
-    assert "score.weight" in one["reward_model"]["weights"] and "score.weight" not in one["dpo"]["weights"]
+    assert one[0]["dpo"]["metrics"][2]["loss"] != one[0]["ipo"]["metrics"][2]["loss"]
+    assert "score.weight" in one[0]["reward_model"]["weights"] and "score.weight" not in one[0]["dpo"]["weights"]
     for name in ("dpo", "reward_model"):
-        last = one[name]["metrics"][2]
+        last = one[0][name]["metrics"][2]
         assert last["score_margin"] == pytest.approx(last["chosen_score"] - last["rejected_score"], abs=1e-12)
 
 
 def test_dpo_starts_at_log_2_and_its_reference_does_not_move(one: Any) -> None:
-    first, _, last = one["dpo"]["metrics"]
+    first, _, last = one[0]["dpo"]["metrics"]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert (first["chosen_score"], first["rejected_score"]) == (0.0, 0.0)
     assert last["chosen_score"] != 0.0

@@ -1,0 +1,45 @@
+"""Fixtures of the tests on several ranks; a test module says by `CASES` which case module it is about."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+from learners.gang import Gang
+
+
+def _home(factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this test run have in common."""
+    base = factory.getbasetemp()
+    return base.parent if base.name.startswith("popen-") else base
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model; that of every worker has the same weights."""
+    return ranks.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    """Of a module, not of the session: other tests of this process join groups of their own."""
+    with ranks.alone() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of two ranks by case, and their folder: of one launch for all modules."""
+    return ranks.results_in(ranks.launched(_home(tmp_path_factory), model), request.module.cases.__name__)
+
+
+@pytest.fixture(scope="module")
+def one(request: pytest.FixtureRequest, model: Path, gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same cases on one rank, and their folder."""
+    out = tmp_path_factory.mktemp("one")
+    return importlib.import_module(request.module.cases.__name__).run_all(model, gang, out), out
