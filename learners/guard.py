@@ -57,7 +57,7 @@ def backward(
         sums = train(micro, guard)
     except FATAL:
         raise
-    except Exception as error:
+    except Exception as error:  # a group may make the model raise anything (an id outside its embedding): it is told
         if gang.size > 1:  # the others wait in a collective of the model: only a restart of the gang helps
             raise
         return {}, guard.why or reason_of("model", error)
