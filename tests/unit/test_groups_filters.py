@@ -6,7 +6,7 @@ import doctest
 from typing import Any
 
 import pytest
-from test_groups import Run, settings
+from groups_run import Run, settings
 
 import buffers.filters
 from asyncrl.errors import AsyncRLError

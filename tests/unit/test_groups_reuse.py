@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from test_groups import Run
+from groups_run import Run
 
 import buffers.reuse
 from asyncrl.wire import SampleHead, Samples

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_groups import Run
+from groups_run import Run
 
 import buffers.tuning
 from asyncrl.errors import AsyncRLError
