@@ -27,7 +27,7 @@ from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 MODULES = ("fsdp2_cases", "critic_cases", "supervised_cases")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-LAUNCH_S = 400
+LAUNCH_S = 480
 #: Of every case; the rest is the case module's own.
 SETTINGS = """
 model.path = "{model}"

@@ -352,9 +352,14 @@ def _rank(config: Config, batches: Sequence[LabBatch], gang: ThreadGang, dtype: 
 def required_options(kind: str, name: str) -> dict[str, Any]:
     """A value for every option of a registered function that has no default."""
     values = {"float": 0.7, "int": 2, "bool": True, "str": "a", "list": []}
-    table = option_table()[kind][name]
+    table = _options()[kind][name]
     return {
         key: known["types"][0][0] if isinstance(known["types"][0], list) else values[known["types"][0]]
         for key, known in table.items()
         if known["default"] == "required"
     }
+
+
+@functools.cache
+def _options() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    return option_table()

@@ -3,6 +3,7 @@ formula, and the rules for all of them: rows may stand in any order, be padded a
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_formulas import FORMULAS, Token
+from step_lab import required_options
 from torch import Tensor
 
 from asyncrl import algorithms
+from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import ConfigError
-from learners.algorithms import losses
+from learners.algorithms import losses, registry
 from learners.algorithms.aggregation import MODES, aggregate, count
 from learners.algorithms.types import LossInputs, TokenLoss
 
@@ -112,6 +115,24 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, options: dict[
             (coefficients * spelled_out(name, options, inputs, moved=place, by=by)).sum() for by in (step, -step)
         )
         assert float(gradient[place]) == pytest.approx(float(up - down) / (2 * step), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", algorithms.LOSSES)
+def test_every_name_of_the_registry_as_the_learner_calls_it(name: str) -> None:
+    """Its function with the options of the configuration, and with the tokens that it chooses over the whole batch."""
+    algorithm = AlgorithmConfig(loss=name, loss_options=required_options("loss", name))
+    found, inputs = registry.choose(algorithm, "loss"), batch([5, 1, 4, 6], 3)._replace(chosen=None)
+    chooser = registry.chooser_of(algorithm)
+    chosen = torch.zeros_like(inputs.mask) if chooser is None else chooser(inputs)
+    inputs, formula = inputs._replace(chosen=chosen), found.function.__name__
+    known = inspect.signature(FORMULAS[formula]).parameters
+    options = {key: value for key, value in found.options.items() if key in known}
+    loss = registry.loss_of(algorithm)(inputs).loss
+    torch.testing.assert_close(loss, spelled_out(formula, options, inputs), rtol=1e-9, atol=1e-9)
+    (gradient,) = torch.autograd.grad(loss.sum(), inputs.current)
+    for place in range(16):
+        up, down = (spelled_out(formula, options, inputs, moved=place, by=by).sum() for by in (1e-6, -1e-6))
+        assert float(gradient[place]) == pytest.approx(float(up - down) / 2e-6, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncrl.config import PreferenceConfig
 from asyncrl.errors import ConfigError
-from learners.algorithms import entropy, preference, supervised
+from learners.algorithms import entropy, preference, supervised, values
 from learners.algorithms.tensors import masked
 from learners.algorithms.values import explained_variance, value_loss
 
@@ -66,6 +69,22 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         step = torch.zeros(8, dtype=torch.float64).index_fill(0, torch.tensor([place]), 1e-6)
         wanted = float(value(start + step) - value(start - step)) / 2e-6
         assert float(gradient[place]) == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+
+
+def test_no_loss_of_these_modules_is_left_out() -> None:
+    """Every public function that gives a loss stands in `SMOOTH` by its name, DPO with each of its kinds."""
+    helpers = {"next_token_mask", "explained_variance", "online_pairs", "softmean", "sppo_targets"}  # no losses
+    public = {
+        name.removesuffix("_loss").removesuffix("_lm")
+        for module in (supervised, preference, values)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and name[0] != "_"
+        and name not in helpers
+    }  # fmt: skip
+    assert public == {name.split()[0] for name in SMOOTH}
+    kinds = typing.get_args(typing.get_type_hints(PreferenceConfig)["loss"])
+    assert set(kinds) == set(typing.get_args(preference.DPOKind))
+    assert set(kinds) == {name.split()[1] for name in SMOOTH if name.startswith("dpo")}
 
 
 # ---------------------------------------------------------------- values
