@@ -208,6 +208,12 @@ class Lab:
         """As the buffer was told it; version 0 by whoever comes first."""
         return next((line["digest"] for line in self.history("commit") if line["version"] == version), "start")
 
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         for pid in self.learners:
             if self.children.running(pid):
@@ -236,6 +242,13 @@ class Lab:
         """One more learner, to the end of the run."""
         code = self.end_of(self.learner(), timeout)
         assert code == 0, self.tail()
+
+    def assert_ends(self, pid: int, wanted: dict[str, Any], **accounted: int) -> None:
+        """This learner ends by itself; nothing is lost or doubled; the result is that of the run without a fault."""
+        code = self.end_of(pid, 120)
+        assert code == 0, self.tail()
+        self.assert_accounted(**accounted)
+        assert self.result() == wanted
 
     def wait(self, what: str, condition: Callable[[], bool], timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout

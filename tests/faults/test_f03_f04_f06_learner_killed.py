@@ -74,9 +74,7 @@ def killed_everywhere(recorded: Recorded, tmp_path: Path, figure: Figure, *, rou
                 assert first["groups"] == next(line["groups"] for line in claims_of(lab, epoch))
         for place in AT_THE_END:
             kill_at(lab, place)
-        lab.finish()
-        lab.assert_accounted()
-        assert lab.result() == wanted
+        lab.assert_ends(lab.learner(), wanted)
         figure(f"killed at {len(places) + len(AT_THE_END)} places x {rounds}, {len(lab.learners)} learners, same bits")
     finally:
         lab.close()

@@ -34,8 +34,7 @@ def damages(data: bytes, rng: random.Random) -> dict[str, bytes | None]:
 def test_f05_the_one_before_serves_and_the_bits_are_the_same(recorded: Recorded, tmp_path: Path) -> None:
     rng = seed_of("damage")
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "damaged", steps=STEPS).serve()
-    try:
+    with recorded.lab(tmp_path / "damaged", steps=STEPS).serve() as lab:
         assert lab.end_of(lab.learner(failpoint="learner.before_checkpointed:kill:2")) == -9
         root = lab.run.checkpoints
         assert checkpoint.steps_in(root) == [4, 2]
@@ -71,5 +70,3 @@ def test_f05_the_one_before_serves_and_the_bits_are_the_same(recorded: Recorded,
             checkpoint.newest(root, say=str)
         assert caught.value.code == "learner.checkpoint"
         assert lab.end_of(lab.learner()) == 1 and "error[learner.checkpoint]" in lab.said()
-    finally:
-        lab.close()

@@ -36,9 +36,8 @@ PLACES = {"after_claim": (5, 5), "before_commit": (5, 5), "after_commit": (5, 5)
 @pytest.mark.parametrize("place", PLACES)
 def test_f09_all_is_lost_and_the_learner_goes_on(recorded: Recorded, tmp_path: Path, place: str) -> None:
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "lost", steps=STEPS).serve()
     count, step = PLACES[place]
-    try:
+    with recorded.lab(tmp_path / "lost", steps=STEPS).serve() as lab:
         pid = stop_at(lab, place, count)
         lab.lose_store()
         lab.serve("buffer")
@@ -50,19 +49,14 @@ def test_f09_all_is_lost_and_the_learner_goes_on(recorded: Recorded, tmp_path: P
         assert f"step_{step:06d}" in {path.name for path in lab.run.checkpoints.iterdir()}  # durable before it was said
         assert lab.status()["ledger"]["retired"] == step * B
         lab.produce(version=step, count=(STEPS - step) * B)
-        assert lab.end_of(pid) == 0, lab.tail()
-        lab.assert_accounted(learner_starts=2)
-        assert lab.result() == wanted  # the contents of a group depend on its number alone
-    finally:
-        lab.close()
+        lab.assert_ends(pid, wanted, learner_starts=2)  # the contents of a group depend on its number alone
 
 
 @pytest.mark.slow
 def test_f09_an_older_copy_of_the_store_is_noticed(recorded: Recorded, tmp_path: Path) -> None:
     """As a Redis that lost its last seconds: the epoch is the same, the committed step is lower."""
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "older", steps=STEPS, extra="learner.checkpoint_every=100").serve()
-    try:
+    with recorded.lab(tmp_path / "older", steps=STEPS, extra="learner.checkpoint_every=100").serve() as lab:
         pid = stop_at(lab, "after_commit", 2, 4)
         lab.kill_service("buffer")
         older = tmp_path / "copy"
@@ -83,16 +77,13 @@ def test_f09_an_older_copy_of_the_store_is_noticed(recorded: Recorded, tmp_path:
         assert len(registered) == 2 and registered[1]["step"] >= 4 and registered[1]["epoch"] == 2
         lab.assert_accounted()
         assert lab.result() == wanted
-    finally:
-        lab.close()
 
 
 @pytest.mark.slow
 def test_f09_lost_with_the_learner_too(recorded: Recorded, tmp_path: Path) -> None:
     """Store and learner are gone: the checkpoint's ledger alone keeps what was trained from being trained again."""
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "both", steps=STEPS).serve()
-    try:
+    with recorded.lab(tmp_path / "both", steps=STEPS).serve() as lab:
         assert lab.end_of(lab.learner(failpoint="learner.after_commit:kill:5")) == -9  # the checkpoint is of step 4
         assert lab.end_of(lab.learner(failpoint="learner.after_register:kill:1")) == -9  # epoch 2 is in no checkpoint
         lab.lose_store()
@@ -101,8 +92,4 @@ def test_f09_lost_with_the_learner_too(recorded: Recorded, tmp_path: Path) -> No
         lab.wait("the registration", lambda: len(lab.history("register")) == 3)
         assert lab.history("register")[2]["epoch"] == 3  # the new store knows of no epoch, the run folder does
         lab.produce(version=4, count=(STEPS - 4) * B)
-        assert lab.end_of(pid) == 0, lab.tail()
-        lab.assert_accounted()
-        assert lab.result() == wanted
-    finally:
-        lab.close()
+        lab.assert_ends(pid, wanted)

@@ -29,8 +29,7 @@ EXTRA = "learner.checkpoint_every=100;network.request_timeout_s=3"
 @pytest.mark.parametrize("place", ["after_claim", "before_commit", "after_commit"])
 def test_f10_a_checkpoint_first_then_69(recorded: Recorded, tmp_path: Path, place: str) -> None:
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "gone", steps=STEPS, extra=EXTRA).serve()
-    try:
+    with recorded.lab(tmp_path / "gone", steps=STEPS, extra=EXTRA).serve() as lab:
         pid = stop_at(lab, place, 4)
         lab.kill_service("buffer")
         os.kill(pid, signal.SIGCONT)
@@ -49,8 +48,6 @@ def test_f10_a_checkpoint_first_then_69(recorded: Recorded, tmp_path: Path, plac
         lab.assert_accounted(replayed_steps=0)
         assert lab.result() == wanted
         print(f"{place}: exit 69 after {took:.1f} s, deadline {DEADLINE_S:g} s")
-    finally:
-        lab.close()
 
 
 @pytest.mark.slow
@@ -58,8 +55,7 @@ def test_f10_asked_to_stop_while_the_buffer_is_dead(recorded: Recorded, tmp_path
     """And all of the store is lost before the next start: what step 4 trained is known from the checkpoint alone."""
     wanted = recorded.reference(tmp_path, steps=STEPS)
     extra = EXTRA.replace("request_timeout_s=3", "request_timeout_s=60")
-    lab = recorded.lab(tmp_path / "asked", steps=STEPS, extra=extra).serve()
-    try:
+    with recorded.lab(tmp_path / "asked", steps=STEPS, extra=extra).serve() as lab:
         pid = stop_at(lab, "before_commit", 4)
         lab.lose_store()
         os.kill(pid, signal.SIGTERM)
@@ -73,11 +69,7 @@ def test_f10_asked_to_stop_while_the_buffer_is_dead(recorded: Recorded, tmp_path
         pid = lab.learner()
         lab.wait("the registration", lambda: len(lab.history("register")) == 2)
         lab.produce(version=4, count=(STEPS - 4) * B)
-        assert lab.end_of(pid) == 0, lab.tail()
-        lab.assert_accounted(replayed_steps=0)
-        assert lab.result() == wanted
-    finally:
-        lab.close()
+        lab.assert_ends(pid, wanted, replayed_steps=0)
 
 
 @pytest.mark.slow
@@ -113,9 +105,7 @@ def test_f10_redis_is_gone_for_good(recorded: Recorded, tmp_path: Path) -> None:
             pid = lab.learner()
             lab.wait("the registration", lambda: len(lab.history("register")) == 2)
             lab.produce(version=4, count=(STEPS - 4) * B)
-            assert lab.end_of(pid) == 0, lab.tail()
-            lab.assert_accounted()
-            assert lab.result() == wanted
+            lab.assert_ends(pid, wanted)
         finally:
             lab.close()
             redis.kill()

@@ -16,8 +16,7 @@ STEPS = 8
 @pytest.mark.slow
 def test_f23_one_failure_costs_nothing(recorded: Recorded, tmp_path: Path) -> None:
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "once", steps=STEPS).serve()
-    try:
+    with recorded.lab(tmp_path / "once", steps=STEPS).serve() as lab:
         code = lab.end_of(lab.learner(failpoint="learner.checkpoint_shard:enospc:2,learner.checkpoint_state:enospc:2"))
         assert code == 0, lab.tail()
         failures = {line["step"]: line["checkpoint_failures"] for line in lab.lines()}
@@ -28,16 +27,13 @@ def test_f23_one_failure_costs_nothing(recorded: Recorded, tmp_path: Path) -> No
         assert sorted(path.name for path in lab.run.checkpoints.iterdir()) == ["step_000002", "step_000008"]
         lab.assert_accounted()
         assert lab.result() == wanted
-    finally:
-        lab.close()
 
 
 @pytest.mark.slow
 def test_f23_three_in_a_row_end_the_learner(recorded: Recorded, tmp_path: Path) -> None:
     """By the kernel: no file of this process may grow beyond a size that a checkpoint's tensors exceed."""
     wanted = recorded.reference(tmp_path, steps=STEPS)
-    lab = recorded.lab(tmp_path / "limit", steps=STEPS, extra="learner.checkpoint_failures=2").serve()
-    try:
+    with recorded.lab(tmp_path / "limit", steps=STEPS, extra="learner.checkpoint_failures=2").serve() as lab:
         assert lab.end_of(lab.learner(failpoint="learner.after_checkpointed:kill:1")) == -9
         whole = {path.name: path.read_bytes() for path in (lab.run.checkpoints / "step_000002").iterdir()}
         limit = len(whole["shard_00000.safetensors"]) * 3 // 4
@@ -49,11 +45,7 @@ def test_f23_three_in_a_row_end_the_learner(recorded: Recorded, tmp_path: Path) 
         left = lab.run.checkpoints / "step_000002"
         assert {path.name: path.read_bytes() for path in left.iterdir()} == whole
         assert [path.name for path in lab.run.checkpoints.iterdir()] == ["step_000002"]
-        lab.finish()
-        lab.assert_accounted()
-        assert lab.result() == wanted
-    finally:
-        lab.close()
+        lab.assert_ends(lab.learner(), wanted)
 
 
 @pytest.mark.slow
@@ -74,9 +66,7 @@ def test_f23_a_small_file_system(recorded: Recorded, tmp_path: Path) -> None:
         pid = lab.learner()
         lab.wait("a failure", lambda: "bytes are free, the last checkpoint has" in lab.said())
         filler.unlink()
-        assert lab.end_of(pid) == 0, lab.tail()
-        lab.assert_accounted()
-        assert lab.result() == wanted
+        lab.assert_ends(pid, wanted)
     finally:
         lab.close()
         subprocess.run(["umount", str(lab.run.checkpoints)], capture_output=True, timeout=20, check=False)

@@ -28,8 +28,7 @@ PLACES = [
 
 @pytest.mark.slow
 def test_f26_the_second_one_names_the_first(recorded: Recorded, tmp_path: Path) -> None:
-    lab = recorded.lab(tmp_path, steps=STEPS).serve()
-    try:
+    with recorded.lab(tmp_path, steps=STEPS).serve() as lab:
         first = lab.learner(failpoint="learner.after_claim:3:2")  # it trains slowly, its heart beats
         lab.wait("its registration", lambda: bool(lab.history("register")))
         second = lab.learner()
@@ -38,8 +37,6 @@ def test_f26_the_second_one_names_the_first(recorded: Recorded, tmp_path: Path) 
         assert "error[learner.duplicate]" in said and f"pid {first} on" in said and "was heard of" in said
         assert lab.end_of(first) == 0, lab.tail()
         lab.assert_accounted(learner_starts=1)
-    finally:
-        lab.close()
 
 
 @pytest.mark.slow
