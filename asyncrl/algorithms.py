@@ -101,7 +101,6 @@ TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, 
 GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correction": "asyncrl.corrections"}
 #: What a run cannot offer yet, by the word in `Entry.needs`.
 MISSING = {
-    "square_sums": "sums of squared probabilities over the vocabulary",
     "process": "process rewards of a reward model",
 }
 

@@ -62,6 +62,7 @@ class ModelNumbers(NamedTuple):
     reference: Sequence[Array] | None = None
     values: Sequence[Array] | None = None
     after: Sequence[Array] | None = None  # [1] each: the value after the last token
+    square_sums: Sequence[Array] | None = None  # sum over the vocabulary of p^2
 
 
 class Late(NamedTuple):
@@ -79,7 +80,8 @@ def waits_for_the_model(algorithm: AlgorithmConfig) -> bool:
     """Whether advantages can be estimated only after forward passes over the whole batch."""
     from learners.algorithms.registry import needs_of
 
-    return algorithm.kl.where == "reward" or bool({"critic", "proximal", "values"} & set(needs_of(algorithm)))
+    late = {"critic", "proximal", "values", "square_sums"}
+    return algorithm.kl.where == "reward" or bool(late & set(needs_of(algorithm)))
 
 
 # ---------------------------------------------------------------- before the model
@@ -241,7 +243,11 @@ def after_the_model(
     """Advantages, critic targets and (`correct`) the weights of a correction over all rows."""
     mask = whole.rollouts.mask
     proximal, reference, values = (_padded(found, mask) for found in numbers[:3])
-    rollouts, kl = whole.rollouts._replace(proximal=proximal, values=values), None
+    squares = _padded(numbers.square_sums, mask)
+    if squares is not None and proximal is not None:
+        # One of the squares is that of the token itself: rounding must not make a weight of the baseline negative.
+        squares = squares.maximum((2 * proximal).exp())
+    rollouts, kl = whole.rollouts._replace(proximal=proximal, values=values, square_sums=squares), None
     if numbers.after is not None:
         ends = [float(row[0]) if sample.finish == "length" else 0.0
                 for row, sample in zip(numbers.after, whole.samples, strict=True)]  # fmt: skip

@@ -3,16 +3,19 @@
 Called by the backends: `PolicyModel` is the root module that is sharded, so that the output head is unsharded while
 it is used here. Guarantees:
 1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
-   logsumexp and the entropy are kept, `[N]` each;
+   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each;
 2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
 3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
-4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers.
+4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
+5. log-probs and entropies are the same bits with and without the squares, which never have a gradient.
 It refuses heads that change their logits (soft caps, scales): see `check_head`.
+
+Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.040, sum of squares 0.375.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,43 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     return logits if temperature == 1.0 else logits / temperature
 
 
+class TokenNumbers(NamedTuple):
+    """Of each target, `[N]` in float32 or wider, without gradient."""
+
+    logprobs: Tensor
+    entropy: Tensor  # nats
+    square_sums: Tensor | None  # sum over the vocabulary of p^2, 1 / V .. 1; None where it was not asked for
+
+
+class _Chunks(NamedTuple):
+    """What one pass over the chunks finds, `[N]` each."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    lse: Tensor
+    square_sums: Tensor | None
+
+
+def _pass(  # noqa: PLR0917 - as torch passes them to the function below
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+    *, squares: bool = False,
+) -> _Chunks:  # fmt: skip
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
+    square_sums = torch.empty_like(lse) if squares else None
+    for start in range(0, targets.numel(), chunk):
+        part = slice(start, start + chunk)
+        logits = _logits(hidden[part], weight, bias, temperature)
+        lse[part] = logits.logsumexp(-1)
+        logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
+        probabilities = (logits - lse[part, None]).exp_()
+        if square_sums is not None:
+            # A norm makes no copy of its input, as a square would; at least 1 / V, so that no precision is lost.
+            square_sums[part] = torch.linalg.vector_norm(probabilities, dim=-1).square()
+        entropy[part] = lse[part] - probabilities.mul_(logits).sum(-1)
+    return _Chunks(logprobs, entropy, lse, square_sums)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps logsumexp and entropy; backward computes the softmax again, chunk by chunk, in place."""
 
@@ -35,15 +75,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - torch passes by position
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
-        for start in range(0, targets.numel(), chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias, temperature)
-            lse[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
-            probabilities = (logits - lse[part, None]).exp_()
-            entropy[part] = lse[part] - probabilities.mul_(logits).sum(-1)
+        logprobs, entropy, lse, _ = _pass(hidden, weight, bias, targets, temperature, chunk)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
@@ -93,6 +125,21 @@ def chunked_logprobs(
     return result
 
 
+@torch.no_grad()
+def token_numbers(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    chunk_tokens: int = 1024, squares: bool = False,
+) -> TokenNumbers:  # fmt: skip
+    """As `chunked_logprobs`, without gradient; `squares`: with the sums that the optimal token baseline weighs by.
+
+    They are of `softmax(logits / temperature)` like all the rest (arXiv 2602.17616).
+    """
+    logprobs, entropy, _, square_sums = _pass(
+        hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares
+    )  # fmt: skip
+    return TokenNumbers(logprobs, entropy, square_sums)
+
+
 def check_head(config: Any) -> None:
     """Raise where the model changes its logits after the head, which this module would not reproduce."""
     for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
@@ -115,8 +162,9 @@ class PolicyModel(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False,
+        squares: bool = False,
+    ) -> tuple[Tensor, Tensor] | TokenNumbers:  # fmt: skip
         """Log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
         Args:
@@ -125,6 +173,7 @@ class PolicyModel(nn.Module):
             positions: index into the flattened `[R * W]` of the token that predicts the target.
             targets: token ids.
             whole: compute full logits by the model's own forward (the start-up check compares both).
+            squares: `TokenNumbers` with sums of squares, without gradient.
         """
         if whole:
             logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
@@ -132,8 +181,10 @@ class PolicyModel(nn.Module):
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
         inner = self.model.base_model
         hidden = inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
-        return chunked_logprobs(
-            hidden.flatten(0, 1)[positions], head.weight, targets, bias=getattr(head, "bias", None),
-            temperature=self.temperature, chunk_tokens=self.chunk_tokens,
-        )  # fmt: skip
+        head, states = self.model.get_output_embeddings(), hidden.flatten(0, 1)[positions]
+        options: dict[str, Any] = {
+            "bias": getattr(head, "bias", None), "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
+        }  # fmt: skip
+        if squares:
+            return token_numbers(states, head.weight, targets, squares=True, **options)
+        return chunked_logprobs(states, head.weight, targets, **options)

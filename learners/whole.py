@@ -2,7 +2,8 @@
 
 Called by `learners.trial` on every rank between the cut and the training of a step. Guarantees:
 1. forward passes are made only for what the settings need: proximal log-probs (several mini-batches, estimators and
-   corrections over all rows, kept denominators), reference log-probs (KL), values (a critic);
+   corrections over all rows, kept denominators) and from the same pass sums of squared probabilities (optimal token
+   baseline), reference log-probs (KL), values (a critic);
 2. what mixes rows is computed by rank 0 on the whole batch in float64, and handed out: it does not depend on ranks,
    rows or micro-batches;
 3. an estimator that raises, or gives what is not finite, is seen by every rank (`broken`) before a weight changes.
@@ -57,6 +58,7 @@ class Needs(NamedTuple):
     values: bool
     late: bool  # advantages
     correct: bool  # weights of a correction over all rows
+    squares: bool = False  # sums over the vocabulary of p^2
 
 
 def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
@@ -71,7 +73,7 @@ def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
         or (recompute and (minibatches > 1 or algorithm.denominator == "kept"))
     )  # fmt: skip
     values = bool({"critic", "values"} & wanted)
-    return Needs(proximal, algorithm.kl.where != "off", values, late, correct)
+    return Needs(proximal, algorithm.kl.where != "off", values, late, correct, "square_sums" in wanted)
 
 
 def prepare(
@@ -90,7 +92,10 @@ def prepare(
         return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a critic")
     proximal = reference = values = None
     after: Pieces | None = None
-    if needs.proximal and algorithm.proximal == "behaviour":
+    squares: Pieces | None = None
+    if needs.squares:  # of one policy with the log-probs, whatever the loss compares with
+        proximal, squares = _with_squares(backend, share)
+    elif needs.proximal and algorithm.proximal == "behaviour":
         proximal = [[torch.from_numpy(micro.behaviour.copy()) for micro in part.micro] for part in share]
     elif needs.proximal:
         proximal = [backend.forward_logprobs(part.micro) for part in share]
@@ -105,6 +110,7 @@ def prepare(
         return prepared
     found = [_gathered(gang, share, pieces) for pieces in (proximal, reference, values)]
     found.append(_gathered(gang, share, after, each=True))
+    found.append(_gathered(gang, share, squares))
     answer = _Answer()
     if gang.lead and whole is not None:
         answer = _estimate(whole, found, algorithm, kl_coeff, correct=needs.correct)
@@ -112,6 +118,13 @@ def prepare(
     if answer.broken:
         return prepared._replace(broken=answer.broken)
     return _filled(prepared, share, answer, like=_device_of(proximal or reference or values))
+
+
+def _with_squares(backend: Backend, share: Sequence[Minibatch]) -> tuple[Pieces, Pieces]:
+    """Log-probs and sums of squared probabilities of the weights at the start of the step. Collective."""
+    found = [backend.forward_numbers(part.micro, squares=True) for part in share]
+    squares = [[piece.square_sums for piece in part if piece.square_sums is not None] for part in found]
+    return [[piece.logprobs for piece in part] for part in found], squares
 
 
 class _Answer(msgspec.Struct, array_like=True):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from learners.batch import MicroBatch
+from learners.logprobs import TokenNumbers
 
 
 class Micro(NamedTuple):
@@ -95,6 +96,9 @@ class Backend(Protocol):
 
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch, without gradient. Collective."""
+
+    def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
+        """Log-probs and entropies, and with `squares` sums of squares, all `[N]`, without gradient. Collective."""
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch under the frozen start weights (`model.path`). Collective."""

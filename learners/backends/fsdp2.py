@@ -35,7 +35,7 @@ from learners.backends.sharded import OWN, Sharded
 from learners.backends.shards import load_shards, save_shard
 from learners.batch import MicroBatch, Sample, packed_row, padded_rows
 from learners.gang import Gang
-from learners.logprobs import PolicyModel
+from learners.logprobs import PolicyModel, TokenNumbers
 from learners.score_model import ScoreModel, load_scorer
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
@@ -82,6 +82,22 @@ class FSDP2Backend:
             return [self._forward(piece)[0] for piece in micro]
         finally:
             self._sharded.reshard()
+
+    @torch.no_grad()
+    def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
+        """Log-probs and entropies, and with `squares` sums of squares, `[N]` each, of each micro-batch."""
+        self._policy.train()
+        found = []
+        try:
+            for piece in micro:
+                if squares:
+                    t = to_device(piece, self._device.torch_device)
+                    found.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, squares=True))
+                else:
+                    found.append(TokenNumbers(*self._forward(piece)[:2], None))
+        finally:
+            self._sharded.reshard()
+        return found
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch under the frozen start weights."""

@@ -135,6 +135,7 @@ WHOLE = {
     "kl_cov": "loss=kl_cov;loss_options.ratio=0.2;loss_options.coeff=1.0;minibatches=2",
     "lag": "lag.weight=exp;lag.step_scale=sqrt_ess;stale_negatives=0.1;positive_coeff=0.1",
     "loglinear": "proximal=loglinear;minibatches=2",
+    "token_baseline": "advantage=optimal_token_baseline;advantage_options.off_policy=true",
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from asyncrl.errors import ConfigError
 from learners.backends.base import to_device
 from learners.batch import Sample, packed_row, padded_rows
-from learners.logprobs import PolicyModel, check_head, chunked_logprobs
+from learners.logprobs import PolicyModel, check_head, chunked_logprobs, token_numbers
 from learners.tiny_model import make_tiny_qwen3
 
 
@@ -71,6 +71,29 @@ def test_logits_never_exist_whole() -> None:
         logprobs, entropy = chunked_logprobs(hidden, weight, torch.zeros(64).long(), chunk_tokens=16)
         (logprobs.sum() + entropy.sum()).backward()
     assert 0 < largest <= 16
+    largest = 0
+    with Watch():
+        token_numbers(hidden, weight, torch.zeros(64).long(), chunk_tokens=16, squares=True)
+    assert 0 < largest <= 16
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # 30: nearly all of the probability at one token
+def test_sums_of_squares_equal_those_of_the_full_softmax(temperature: float, chunk: int, scale: float) -> None:
+    torch.manual_seed(3)
+    hidden, weight, bias = torch.randn(11, 6) * scale, torch.randn(50, 6, requires_grad=True), torch.randn(50)
+    targets = torch.randint(0, 50, (11,))
+    options = {"bias": bias, "temperature": temperature, "chunk_tokens": chunk}
+    got = token_numbers(hidden, weight, targets, squares=True, **options)
+    wanted = (nn.functional.linear(hidden.double(), weight.double(), bias.double()) / temperature).softmax(-1)
+    assert got.square_sums is not None and not any(number.requires_grad for number in got)
+    torch.testing.assert_close(got.square_sums.double(), wanted.square().sum(-1), rtol=2e-5, atol=0)
+    plain = token_numbers(hidden, weight, targets, **options)
+    trained = chunked_logprobs(hidden, weight, targets, **options)
+    assert plain.square_sums is None
+    for left, middle, right in zip(got[:2], plain[:2], trained, strict=True):
+        assert torch.equal(left, middle) and torch.equal(left, right)  # asking for more changes no bit
 
 
 def test_no_targets_keeps_the_graph() -> None:

@@ -85,6 +85,8 @@ CHOICES = {
     "kl_reward": 'advantage = "reinforce_plus_plus"\n[learner.algorithm.kl]\nwhere = "reward"\ncoeff = 0.1',
     "kl_loss": '[learner.algorithm.kl]\nwhere = "loss"\ncoeff = 0.5\nimportance_weighted = true',
     "gae": 'advantage = "gae"\nadvantage_options = { lam = 0.9 }',
+    "token_baseline": 'advantage = "optimal_token_baseline"\nminibatches = 3',
+    "token_baseline_bypass": 'advantage = "optimal_token_baseline"\nproximal = "behaviour"\nloss = "ppo"',
     "vtrace": 'advantage = "vtrace"\nloss = "reinforce"',
     "kl_cov": 'loss = "kl_cov"\nloss_options = { ratio = 0.2, coeff = 1.0 }\nminibatches = 3',
     "lag": '[learner.algorithm.lag]\nweight = "exp"\nstep_scale = "sqrt_ess"',
