@@ -17,6 +17,7 @@ from asyncrl.sections import Count, Positive, Section, Share
 
 Above0 = Annotated[float, Meta(gt=0)]
 From0 = Annotated[float, Meta(ge=0)]
+Kept = Annotated[float, Meta(gt=0, le=1)]
 KLKind = Literal[
     "auto", "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+",
     "low_var_kl+",
@@ -78,7 +79,11 @@ class AlgorithmConfig(Section, frozen=True):
     aggregation: Aggregation = "token-mean"  # over the batch
     loss_scale_factor: From0 = 0.0  # of seq-mean-token-sum-norm; 0: sampling.max_new_tokens
     denominator: Literal["original", "kept"] = "original"  # whether tokens that the correction rejects are counted
-    entropy_coeff: From0 = 0.0  # weight of the entropy bonus
+    entropy_coeff: From0 = 0.0  # weight of the entropy bonus; where it starts with an entropy_target
+    entropy_target: From0 = 0.0  # nats per token: the weight grows while the last step's entropy was below; 0: fixed
+    entropy_step: Above0 = 0.005  # by how much the weight moves per step; with entropy_target
+    entropy_max: Above0 = 1.0  # the largest weight; with entropy_target
+    entropy_keep: Kept = 1.0  # share of the batch's tokens, those of highest entropy, that the loss trains; 1: all
     stale_negatives: From0 = 0.0  # bad samples with mean(behaviour - current) above it are not trained; 0: off
     positive_coeff: From0 = 0.0  # weight of the likelihood of right answers (above shaping.correct_above)
     minibatches: Positive = 1  # optimizer steps per batch; more than one multiplies the effective staleness

@@ -99,6 +99,8 @@ CORRECTIONS: dict[str, Entry] = {
 }
 TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
 GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correction": "asyncrl.corrections"}
+#: Losses that look at the ratio of a whole row.
+ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
 #: What a run cannot offer yet, by the word in `Entry.needs`.
 MISSING = {
     "process": "process rewards of a reward model",
@@ -295,6 +297,14 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if advantage is not None and advantage.weighted and loss is not None and loss.ratio != "none":
         yield ("config.conflict", f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
                f"{algorithm.loss!r}: its ratio would count twice", (*HERE, "loss"))  # fmt: skip
+    yield from _term_problems(algorithm)
+
+
+def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """The same for what the loss has beside the policy's: entropy and KL."""
+    if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
+        yield ("config.conflict", f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies "
+               f"above entropy_max = {algorithm.entropy_max:g}", (*HERE, "entropy_max"))  # fmt: skip
     kl = algorithm.kl
     if kl.controller == "adaptive" and kl.where != "reward":
         yield ("config.conflict", "kl.controller = 'adaptive' steers the penalty in the reward: set kl.where = "
@@ -357,6 +367,11 @@ def notes(config: Config) -> Iterator[str]:
         yield f"[learner.critic] has no effect on advantage = {algorithm.advantage!r}: it needs no values"
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "seq-mean-token-sum-norm":
         yield "advantage = 'dr_grpo' belongs to aggregation = 'seq-mean-token-sum-norm'"
+    if not algorithm.entropy_target and (algorithm.entropy_step, algorithm.entropy_max) != (0.005, 1.0):
+        yield "entropy_step and entropy_max have no effect without an entropy_target: entropy_coeff is fixed"
+    if algorithm.entropy_keep < 1 and algorithm.loss in ROW_RATIOS:
+        yield (f"loss = {algorithm.loss!r} has one ratio for a row: with entropy_keep = {algorithm.entropy_keep:g} it "
+               "is that of the tokens that are kept")  # fmt: skip
     if algorithm.loss == "kl_cov" and algorithm.proximal == "recompute" and algorithm.minibatches == 1:
         yield ("loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
                "effect before the second mini-batch")  # fmt: skip
@@ -378,6 +393,12 @@ def explain(algorithm: AlgorithmConfig) -> str:
     loss = entry("loss", algorithm.loss)
     parts = [call("advantage"), f"{call('loss')} against {algorithm.proximal}", call("correction")]
     parts.append(loss.aggregation if loss is not None and loss.aggregation else algorithm.aggregation)
+    if algorithm.entropy_keep < 1:
+        parts.append(f"the {algorithm.entropy_keep:.0%} of tokens with the highest entropy")
+    if algorithm.entropy_target:
+        parts.append(f"entropy bonus towards {algorithm.entropy_target:g} nats")
+    elif algorithm.entropy_coeff:
+        parts.append(f"entropy bonus x {algorithm.entropy_coeff:g}")
     if algorithm.kl.where != "off":
         parts.append(f"KL in the {algorithm.kl.where} x {algorithm.kl.coeff:g}")
     return ", ".join(parts)

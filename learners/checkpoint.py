@@ -27,6 +27,7 @@ from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.failpoints import failpoint
 from asyncrl.rundir import write_atomic
 from learners.backends.base import Backend
+from learners.coefficients import Coefficients
 from learners.gang import Gang
 
 MANIFEST = "manifest.json"
@@ -43,7 +44,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: dict[int, str] = {}  # version -> digest of the weights as they were published
     ranks: int = 1
     config: str = ""
-    kl_coeff: float | None = None  # of the KL penalty in the step after it
+    coefficients: Coefficients | None = None  # of the step after it
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

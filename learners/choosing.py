@@ -1,9 +1,14 @@
-"""Tokens that a loss picks over the whole mini-batch (KL-Cov, Clip-Cov), whatever the cut.
+"""Tokens picked over all ranks, whatever the cut: by a loss (KL-Cov, Clip-Cov), or for their entropy.
 
-Called by `learners.update` before the gradients of a mini-batch. Guarantees:
-1. every rank sees the same flat tokens of all ranks, in the order of the samples, and picks the same ones;
-2. a random pick depends on step, mini-batch and tokens alone.
-It costs one forward pass, at the weights of that update.
+`choose_tokens` is called by `learners.update` before the gradients of a mini-batch, `keep_high_entropy` by
+`learners.whole` before the first of them. Guarantees:
+1. every rank sees the same tokens of all ranks and picks the same ones;
+2. a random pick depends on step, mini-batch and tokens alone;
+3. the threshold of the entropy is over the trained tokens of the whole batch, by the weights at the start of the step:
+   neither ranks, rows, micro-batches nor mini-batches have one of their own.
+A loss that picks costs one forward pass, at the weights of that update.
+
+Example: entropies 0.1, 2.0 on rank 0 and 0.3, 1.0 on rank 1 with keep = 0.5: the threshold is 1.0 on both.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithm_config import AlgorithmConfig
+from learners.algorithms.entropy import entropy_threshold
 from learners.algorithms.types import LossInputs
 from learners.batch import MicroBatch, Minibatch
 from learners.gang import Gang
@@ -29,6 +35,35 @@ class Known(NamedTuple):
 
     proximal: Sequence[Tensor] | None
     advantages: Sequence[Tensor] | None
+    high: Sequence[Tensor] | None  # tokens that `entropy_keep` leaves in the loss; None: all
+
+
+class HighEntropy(NamedTuple):
+    """`pieces`: by mini-batch and micro-batch of this rank, bool `[N]`; `threshold` in nats, the same on every rank."""
+
+    pieces: list[list[Tensor]]
+    threshold: float
+
+
+def keep_high_entropy(
+    share: Sequence[Minibatch], entropy: Sequence[Sequence[Tensor]], *, keep: float, gang: Gang
+) -> HighEntropy:
+    """The trained tokens whose entropy is among the `keep` highest of the batch (arXiv 2506.01939). Collective.
+
+    `entropy`: nats, by mini-batch and micro-batch `[N]`. Tokens at the threshold are kept. With nothing to train the
+    threshold is 0.
+    """
+    masks = [[torch.from_numpy(micro.mask.astype(bool)) for micro in part.micro] for part in share]
+    values = [[piece.float().cpu() for piece in part] for part in entropy]
+    pairs = [pair for part in zip(values, masks, strict=True) for pair in zip(*part, strict=True)]
+    mine = torch.cat([torch.zeros(0), *(piece[mask] for piece, mask in pairs)])
+    every = np.concatenate([np.frombuffer(part, np.float32) for part in gang.gather(mine.numpy().tobytes())])
+    threshold = entropy_threshold(torch.from_numpy(every), share=keep)
+    pieces = [
+        [(mask & (piece >= threshold)).to(like.device) for piece, mask, like in zip(*part, strict=True)]
+        for part in zip(values, masks, entropy, strict=True)
+    ]
+    return HighEntropy(pieces, threshold if every.size else 0.0)
 
 
 def choose_tokens(
@@ -58,7 +93,10 @@ def _columns(
     if algorithm.proximal == "behaviour":
         proximal = micro.behaviour
     advantages = micro.advantages if known.advantages is None else known.advantages[number].float().cpu().numpy()
-    return [current, proximal, micro.behaviour, advantages, micro.mask.astype(np.float32)]
+    mask = micro.mask.astype(np.float32)
+    if known.high is not None:
+        mask = mask * known.high[number].cpu().numpy()
+    return [current, proximal, micro.behaviour, advantages, mask]
 
 
 def _rows(micro: MicroBatch, columns: Sequence[np.ndarray[Any, Any]]) -> list[tuple[int, list[np.ndarray[Any, Any]]]]:

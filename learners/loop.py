@@ -32,6 +32,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.rundir import RunDir, write_atomic
 from learners import checkpoint
 from learners.backends.base import Backend
+from learners.coefficients import Coefficients
 from learners.gang import Gang
 from learners.services import Services
 from learners.trial import Trial
@@ -56,7 +57,7 @@ class Order(msgspec.Struct, frozen=True):
     reason: str = ""
     what: Literal["train", "save", "end", "leave"] = "train"
     tuning: str = ""  # settings changed by `asyncrl tune`, of this step
-    kl_coeff: float | None = None  # of the checkpoint that a start continues
+    coefficients: Coefficients | None = None  # of the checkpoint that a start continues
 
 
 class Learner:
@@ -131,10 +132,10 @@ class Learner:
         publish = False
         if self._services is not None:
             publish = self._services.register(step=state.step, ledger=state.ledger, digests=state.digests)
-        start = Order(state.step, publish, kl_coeff=state.kl_coeff)
+        start = Order(state.step, publish, coefficients=state.coefficients)
         order = self._share(start if self._services is not None else None)
-        if order.kl_coeff is not None:
-            self._trial.kl_coeff = order.kl_coeff
+        if order.coefficients is not None:
+            self._trial.coefficients = order.coefficients
         self._saved = order.step
         if order.publish:
             self._publish(order.step)
@@ -230,7 +231,7 @@ class Learner:
             fence = self._services.mark.check
             state = checkpoint.State(
                 step=step, ledger=self._services.ledger(step), digests=self._services.digests, ranks=self._gang.size,
-                config=dump(self._config), kl_coeff=self._trial.kl_coeff,
+                config=dump(self._config), coefficients=self._trial.coefficients,
             )  # fmt: skip
         learner = self._config.learner
         try:

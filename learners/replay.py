@@ -119,6 +119,7 @@ class Replay:
         """Put the settings of a step in force."""
         changed = step > self._plan.since
         config = self._settings(order.config, changed)
+        known = self._trial.coefficients if self._trial is not None else None
         if self._backend is None:
             self._backend = self._build(config, self._plan.checkpoint)
         elif _of_the_backend(config) != _of_the_backend(self._in_force):
@@ -127,17 +128,15 @@ class Replay:
             from learners.checkpoint import state_of
             from learners.trial import Trial
 
-            before = self._trial
             self._trial = Trial(
                 config.learner, gang=self._gang, backend=self._backend, bury=self._bury, say=_say,
                 seed=config.run.seed,
                 group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
             )  # fmt: skip
-            if before is not None and config.learner.algorithm.kl == self._in_force.learner.algorithm.kl:
-                self._trial.kl_coeff = before.kl_coeff
-            elif before is None and self._plan.checkpoint:
-                known = state_of(Path(self._plan.checkpoint)).kl_coeff
-                self._trial.kl_coeff = self._trial.kl_coeff if known is None else known
+            if known is None and self._plan.checkpoint:
+                known = state_of(Path(self._plan.checkpoint)).coefficients
+            if known is not None:
+                self._trial.coefficients = known
         self._config = config
         self._trial.retune(without(order.tuning, self._plan.overrides if changed else ()))
 

@@ -20,9 +20,9 @@ import msgspec
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import AsyncRLError
 from learners import supervised
-from learners.algorithms.rewards import next_kl_coeff
 from learners.backends.base import Backend
 from learners.batch import Minibatch, StepBatch, assemble, decode_share, encode_share
+from learners.coefficients import coefficients_of, moved, settled
 from learners.estimates import Whole
 from learners.gang import Gang
 from learners.poison import culprits, not_finite, reason_of
@@ -48,7 +48,7 @@ class Trial:
     ) -> None:  # fmt: skip
         """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
         self.stats: dict[str, float] = {}
-        self.kl_coeff = config.algorithm.kl.coeff  # of the next step; it changes with controller = adaptive
+        self.coefficients = coefficients_of(config.algorithm)  # of the next step
         self._group_size = group_size
         self._seed = seed
         self._baselines: dict[int, float] = {}  # score of the greedy response by group
@@ -66,11 +66,9 @@ class Trial:
     def retune(self, tuning: str) -> None:
         """The settings of the next step: those of the configuration with these overrides. On every rank."""
         if tuning != self._tuning:
-            before = self._config.algorithm.kl.coeff
             self._config, self._tuning = tuned(self._base, tuning), tuning
-            if self._config.algorithm.kl.coeff != before:
-                self.kl_coeff = self._config.algorithm.kl.coeff
             self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
+        self.coefficients = settled(self.coefficients, self._config.algorithm)
 
     def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
         """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
@@ -166,17 +164,27 @@ class Trial:
         result = train_step(
             share, backend=self._backend, gang=self._gang, config=self._config, step=step, prepared=prepared
         )  # fmt: skip
-        kl = self._config.algorithm.kl
-        if kl.controller == "adaptive" and prepared.kl is not None and not result.broken:
-            samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
-            self.kl_coeff = next_kl_coeff(self.kl_coeff, prepared.kl, samples, target=kl.target, horizon=kl.horizon)
+        if not result.broken:
+            self._move(share, prepared, result)
         return result
 
-    def _prepare(self, share: Sequence[Minibatch], whole: Whole | None) -> Prepared:
-        return prepare(
-            share, backend=self._backend, gang=self._gang, algorithm=self._config.algorithm, whole=whole,
-            kl_coeff=self.kl_coeff, bootstrap=self._config.critic.bootstrap,
+    def _move(self, share: Sequence[Minibatch], prepared: Prepared, result: StepResult) -> None:
+        """The coefficients of the next step. Collective."""
+        samples = 0
+        if prepared.kl is not None and self._config.algorithm.kl.controller == "adaptive":
+            samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
+        trained = result.metrics["lr"] > 0  # else the policy stood still, and no bonus could have changed it
+        self.coefficients = moved(
+            self.coefficients, self._config.algorithm, kl=prepared.kl, samples=samples,
+            entropy=result.metrics.get("entropy") if trained else None,
         )  # fmt: skip
+
+    def _prepare(self, share: Sequence[Minibatch], whole: Whole | None) -> Prepared:
+        ready = prepare(
+            share, backend=self._backend, gang=self._gang, algorithm=self._config.algorithm, whole=whole,
+            kl_coeff=self.coefficients.kl, bootstrap=self._config.critic.bootstrap,
+        )  # fmt: skip
+        return ready._replace(entropy_coeff=self.coefficients.entropy)
 
     def _probe(self, data: bytes, whole: Whole | None = None) -> str:
         share = decode_share(data)

@@ -78,6 +78,8 @@ class Terms(NamedTuple):
     advantages: Sequence[Tensor] | None = None
     corrections: Sequence[Correction] | None = None
     chosen: Sequence[Tensor] | None = None  # tokens that the loss picked over the whole mini-batch
+    high: Sequence[Tensor] | None = None  # tokens that entropy_keep leaves in the policy loss
+    entropy_coeff: float | None = None  # None: that of the settings
     kl_coeff: float = 0.0
     right: int = 0  # trained tokens of right answers in the mini-batch
 
@@ -103,7 +105,7 @@ def loss_function(
             correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
         given = terms.at(number, "advantages")
         advantages = micro.advantages if given is None else given
-        weights, keep = correction.weights, micro.mask & correction.keep
+        weights, keep = correction.weights, _left(micro, terms, number) & correction.keep
         if algorithm.stale_negatives:
             keep = keep & sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences,
                                         delta=algorithm.stale_negatives)  # fmt: skip
@@ -122,9 +124,12 @@ def loss_function(
                              loss_scale_factor=algorithm.loss_scale_factor or None)  # fmt: skip
 
         value = reduce(result.loss, counted)
-        if algorithm.entropy_coeff:
-            value = value - algorithm.entropy_coeff * reduce(entropy, micro.mask)
+        bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
+        if bonus:
+            value = value - bonus * reduce(entropy, micro.mask)
         sums: dict[str, Tensor] = {}
+        if terms.high is not None:
+            sums["entropy_kept_sum"] = _left(micro, terms, number).sum()
         if algorithm.kl.where == "loss":
             divergence = kl_of(algorithm, logprobs, proximal, terms.at(number, "reference"), micro.mask)
             value = value + terms.kl_coeff * reduce(divergence, micro.mask)
@@ -139,6 +144,12 @@ def loss_function(
         return value, sums
 
     return loss
+
+
+def _left(micro: Micro, terms: Terms, number: int) -> Tensor:
+    """The tokens that the policy loss trains where nothing is rejected, bool `[N]`: all, or those of high entropy."""
+    high = terms.at(number, "high")
+    return micro.mask if high is None else micro.mask & high.to(micro.mask.device)
 
 
 def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
@@ -202,10 +213,7 @@ def train_step(
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
     metrics |= critic.metrics()
-    if ready.kl is not None:
-        metrics["kl_reference"] = ready.kl
-    if algorithm.kl.where != "off":
-        metrics["kl_coeff"] = ready.kl_coeff
+    metrics |= _of_the_start(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang))
 
 
@@ -219,7 +227,7 @@ def _terms(
         return None if pieces is None else pieces[place]
 
     terms = Terms(mine(ready.proximal), mine(ready.reference), mine(ready.advantages), kl_coeff=ready.kl_coeff,
-                  right=part.right)  # fmt: skip
+                  right=part.right, high=mine(ready.high), entropy_coeff=ready.entropy_coeff)  # fmt: skip
     counts = Denominators(part.tokens, part.sequences)
     weights, keep = mine(ready.weights), mine(ready.keep)
     if weights is not None and keep is not None:
@@ -246,7 +254,7 @@ def _kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Ga
         if found is None:
             proximal = micro.behaviour if known is None else known
             found = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
-        keep = micro.mask & found.keep.to(device)
+        keep = _left(micro, terms, number) & found.keep.to(device)
         tokens += int(keep.sum())
         sequences += int((sequence_lengths(keep, micro.sequences) > 0).sum())
     total = gang.total({"tokens": float(tokens), "sequences": float(sequences)})
@@ -303,6 +311,20 @@ def _rehearse(
     return next(filter(None, (text.decode() for text in gang.gather(why.encode()))), "")
 
 
+def _of_the_start(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Metrics that were known before the first update."""
+    found: dict[str, float] = {}
+    if ready.kl is not None:
+        found["kl_reference"] = ready.kl
+    if algorithm.kl.where != "off":
+        found["kl_coeff"] = ready.kl_coeff
+    if ready.high is not None:
+        found["entropy_threshold"] = ready.entropy_threshold
+    if algorithm.entropy_target or algorithm.entropy_coeff:
+        found["entropy_coeff"] = algorithm.entropy_coeff if ready.entropy_coeff is None else ready.entropy_coeff
+    return found
+
+
 def _metrics(totals: dict[str, float], *, tokens: int, updates: int, lr: float, norm: float) -> dict[str, float]:
     """Means over the mini-batches (loss) and over the tokens of the batch (the rest); the largest gradient norm."""
     found = {
@@ -311,6 +333,8 @@ def _metrics(totals: dict[str, float], *, tokens: int, updates: int, lr: float, 
         "grad_norm": norm,
         "lr": lr,
     }
+    if "entropy_kept_sum" in totals:
+        found["entropy_kept_share"] = totals["entropy_kept_sum"] / max(tokens, 1)
     if "kl_reference_sum" in totals:
         found["kl_reference"] = totals["kl_reference_sum"] / max(tokens, 1)
     return found

@@ -4,9 +4,11 @@ Called by `learners.trial` on every rank between the cut and the training of a s
 1. forward passes are made only for what the settings need: proximal log-probs (several mini-batches, estimators and
    corrections over all rows, kept denominators) and from the same pass sums of squared probabilities (optimal token
    baseline), reference log-probs (KL), values (a critic);
-2. what mixes rows is computed by rank 0 on the whole batch in float64, and handed out: it does not depend on ranks,
+2. tokens of high entropy (`entropy_keep`) are chosen over the whole batch by the weights at the start of the step;
+   where log-probs are needed anyway, the same pass gives the entropies;
+3. what mixes rows is computed by rank 0 on the whole batch in float64, and handed out: it does not depend on ranks,
    rows or micro-batches;
-3. an estimator that raises, or gives what is not finite, is seen by every rank (`broken`) before a weight changes.
+4. an estimator that raises, or gives what is not finite, is seen by every rank (`broken`) before a weight changes.
 With GRPO, decoupled PPO and one mini-batch nothing is needed and nothing is done.
 
 Example: GAE: values of every rank's rows -> rank 0: advantages and returns of all samples -> every rank: its own.
@@ -27,6 +29,7 @@ from learners.algorithms.corrections import needs_whole_batch
 from learners.algorithms.registry import choose, needs_of
 from learners.backends.base import Backend
 from learners.batch import MicroBatch, Minibatch
+from learners.choosing import keep_high_entropy
 from learners.estimates import Array, Late, ModelNumbers, Whole, after_the_model, waits_for_the_model
 from learners.gang import Gang
 from learners.poison import reason_of
@@ -48,6 +51,9 @@ class Prepared(NamedTuple):
     kl: float | None = None  # mean KL(proximal || reference) where it was a penalty in the reward
     kl_coeff: float = 0.0  # of the KL term in this step
     broken: str = ""
+    high: Pieces | None = None  # tokens that `entropy_keep` leaves in the loss
+    entropy_threshold: float = 0.0  # nats, of `high`
+    entropy_coeff: float | None = None  # of the entropy bonus in this step; None: that of the settings
 
 
 class Needs(NamedTuple):
@@ -59,6 +65,7 @@ class Needs(NamedTuple):
     late: bool  # advantages
     correct: bool  # weights of a correction over all rows
     squares: bool = False  # sums over the vocabulary of p^2
+    entropy: bool = False  # which tokens have the highest
 
 
 def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
@@ -73,7 +80,8 @@ def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
         or (recompute and (minibatches > 1 or algorithm.denominator == "kept"))
     )  # fmt: skip
     values = bool({"critic", "values"} & wanted)
-    return Needs(proximal, algorithm.kl.where != "off", values, late, correct, "square_sums" in wanted)
+    return Needs(proximal, algorithm.kl.where != "off", values, late, correct, "square_sums" in wanted,
+                 algorithm.entropy_keep < 1)  # fmt: skip
 
 
 def prepare(
@@ -90,15 +98,8 @@ def prepare(
         return Prepared(kl_coeff=kl_coeff)
     if needs.values and critic is None:
         return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a critic")
-    proximal = reference = values = None
-    after: Pieces | None = None
-    squares: Pieces | None = None
-    if needs.squares:  # of one policy with the log-probs, whatever the loss compares with
-        proximal, squares = _with_squares(backend, share)
-    elif needs.proximal and algorithm.proximal == "behaviour":
-        proximal = [[torch.from_numpy(micro.behaviour.copy()) for micro in part.micro] for part in share]
-    elif needs.proximal:
-        proximal = [backend.forward_logprobs(part.micro) for part in share]
+    reference = values = after = None
+    proximal, entropy, squares = _policy_numbers(backend, share, needs, algorithm)
     if needs.reference:
         reference = [backend.reference_logprobs(part.micro) for part in share]
     if needs.values and critic is not None:
@@ -106,6 +107,9 @@ def prepare(
         values = [[piece.tokens for piece in part] for part in predicted]
         after = [[piece.after for piece in part] for part in predicted] if bootstrap else None
     prepared = Prepared(proximal, reference, values, kl_coeff=kl_coeff)
+    if entropy is not None:
+        found_high = keep_high_entropy(share, entropy, keep=algorithm.entropy_keep, gang=gang)
+        prepared = prepared._replace(high=found_high.pieces, entropy_threshold=found_high.threshold)
     if not (needs.late or needs.correct):
         return prepared
     found = [_gathered(gang, share, pieces) for pieces in (proximal, reference, values)]
@@ -120,11 +124,26 @@ def prepare(
     return _filled(prepared, share, answer, like=_device_of(proximal or reference or values))
 
 
-def _with_squares(backend: Backend, share: Sequence[Minibatch]) -> tuple[Pieces, Pieces]:
-    """Log-probs and sums of squared probabilities of the weights at the start of the step. Collective."""
-    found = [backend.forward_numbers(part.micro, squares=True) for part in share]
-    squares = [[piece.square_sums for piece in part if piece.square_sums is not None] for part in found]
-    return [[piece.logprobs for piece in part] for part in found], squares
+def _policy_numbers(
+    backend: Backend, share: Sequence[Minibatch], needs: Needs, algorithm: AlgorithmConfig
+) -> tuple[Pieces | None, Pieces | None, Pieces | None]:
+    """Proximal log-probs, entropies and sums of squares by the weights at the start of the step. Collective."""
+    found = None
+    if needs.squares or needs.entropy:
+        found = [backend.forward_numbers(part.micro, squares=needs.squares) for part in share]
+    proximal = entropy = squares = None
+    # Sums of squares weigh with log-probs of the same policy, whatever the loss compares with.
+    if needs.proximal and algorithm.proximal == "behaviour" and not needs.squares:
+        proximal = [[torch.from_numpy(micro.behaviour.copy()) for micro in part.micro] for part in share]
+    elif found is not None and (needs.proximal or needs.squares):
+        proximal = [[piece.logprobs for piece in part] for part in found]
+    elif needs.proximal:
+        proximal = [backend.forward_logprobs(part.micro) for part in share]
+    if found is not None and needs.entropy:
+        entropy = [[piece.entropy for piece in part] for part in found]
+    if found is not None and needs.squares:
+        squares = [[piece.square_sums for piece in part if piece.square_sums is not None] for part in found]
+    return proximal, entropy, squares
 
 
 class _Answer(msgspec.Struct, array_like=True):

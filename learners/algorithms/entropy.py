@@ -1,7 +1,7 @@
 """What the policy's entropy decides: which tokens are trained, and how much entropy is paid for.
 
-Functions for one's own loops: no setting of a run names them yet. The bonus that a run has (`entropy_coeff`) is
-`- coeff * aggregate(entropy)` with a fixed coefficient, in `learners.update`. Entropies are in nats per token
+Called by `learners.choosing` (`entropy_keep`), `learners.coefficients` (`entropy_target`) and one's own loops. The
+bonus itself is `- coeff * aggregate(entropy)` in `learners.update`. Entropies are in nats per token
 (`learners.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
 
 Example: entropies 0.1, 2.0, 0.3, 1.0, 0.2 with share 0.2 keep the second token alone.
@@ -17,10 +17,22 @@ from learners.algorithms.tensors import masked
 
 
 class EntropyCoeff(NamedTuple):
-    """`coeff` to carry to the next step; `active`: what to use in this one, 0 while the entropy is high enough."""
+    """`coeff` to carry to the next step; `active`: what to use until then, 0 while the entropy is high enough."""
 
     coeff: float
     active: float
+
+
+def entropy_threshold(values: Tensor, *, share: float) -> float:
+    """The lowest entropy of the `share` of values `[n]` that is highest, at least of one value; infinite for none.
+
+    One of the values, not a mean of them: it does not depend on their order.
+    """
+    if values.numel() == 0:
+        return float("inf")
+    # 0.29 * 100 is 28.999999999999996 in floating point: 29 values are meant.
+    kept = min(max(1, int(values.numel() * share + 1e-6)), values.numel())
+    return float(values.topk(kept).values[-1])
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
@@ -29,12 +41,8 @@ def high_entropy(entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor
     Looks at the whole batch: call it once, before the batch is cut. At least one token where there is any; tokens with
     the entropy of the last one kept are kept too.
     """
-    values = masked(entropy.detach(), mask)[mask]
-    if values.numel() == 0:
-        return mask.clone()
-    kept = min(max(1, int(values.numel() * share)), values.numel())
-    threshold = values.topk(kept).values[-1]
-    return mask & (masked(entropy.detach(), mask) >= threshold)
+    values = masked(entropy.detach(), mask)
+    return mask & (values >= entropy_threshold(values[mask], share=share))
 
 
 def next_entropy_coeff(

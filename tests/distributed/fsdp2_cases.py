@@ -135,6 +135,8 @@ WHOLE = {
     "kl_cov": "loss=kl_cov;loss_options.ratio=0.2;loss_options.coeff=1.0;minibatches=2",
     "lag": "lag.weight=exp;lag.step_scale=sqrt_ess;stale_negatives=0.1;positive_coeff=0.1",
     "loglinear": "proximal=loglinear;minibatches=2",
+    "high_entropy": "entropy_keep=0.3;entropy_target=9;entropy_coeff=0.02;minibatches=2",
+    "high_entropy_kept": "entropy_keep=0.3;denominator=kept;loss=clip_cov;loss_options.ratio=0.3",
     "token_baseline": "advantage=optimal_token_baseline;advantage_options.off_policy=true",
 }
 
@@ -161,7 +163,7 @@ def through_a_trial(model: Path, gang: Gang, extra: str) -> dict[str, Any]:
         by_sample.append(sorted(result.weights.items()))
     values, whole, names = digest(backend)
     return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "by_sample": by_sample,
-            "kl_coeff": trial.kl_coeff}  # fmt: skip
+            "kl_coeff": trial.coefficients.kl, "coefficients": trial.coefficients}  # fmt: skip
 
 
 MARK = -7.25
