@@ -18,8 +18,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE
 
-#: Families of names: a component of the reward, a lag.
-OPEN = ("reward/", "lag/")
+#: Families of names: a component of the reward, a lag, a number of tries.
+OPEN = ("reward/", "lag/", "pass_at/")
 
 
 class Metric(NamedTuple):
@@ -81,6 +81,12 @@ CATALOGUE: dict[str, Metric] = {
         "lag/<steps>/tokens_share: tokens of samples that old; likewise "
         "lag/<steps>/ of ess, kl_behaviour, clip_share, truncated_share, rejected_share, "
         "ratio_p01, ratio_p50, ratio_p99",
+    ),
+    "pass_at/2": Metric(
+        "share",
+        "learner",
+        "pass_at/<k>, k = 2, 4, 8 .. up to the group's size: chance that one of k samples of a prompt is right (above "
+        "shaping.correct_above)",
     ),
     "zero_advantage_share": Metric("share", "learner", "groups whose samples all have the same reward"),
     "tokens": Metric("tokens", "learner", "response tokens trained"),

@@ -165,6 +165,7 @@ def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0)
     import torch
 
     from learners.algorithms.filters import overlong_mask
+    from learners.algorithms.passk import pass_at_means
     from learners.algorithms.registry import advantage_of
 
     rollouts, mask = whole.rollouts, whole.rollouts.mask
@@ -177,7 +178,7 @@ def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0)
         cut = torch.tensor([sample.finish == "length" for sample in whole.samples], dtype=torch.bool)
         trained = overlong_mask(mask, cut)
     scales = _scales(whole, algorithm)
-    stats = {}
+    stats = {f"pass_at/{k}": mean for k, mean in pass_at_means(whole.right, rollouts.groups).items()}
     if algorithm.shaping.overlong_buffer and whole.samples:
         start = algorithm.shaping.overlong_max - algorithm.shaping.overlong_buffer
         assert rollouts.lengths is not None

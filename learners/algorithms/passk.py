@@ -1,6 +1,7 @@
 """Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
 
-Called by `learners.algorithms.advantages` (`passk_training`), by reward shaping and by evaluation. Guarantees:
+Called by `learners.algorithms.advantages` (`passk_training`), by `learners.estimates` (reward shaping, the metrics
+`pass_at/<k>`) and by evaluation. Guarantees:
 1. exact: binomial coefficients are integers, one division at the end;
 2. a group smaller than k (members may have failed) is treated as if k were its size;
 3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
@@ -27,6 +28,25 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not (0 <= c <= n and 1 <= k <= n):
         raise ConfigError("config.type", f"pass@{k} of {n} samples with {c} right: wants 0 <= c <= n and 1 <= k <= n")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pass_at_means(correct: Tensor, groups: Tensor) -> dict[int, float]:
+    """k = 2, 4, 8 .. -> mean pass@k over the groups of at least k samples; `correct` bool `[S]`, `groups` `[S]`.
+
+    >>> import torch
+    >>> pass_at_means(torch.tensor([True, False, False, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1]))
+    {2: 0.75, 4: 1.0}
+    """
+    rights: dict[int, list[bool]] = {}
+    for right, group in zip(correct.tolist(), groups.tolist(), strict=True):
+        rights.setdefault(group, []).append(bool(right))
+    counts = [(len(found), sum(found)) for found in rights.values()]
+    largest = max((n for n, _ in counts), default=0)
+    means = {}
+    for k in (2**power for power in range(1, largest.bit_length())):
+        every = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        means[k] = sum(every) / len(every)
+    return means
 
 
 def pkpo_binary(correct: Tensor, groups: Tensor, *, k: int) -> Tensor:

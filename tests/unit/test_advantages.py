@@ -17,7 +17,7 @@ from asyncrl import algorithms
 from asyncrl.errors import ConfigError
 from learners.algorithms import advantages as adv
 from learners.algorithms.advantages import Advantage
-from learners.algorithms.passk import pass_at_k, passk_advantages, pkpo_binary
+from learners.algorithms.passk import pass_at_k, pass_at_means, passk_advantages, pkpo_binary
 from learners.algorithms.registry import function_of
 from learners.algorithms.types import Estimate, Rollouts
 
@@ -211,6 +211,13 @@ def test_optimal_token_baseline_as_loops(seed: int, tail: bool) -> None:
             if len(mates) == 1 or (tail and rank >= longest_other):
                 baseline = 0.0
             assert float(got[row, place]) == pytest.approx(value - baseline, rel=1e-7, abs=1e-9)
+
+
+def test_mean_pass_at_k_takes_the_groups_that_have_k_samples() -> None:
+    correct, groups = torch.tensor([1, 0, 0, 0, 1, 0, 1, 0, 0]) > 0, torch.tensor([7, 7, 7, 7, 3, 3, 3, 3, 9])
+    found = pass_at_means(correct, groups)
+    assert found == {2: pytest.approx((0.5 + 5 / 6) / 2), 4: 1.0}
+    assert pass_at_means(correct[:1], groups[:1]) == pass_at_means(correct[:0], groups[:0]) == {}
 
 
 @pytest.mark.parametrize("correct", [[1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0], [1, 1], [0, 0, 0], [1], [0]])

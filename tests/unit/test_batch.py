@@ -155,6 +155,8 @@ def test_statistics_and_lag() -> None:
     stats = assemble(batch, algorithm=AlgorithmConfig(), ranks=1, max_tokens=64).stats
     assert stats["lag_mean"] == 2 and stats["lag_max"] == 4 and stats["over_bound_groups"] == 1
     assert stats["zero_advantage_share"] == pytest.approx(1 / 3)
+    assert stats["pass_at/2"] == pytest.approx(2 / 3)  # 0.5 is no right answer
+    assert not [name for name in stats if name.startswith("pass_at/") and name != "pass_at/2"]
     assert stats["truncated_share"] == 0.5
     assert stats["reward_mean"] == stats["reward/exact"] == pytest.approx(3.5 / 6)
 
