@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp2_cases as cases
+import msgspec
 import numpy as np
 import pytest
 import torch
