@@ -1,7 +1,7 @@
 """Do the algorithms learn? Reward curves of the presets, and of bounds against corrections, on the demo's tasks.
 
     python benchmarks/learning.py presets [--seeds 1] [--steps 40] [--task running_sum] [--only dapo,ppo]
-    python benchmarks/learning.py staleness [--seeds 3] [--steps 40]
+    python benchmarks/learning.py staleness --seeds 3 [--steps 40]
     python benchmarks/learning.py table
 
 Every run is a whole one: `asyncrl launch all configs/quickstart.toml --preset NAME` with its processes, then the audit.

@@ -23,6 +23,7 @@ from asyncrl.config import Config, parse
 from learners.algorithms.registry import option_table
 from learners.backends.base import Micro, UpdateInfo, Values, to_device
 from learners.gang import Gang
+from learners.logprobs import TokenNumbers
 from learners.trial import Trial
 
 VOCABULARY, PLACES = 12, 32
@@ -229,16 +230,30 @@ class LabBackend(Tables):
         self._frozen = Tables(shapes, gang=gang, dtype=dtype, seed=2).leaves
         self.critic = LabCritic([(VOCABULARY,), (PLACES,)], gang=gang, dtype=dtype, seed=3) if critic else None
 
-    def _forward(self, piece: Any, leaves: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Micro]:
+    def _logs(self, piece: Any, leaves: Sequence[Tensor]) -> tuple[Tensor, Micro]:
+        """Log-probs of the whole vocabulary, `[N, V]`."""
         t = to_device(piece, torch.device("cpu"))
-        table, places = leaves or self.leaves
+        table, places = leaves
         before, at = t.input_ids.flatten()[t.positions], t.position_ids.flatten()[t.positions]
-        logs = (table[before] + places[at]).log_softmax(-1)
+        return (table[before] + places[at]).log_softmax(-1), t
+
+    def _forward(self, piece: Any, leaves: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Micro]:
+        logs, t = self._logs(piece, leaves or self.leaves)
         return logs.gather(-1, t.targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1), t
 
     @torch.no_grad()
     def forward_logprobs(self, micro: Sequence[Any]) -> list[Tensor]:
         return [self._forward(piece)[0] for piece in micro]
+
+    @torch.no_grad()
+    def forward_numbers(self, micro: Sequence[Any], *, squares: bool = False) -> list[TokenNumbers]:
+        found = []
+        for piece in micro:
+            logs, t = self._logs(piece, self.leaves)
+            of_targets = logs.gather(-1, t.targets[:, None]).squeeze(-1)
+            sums = logs.exp().square().sum(-1) if squares else None
+            found.append(TokenNumbers(of_targets, -(logs.exp() * logs).sum(-1), sums))
+        return found
 
     @torch.no_grad()
     def reference_logprobs(self, micro: Sequence[Any]) -> list[Tensor]:
