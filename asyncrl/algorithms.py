@@ -103,7 +103,6 @@ GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correcti
 ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
 #: What a run cannot offer yet, by the word in `Entry.needs`.
 MISSING = {
-    "process": "process rewards of a reward model",
 }
 
 #: Code, message, path of the key (below learner.algorithm where it is relative).
@@ -332,8 +331,13 @@ def _unmet(config: Config) -> Iterator[Problem]:
     if sampling.greedy_baseline and sampling.over_issue:
         yield ("config.conflict", "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue "
                "= 0", ("sampling", "over_issue"))  # fmt: skip
+    critic = config.learner.critic
+    if critic.critic_warmup_until and not critic.critic_warmup:
+        yield ("config.conflict", "learner.critic.critic_warmup_until ends a warm-up early, and there is none: set "
+               "learner.critic.critic_warmup to the steps that it may last at most",
+               ("learner", "critic", "critic_warmup_until"))  # fmt: skip
     shaping = algorithm.shaping
-    late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal"} & set(found.needs))
+    late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal", "process"} & set(found.needs))
     if shaping.resample != "off" and late:
         yield ("config.conflict", f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with "
                f"{name} or a KL penalty in the reward they are judged after it: set it to off",
@@ -365,6 +369,12 @@ def notes(config: Config) -> Iterator[str]:
     critic, known = config.learner.critic, entry("advantage", algorithm.advantage)
     if known is not None and "critic" not in known.needs and critic != type(critic)():
         yield f"[learner.critic] has no effect on advantage = {algorithm.advantage!r}: it needs no values"
+    process = config.learner.process_reward
+    if known is not None and "process" not in known.needs and process != type(process)():
+        yield f"[learner.process_reward] has no effect on advantage = {algorithm.advantage!r}: it needs no such rewards"
+    if known is not None and "process" in known.needs and not process.lr and process.reference in ("", process.model):
+        yield ("learner.process_reward.lr = 0: the process reward model stays equal to its reference, and all process "
+               "rewards are 0")  # fmt: skip
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "seq-mean-token-sum-norm":
         yield "advantage = 'dr_grpo' belongs to aggregation = 'seq-mean-token-sum-norm'"
     if not algorithm.entropy_target and (algorithm.entropy_step, algorithm.entropy_max) != (0.005, 1.0):

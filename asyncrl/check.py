@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import algorithms
+from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
@@ -92,11 +93,8 @@ def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: boo
 
 
 def check_model(config: Config) -> Iterator[AsyncRLError]:
-    """The model folder has a configuration, weights and a tokenizer; that of the critic a configuration and weights."""
-    critic = config.learner.critic.model
-    if critic and not ((Path(critic) / "config.json").is_file() and list(Path(critic).glob("*.safetensors"))):
-        message = "no such folder, or it has no config.json or no *.safetensors"
-        yield ConfigError("config.model", message, where=f"learner.critic.model = {critic!r}")
+    """The model folder has a configuration, weights and a tokenizer; models beside it the first two."""
+    yield from check_companions(config)
     folder = Path(config.model.path)
     where = f"model.path = {config.model.path!r}"
     if not folder.is_dir():

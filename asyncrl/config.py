@@ -183,15 +183,33 @@ class OptimConfig(Section, frozen=True):
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # global gradient norm is clipped to it
 
 
-class CriticConfig(OptimConfig, frozen=True):
+class CompanionConfig(OptimConfig, frozen=True):
+    """A model that trains beside the policy; its optimizer has the settings of `[learner.optim]`."""
+
+    export: bool = True  # at the end of the run, a folder of its own in that of the policy's export
+
+
+class CriticConfig(CompanionConfig, frozen=True):
     """`[learner.critic]`: the value model of gae and vtrace; its optimizer has the settings of `[learner.optim]`."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-5  # learning rate of its AdamW
     model: str = ""  # folder of its start weights, such as a trained reward model; empty: model.path
     critic_warmup: Count = 0  # steps at the start of the run that train the critic alone
+    critic_warmup_until: Share = 0.0  # explained variance that ends them earlier; 0: none does
     value_clip: Annotated[float, Meta(gt=0)] | Literal["off"] = 0.5  # how far a step moves a value
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # of the value loss
     bootstrap: bool = False  # responses cut by max_new_tokens end with the value after them instead of 0
+
+
+class ProcessRewardConfig(CompanionConfig, frozen=True):
+    """`[learner.process_reward]`: the process reward model of prime, trained on outcomes in every step."""
+
+    lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate of its AdamW
+    model: str = ""  # folder of its start weights, a language model; empty: model.path
+    reference: str = ""  # folder of the frozen model that it is compared with; empty: its own start weights
+    beta: Annotated[float, Meta(gt=0)] = 0.05  # what a log-ratio to the reference counts
+    batch_norm: bool = True  # process rewards are divided by the largest sum of later ones in the batch
+    update: Literal["after", "before"] = "after"  # its update after or before it scores the same batch
 
 
 class PreferenceConfig(Section, frozen=True):
@@ -228,6 +246,7 @@ class LearnerConfig(Section, frozen=True):
     optim: OptimConfig = field(default_factory=OptimConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
 

@@ -45,6 +45,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int = 1
     config: str = ""
     coefficients: Coefficients | None = None  # of the step after it
+    critic_warm: bool = False  # the critic's warm-up has ended before its last step
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,12 +1,13 @@
 """The critic's part of a training step: its loss, its update beside the policy's, its metrics.
 
-Called by `learners.update` where the estimator in force gives returns (GAE, V-trace). `learners.whole` has computed the
-values of all samples before the first update, and returns from them on the whole batch. Guarantees:
+Called by `learners.companions` where the estimator in force gives returns (GAE, V-trace). `learners.whole` has computed
+the values of all samples before the first update, and returns from them on the whole batch. Guarantees:
 1. policy and critic are updated by the same mini-batches, both or neither: a loss or gradient of either that is not
    finite changes no weight of the two;
 2. the clipped value loss compares with the values of the start of the step, however many mini-batches came before;
 3. in the first `critic_warmup` steps of a run the critic alone is trained: the policy's gradients are computed, so that
-   its metrics and its poison are seen, and forgotten (`lr` is 0);
+   its metrics and its poison are seen, and forgotten (`lr` is 0). A step whose values explain `critic_warmup_until` of
+   the variance of its returns is the last of them, for good: checkpoints know;
 4. sums of tokens add up over micro-batches, mini-batches and ranks: no metric depends on the cut.
 
 Example: returns 1, 1, 0, 0 and values 0.8, 0.8, 0.2, 0.2: explained variance 1 - 0.04 / 0.25 = 0.84.
@@ -26,7 +27,7 @@ from asyncrl.errors import ConfigError
 from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.tensors import masked
 from learners.algorithms.values import explained_variance, value_loss
-from learners.backends.base import Backend, Critic, LossFunction, Micro, UpdateInfo
+from learners.backends.base import Backend, Critic, LossFunction, Micro
 from learners.batch import Minibatch
 from learners.gang import Gang
 from learners.guard import backward
@@ -39,9 +40,10 @@ class CriticStep:
     """The critic during one step, on one rank. `lr` of this step; `alone`: the policy is not trained in it."""
 
     def __init__(
-        self, critic: Critic, values: Pieces, returns: Pieces, *, gang: Gang, config: CriticConfig, lr: float, step: int
+        self, critic: Critic, values: Pieces, returns: Pieces, *, gang: Gang, config: CriticConfig, lr: float,
+        alone: bool = False,
     ) -> None:  # fmt: skip
-        self.alone = step <= config.critic_warmup
+        self.alone = alone
         self._critic = critic
         self._values = values
         self._returns = returns
@@ -87,56 +89,39 @@ class CriticStep:
             "explained_variance": explained_variance(sums),
             "critic_grad_norm": max(self._norms),
             "critic_lr": self._lr,
+            "critic_alone": float(self.alone),
         }
 
 
-class NoCritic:
-    """Stands in the place of a `CriticStep` where the estimator needs no values."""
-
-    alone = False
-
-    def gradients(self, part: Minibatch, place: int) -> str:
-        """Nothing breaks."""
-        return ""
-
-    def end(self, *, keep: bool) -> None:
-        """Nothing is updated."""
-
-    def metrics(self) -> dict[str, float]:
-        """Nothing is told."""
-        return {}
-
-
 def critic_step(
-    ready: Prepared, *, backend: Backend, gang: Gang, config: LearnerConfig, lr: float, step: int
-) -> CriticStep | NoCritic:
-    """The critic's part of this step.
+    ready: Prepared, *, backend: Backend, gang: Gang, config: LearnerConfig, lr: float, step: int, warm: bool = False
+) -> CriticStep | None:  # fmt: skip
+    """The critic's part of this step; None where the estimator needs no values. `warm`: its warm-up has ended early.
 
     Raises:
         ConfigError: the estimator took values and gave no returns; the critic would never learn.
     """
     if ready.values is None or backend.critic is None:
-        return NoCritic()
+        return None
     if ready.returns is None:
         name = config.algorithm.advantage
         raise ConfigError("config.type", f"advantage {name!r} needs a critic and gives no targets for it: set "
                           "Estimate.returns", where="learner.algorithm.advantage")  # fmt: skip
-    return CriticStep(backend.critic, ready.values, ready.returns, gang=gang, config=config.critic, lr=lr, step=step)
+    alone = step <= config.critic.critic_warmup and not warm
+    return CriticStep(
+        backend.critic, ready.values, ready.returns, gang=gang, config=config.critic, lr=lr, alone=alone
+    )  # fmt: skip
 
 
-def update(
-    why: str, *, backend: Backend, critic: CriticStep | NoCritic, lr: float, max_norm: float
-) -> UpdateInfo:  # fmt: skip
-    """The policy's update and the critic's, both or neither; `why`: what broke before. Collective."""
-    if why:
-        info = UpdateInfo(backend.discard(), True)
-    elif critic.alone:
-        norm = backend.discard()
-        info = UpdateInfo(norm, not math.isfinite(norm))
-    else:
-        info = backend.step(lr=lr, max_norm=max_norm)
-    critic.end(keep=not info.skipped)
-    return info
+def is_warm(metrics: Mapping[str, float], config: CriticConfig) -> bool:
+    """Whether a step with these metrics ends the warm-up early (VC-PPO, arXiv 2503.01491, waits for a high explained
+    variance). Those of a step are equal on every rank.
+
+    >>> is_warm({"critic_alone": 1.0, "explained_variance": 0.4}, CriticConfig(critic_warmup_until=0.3))
+    True
+    """
+    until = config.critic_warmup_until
+    return bool(until and metrics.get("critic_alone") and metrics["explained_variance"] >= until)
 
 
 def loss_function(

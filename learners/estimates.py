@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from asyncrl.config import ProcessRewardConfig
     from buffers.client import ClaimedBatch
     from learners.algorithms.types import Estimate, Rollouts
 
@@ -63,6 +64,8 @@ class ModelNumbers(NamedTuple):
     values: Sequence[Array] | None = None
     after: Sequence[Array] | None = None  # [1] each: the value after the last token
     square_sums: Sequence[Array] | None = None  # sum over the vocabulary of p^2
+    process: Sequence[Array] | None = None  # log-probs under the process reward model
+    process_reference: Sequence[Array] | None = None  # and under its frozen reference
 
 
 class Late(NamedTuple):
@@ -80,7 +83,7 @@ def waits_for_the_model(algorithm: AlgorithmConfig) -> bool:
     """Whether advantages can be estimated only after forward passes over the whole batch."""
     from learners.algorithms.registry import needs_of
 
-    late = {"critic", "proximal", "values", "square_sums"}
+    late = {"critic", "proximal", "values", "square_sums", "process"}
     return algorithm.kl.where == "reward" or bool(late & set(needs_of(algorithm)))
 
 
@@ -239,9 +242,11 @@ def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
 
 
 def after_the_model(
-    whole: Whole, numbers: ModelNumbers, algorithm: AlgorithmConfig, *, kl_coeff: float, correct: bool
-) -> Late:
-    """Advantages, critic targets and (`correct`) the weights of a correction over all rows."""
+    whole: Whole, numbers: ModelNumbers, algorithm: AlgorithmConfig, *, kl_coeff: float, correct: bool,
+    scoring: ProcessRewardConfig | None = None,
+) -> Late:  # fmt: skip
+    """Advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how log-probs of
+    the process reward model become rewards."""
     mask = whole.rollouts.mask
     proximal, reference, values = (_padded(found, mask) for found in numbers[:3])
     squares = _padded(numbers.square_sums, mask)
@@ -253,6 +258,8 @@ def after_the_model(
         ends = [float(row[0]) if sample.finish == "length" else 0.0
                 for row, sample in zip(numbers.after, whole.samples, strict=True)]  # fmt: skip
         rollouts = rollouts._replace(bootstrap=mask.new_tensor(ends, dtype=rollouts.rewards.dtype))
+    if scoring is not None:
+        rollouts = rollouts._replace(process=_process(numbers, mask, scoring))
     if algorithm.kl.where == "reward":
         from learners.algorithms.rewards import kl_penalty
 
@@ -272,6 +279,15 @@ def after_the_model(
         weights, keep = _corrected(rollouts, algorithm)
         late = late._replace(weights=_floats(whole, weights), keep=rows_of(whole, keep))
     return late
+
+
+def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) -> Tensor:
+    """Process rewards `[S, T]` of the whole batch."""
+    from learners.algorithms.prime import token_scores
+
+    model, reference = _padded(numbers.process, mask), _padded(numbers.process_reference, mask)
+    assert model is not None and reference is not None
+    return token_scores(model, reference, mask, beta=scoring.beta, batch_norm=scoring.batch_norm).scores
 
 
 def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,7 @@ class Order(msgspec.Struct, frozen=True):
     what: Literal["train", "save", "end", "leave"] = "train"
     tuning: str = ""  # settings changed by `asyncrl tune`, of this step
     coefficients: Coefficients | None = None  # of the checkpoint that a start continues
+    critic_warm: bool = False  # likewise
 
 
 class Learner:
@@ -132,10 +133,11 @@ class Learner:
         publish = False
         if self._services is not None:
             publish = self._services.register(step=state.step, ledger=state.ledger, digests=state.digests)
-        start = Order(state.step, publish, coefficients=state.coefficients)
+        start = Order(state.step, publish, coefficients=state.coefficients, critic_warm=state.critic_warm)
         order = self._share(start if self._services is not None else None)
         if order.coefficients is not None:
             self._trial.coefficients = order.coefficients
+        self._trial.critic_warm = order.critic_warm
         self._saved = order.step
         if order.publish:
             self._publish(order.step)
@@ -231,7 +233,7 @@ class Learner:
             fence = self._services.mark.check
             state = checkpoint.State(
                 step=step, ledger=self._services.ledger(step), digests=self._services.digests, ranks=self._gang.size,
-                config=dump(self._config), coefficients=self._trial.coefficients,
+                config=dump(self._config), coefficients=self._trial.coefficients, critic_warm=self._trial.critic_warm,
             )  # fmt: skip
         learner = self._config.learner
         try:

@@ -119,7 +119,7 @@ class Replay:
         """Put the settings of a step in force."""
         changed = step > self._plan.since
         config = self._settings(order.config, changed)
-        known = self._trial.coefficients if self._trial is not None else None
+        before = self._trial  # its coefficients go on, whatever is built anew
         if self._backend is None:
             self._backend = self._build(config, self._plan.checkpoint)
         elif _of_the_backend(config) != _of_the_backend(self._in_force):
@@ -133,10 +133,13 @@ class Replay:
                 seed=config.run.seed,
                 group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
             )  # fmt: skip
-            if known is None and self._plan.checkpoint:
-                known = state_of(Path(self._plan.checkpoint)).coefficients
-            if known is not None:
-                self._trial.coefficients = known
+            if before is not None:
+                self._trial.coefficients, self._trial.critic_warm = before.coefficients, before.critic_warm
+            elif self._plan.checkpoint:
+                state = state_of(Path(self._plan.checkpoint))
+                self._trial.critic_warm = state.critic_warm
+                if state.coefficients is not None:
+                    self._trial.coefficients = state.coefficients
         self._config = config
         self._trial.retune(without(order.tuning, self._plan.overrides if changed else ()))
 
@@ -272,14 +275,18 @@ def without(tuning: str, overrides: Sequence[str]) -> str:
 def _of_the_backend(config: Config) -> tuple[Any, ...]:
     """Settings that the models and their optimizers are built with."""
     from learners.backends.critic import wants_critic
+    from learners.backends.process_reward import wants_process_rewards
 
     learner, optim = config.learner, config.learner.optim
-    critic = learner.critic
+    critic, process = learner.critic, learner.process_reward
     of_the_critic = (critic.model, critic.beta1, critic.beta2, critic.eps, critic.weight_decay)
+    of_the_process_reward = (
+        process.model, process.reference, process.beta1, process.beta2, process.eps, process.weight_decay
+    )  # fmt: skip
     return (
         config.model, config.sampling.temperature, learner.backend, learner.packing, learner.logprob_chunk_tokens,
         learner.gradient_checkpointing, learner.cpu_offload, optim.beta1, optim.beta2, optim.eps, optim.weight_decay,
-        wants_critic(config), of_the_critic,
+        wants_critic(config), of_the_critic, wants_process_rewards(config), of_the_process_reward,
     )  # fmt: skip
 
 

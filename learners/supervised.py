@@ -45,7 +45,8 @@ from learners.batch import (
 )
 from learners.gang import Gang
 from learners.guard import backward
-from learners.update import StepResult, learning_rate
+from learners.schedule import learning_rate
+from learners.update import StepResult
 
 if TYPE_CHECKING:
     from buffers.client import ClaimedBatch, GroupData, SampleData

@@ -23,9 +23,11 @@ from learners import supervised
 from learners.backends.base import Backend
 from learners.batch import Minibatch, StepBatch, assemble, decode_share, encode_share
 from learners.coefficients import coefficients_of, moved, settled
+from learners.critic import is_warm
 from learners.estimates import Whole
 from learners.gang import Gang
 from learners.poison import culprits, not_finite, reason_of
+from learners.process_reward import process_step
 from learners.tuned import tuned
 from learners.update import StepResult, probe_step, train_step
 from learners.whole import Prepared, prepare
@@ -49,6 +51,8 @@ class Trial:
         """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
         self.stats: dict[str, float] = {}
         self.coefficients = coefficients_of(config.algorithm)  # of the next step
+        self.critic_warm = False  # the critic's warm-up has ended before its last step
+        self._now = 0  # the step under way
         self._group_size = group_size
         self._seed = seed
         self._baselines: dict[int, float] = {}  # score of the greedy response by group
@@ -138,6 +142,7 @@ class Trial:
         self, data: bytes, *, step: int, batch: ClaimedBatch | None
     ) -> tuple[StepResult, ClaimedBatch | None]:  # fmt: skip
         """Train this rank's share; what became of it, and (rank 0) the batch as it was trained. Collective."""
+        self._now = step
         result = self._step(data, step)
         if not result.broken:
             return result, batch
@@ -162,8 +167,12 @@ class Trial:
         if prepared.first:
             self._advantages = prepared.first
         result = train_step(
-            share, backend=self._backend, gang=self._gang, config=self._config, step=step, prepared=prepared
+            share, backend=self._backend, gang=self._gang, config=self._config, step=step, prepared=prepared,
+            critic_warm=self.critic_warm,
         )  # fmt: skip
+        if prepared.process is not None:
+            prepared.process.settle()
+        self.critic_warm = self.critic_warm or is_warm(result.metrics, self._config.critic)
         if not result.broken:
             self._move(share, prepared, result)
         return result
@@ -183,6 +192,7 @@ class Trial:
         ready = prepare(
             share, backend=self._backend, gang=self._gang, algorithm=self._config.algorithm, whole=whole,
             kl_coeff=self.coefficients.kl, bootstrap=self._config.critic.bootstrap,
+            process=process_step(share, backend=self._backend, gang=self._gang, config=self._config, step=self._now),
         )  # fmt: skip
         return ready._replace(entropy_coeff=self.coefficients.entropy)
 
@@ -190,9 +200,11 @@ class Trial:
         share = decode_share(data)
         if self._given:
             return supervised.probe_step(share, backend=self._backend, gang=self._gang, config=self._config)
-        return probe_step(
-            share, backend=self._backend, gang=self._gang, config=self._config, prepared=self._prepare(share, whole)
-        )  # fmt: skip
+        prepared = self._prepare(share, whole)
+        why = probe_step(share, backend=self._backend, gang=self._gang, config=self._config, prepared=prepared)
+        if prepared.process is not None:
+            prepared.process.settle()
+        return why
 
     def _separate(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes] | None]:
         """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""

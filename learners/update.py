@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.config import AlgorithmConfig, LearnerConfig, OptimConfig
+from asyncrl.config import AlgorithmConfig, LearnerConfig
 from learners.algorithms.aggregation import Denominators, aggregate
 from learners.algorithms.corrections import prox_loglinear
 from learners.algorithms.kl import kl_estimate, kl_importance_weighted
@@ -33,9 +33,10 @@ from learners.algorithms.types import Correction, LossInputs
 from learners.backends.base import Backend, LossFunction, Micro, to_device
 from learners.batch import Minibatch
 from learners.choosing import choose_tokens
-from learners.critic import critic_step, update
+from learners.companions import companions, update
 from learners.gang import Gang
 from learners.guard import Guard, backward
+from learners.schedule import learning_rate
 from learners.step_log import StepLog
 from learners.whole import Pieces, Prepared
 
@@ -53,21 +54,6 @@ class StepResult(NamedTuple):
     skipped: int
     broken: str = ""
     weights: Mapping[int, float] = {}  # mean importance weight of a sample, by its place in the batch; on every rank
-
-
-def learning_rate(optim: OptimConfig, *, step: int, steps: int) -> float:
-    """The rate of step 1..steps: linear warm-up, then constant, linear or cosine down to 0 after the last step.
-
-    Example: lr 1, warmup 2, linear, 6 steps: 0.5, 1, 1, 0.75, 0.5, 0.25.
-    """
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
-    if optim.schedule == "constant":
-        return optim.lr
-    done = (step - optim.warmup_steps - 1) / max(steps - optim.warmup_steps, 1)
-    if optim.schedule == "linear":
-        return optim.lr * max(1 - done, 0.0)
-    return optim.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 class Terms(NamedTuple):
@@ -171,9 +157,10 @@ def kl_of(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, referen
 
 def train_step(
     share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int,
-    prepared: Prepared | None = None,
+    prepared: Prepared | None = None, critic_warm: bool = False,
 ) -> StepResult:  # fmt: skip
-    """All optimizer steps of one batch, with what `learners.whole` has prepared. Collective."""
+    """All optimizer steps of one batch, with what `learners.whole` has prepared. `critic_warm`: the critic's warm-up
+    has ended before its last step. Collective."""
     algorithm, ready = config.algorithm, prepared or Prepared()
     lr = learning_rate(config.optim, step=step, steps=config.steps)
     if ready.broken:
@@ -182,8 +169,10 @@ def train_step(
         # Before the first update: afterwards the weights are no longer those of the step's start.
         ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
     rate = learning_rate(config.critic, step=step, steps=config.steps)
-    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=rate, step=step)
-    lr = 0.0 if critic.alone else lr
+    beside = companions(
+        ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm
+    )  # fmt: skip
+    lr = 0.0 if beside.alone else lr
     if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
         return StepResult({"lr": lr}, 1, why)
     totals: dict[str, float] = {}
@@ -197,8 +186,8 @@ def train_step(
         sums, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=algorithm, log=log)
         if not why and algorithm.lag.step_scale == "sqrt_ess":
             scale = step_scale(log.metrics(gang)["ess_rows"])
-        why = why or critic.gradients(part, place)
-        info = update(why, backend=backend, critic=critic, lr=lr * scale, max_norm=config.optim.max_grad_norm)
+        why = why or beside.gradients(part, place)
+        info = update(why, backend=backend, beside=beside, lr=lr * scale, max_norm=config.optim.max_grad_norm)
         if info.skipped and not updates:  # nothing has changed yet
             why = why or f"loss: the norm of the gradient is {info.grad_norm}"
             return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
@@ -212,7 +201,7 @@ def train_step(
     if not updates:
         return StepResult({"lr": lr}, 1)
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
-    metrics |= critic.metrics()
+    metrics |= beside.metrics()
     metrics |= _of_the_start(ready, algorithm)
     return StepResult(metrics, skipped, weights=kept.weights(gang))
 
@@ -271,14 +260,14 @@ def probe_step(
         return ready.broken
     # The update's own forward serves as the proximal policy, as in the first mini-batch of a step.
     ready = ready._replace(proximal=None)
-    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    beside = companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
     for place, part in enumerate(share):
         if part.tokens:
             terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))
             _, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=config.algorithm)
             norm = backend.discard()
-            why = why or critic.gradients(part, place)
-            critic.end(keep=False)
+            why = why or beside.gradients(part, place)
+            beside.end(keep=False)
             if why or not math.isfinite(norm):
                 return why or f"loss: the norm of the gradient is {norm}"
     return ""

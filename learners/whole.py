@@ -3,7 +3,7 @@
 Called by `learners.trial` on every rank between the cut and the training of a step. Guarantees:
 1. forward passes are made only for what the settings need: proximal log-probs (several mini-batches, estimators and
    corrections over all rows, kept denominators) and from the same pass sums of squared probabilities (optimal token
-   baseline), reference log-probs (KL), values (a critic);
+   baseline), reference log-probs (KL), values (a critic), process rewards (PRIME);
 2. tokens of high entropy (`entropy_keep`) are chosen over the whole batch by the weights at the start of the step;
    where log-probs are needed anyway, the same pass gives the entropies;
 3. what mixes rows is computed by rank 0 on the whole batch in float64, and handed out: it does not depend on ranks,
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config import ProcessRewardConfig
 from learners.algorithms.corrections import needs_whole_batch
 from learners.algorithms.registry import choose, needs_of
 from learners.backends.base import Backend
@@ -33,6 +34,7 @@ from learners.choosing import keep_high_entropy
 from learners.estimates import Array, Late, ModelNumbers, Whole, after_the_model, waits_for_the_model
 from learners.gang import Gang
 from learners.poison import reason_of
+from learners.process_reward import ProcessRewardStep
 
 Pieces = list[list[Tensor]]  # by mini-batch and micro-batch of this rank, [N] each
 
@@ -54,6 +56,7 @@ class Prepared(NamedTuple):
     high: Pieces | None = None  # tokens that `entropy_keep` leaves in the loss
     entropy_threshold: float = 0.0  # nats, of `high`
     entropy_coeff: float | None = None  # of the entropy bonus in this step; None: that of the settings
+    process: ProcessRewardStep | None = None
 
 
 class Needs(NamedTuple):
@@ -66,6 +69,7 @@ class Needs(NamedTuple):
     correct: bool  # weights of a correction over all rows
     squares: bool = False  # sums over the vocabulary of p^2
     entropy: bool = False  # which tokens have the highest
+    process: bool = False  # log-probs of a process reward model
 
 
 def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
@@ -81,16 +85,17 @@ def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
     )  # fmt: skip
     values = bool({"critic", "values"} & wanted)
     return Needs(proximal, algorithm.kl.where != "off", values, late, correct, "square_sums" in wanted,
-                 algorithm.entropy_keep < 1)  # fmt: skip
+                 algorithm.entropy_keep < 1, "process" in wanted)  # fmt: skip
 
 
 def prepare(
     share: Sequence[Minibatch], *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig, whole: Whole | None,
-    kl_coeff: float = 0.0, bootstrap: bool = False,
+    kl_coeff: float = 0.0, bootstrap: bool = False, process: ProcessRewardStep | None = None,
 ) -> Prepared:  # fmt: skip
     """Forward passes and what follows from them. `whole` on rank 0. Collective.
 
-    `bootstrap`: a response cut by the length limit ends with the critic's value after it.
+    `bootstrap`: a response cut by the length limit ends with the critic's value after it. `process`: the process reward
+    model in this step; it may train here, before it scores.
     """
     needs = needs_of_step(algorithm, len(share))
     critic = backend.critic if needs.values else None
@@ -98,6 +103,8 @@ def prepare(
         return Prepared(kl_coeff=kl_coeff)
     if needs.values and critic is None:
         return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a critic")
+    if needs.process and process is None:
+        return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a process reward model")
     reference = values = after = None
     proximal, entropy, squares = _policy_numbers(backend, share, needs, algorithm)
     if needs.reference:
@@ -106,22 +113,31 @@ def prepare(
         predicted = [critic.values(part.micro) for part in share]
         values = [[piece.tokens for piece in part] for part in predicted]
         after = [[piece.after for piece in part] for part in predicted] if bootstrap else None
-    prepared = Prepared(proximal, reference, values, kl_coeff=kl_coeff)
+    scored: Pieces | None = None
+    if process is not None:
+        why, scored = process.score()
+        if why:
+            return Prepared(broken=why, process=process)
+    prepared = Prepared(proximal, reference, values, kl_coeff=kl_coeff, process=process)
     if entropy is not None:
         found_high = keep_high_entropy(share, entropy, keep=algorithm.entropy_keep, gang=gang)
         prepared = prepared._replace(high=found_high.pieces, entropy_threshold=found_high.threshold)
     if not (needs.late or needs.correct):
         return prepared
-    found = [_gathered(gang, share, pieces) for pieces in (proximal, reference, values)]
-    found.append(_gathered(gang, share, after, each=True))
-    found.append(_gathered(gang, share, squares))
+    found = ModelNumbers(
+        _gathered(gang, share, proximal), _gathered(gang, share, reference), _gathered(gang, share, values),
+        _gathered(gang, share, after, each=True), _gathered(gang, share, squares), _gathered(gang, share, scored),
+        _gathered(gang, share, None if process is None else process.reference),
+    )  # fmt: skip
     answer = _Answer()
     if gang.lead and whole is not None:
-        answer = _estimate(whole, found, algorithm, kl_coeff, correct=needs.correct)
+        answer = _estimate(
+            whole, found, algorithm, kl_coeff, correct=needs.correct, scoring=process.config if process else None
+        )  # fmt: skip
     answer = msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
     if answer.broken:
         return prepared._replace(broken=answer.broken)
-    return _filled(prepared, share, answer, like=_device_of(proximal or reference or values))
+    return _filled(prepared, share, answer, like=_device_of(proximal or reference or values or scored))
 
 
 def _policy_numbers(
@@ -156,10 +172,11 @@ class _Answer(msgspec.Struct, array_like=True):
 
 
 def _estimate(
-    whole: Whole, found: Sequence[list[Array] | None], algorithm: AlgorithmConfig, kl_coeff: float, *, correct: bool
+    whole: Whole, found: ModelNumbers, algorithm: AlgorithmConfig, kl_coeff: float, *, correct: bool,
+    scoring: ProcessRewardConfig | None,
 ) -> _Answer:  # fmt: skip
     try:
-        late = after_the_model(whole, ModelNumbers(*found), algorithm, kl_coeff=kl_coeff, correct=correct)
+        late = after_the_model(whole, found, algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring)
     except MemoryError:
         raise
     except Exception as error:  # a plugin's estimator may raise anything; every rank must hear of it

@@ -1,11 +1,11 @@
 """PRIME: rewards per token from a reward model that was trained on outcomes alone (arXiv 2502.01456).
 
-`token_scores` and `ce_loss` are called where the reward model runs, `prime` by the registry, once for the whole batch.
-Guarantees:
+`outcome_losses` is called by the learner's process reward model, `token_scores` and (through the registry) `prime` once
+for the whole batch. Guarantees:
 1. the last trained token of a row has no process reward: it carries the outcome;
 2. the two sources (process, outcome) have leave-one-out baselines of their own, in the complete group;
 3. a group of one has no baseline: its rewards stay as they are;
-4. only `ce_loss` has a gradient, and only through `q`; NaN outside the mask has no effect.
+4. only the cross-entropy has a gradient, and only through `q`; NaN outside the mask has no effect.
 
 Example: log-probs -1, -1 under the reward model and -2, -2 under its reference, beta 0.05: q 1, 1, scores 0.05, 0
 (without `batch_norm`).
@@ -28,6 +28,8 @@ from learners.algorithms.tensors import (
     outcome_scores,
     required,
     scan_back,
+    sequence_lengths,
+    sequence_sums,
     spread,
 )  # fmt: skip
 from learners.algorithms.types import Estimate, Rollouts
@@ -82,6 +84,30 @@ def ce_loss(q: Tensor, correct: Tensor, mask: Tensor, *, beta: float = 0.05) -> 
 
     A scalar with gradient. `q` `[S, T]`; `correct` `[S]`: outcomes from 0 to 1. No rows: 0.
     """
-    logits = beta * masked_sum(q, mask, -1)
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, correct.to(logits.dtype), reduction="none")
+    losses = _cross_entropy(beta * masked_sum(q, mask, -1), correct)
     return losses.sum() / max(losses.numel(), 1)
+
+
+class OutcomeLosses(NamedTuple):
+    """Of each sequence `[S]`: `loss` with gradient, 0 where no token is trained; `logits` `beta sum q`, no gradient;
+    `counted` bool: it has a trained token."""
+
+    loss: Tensor
+    logits: Tensor
+    counted: Tensor
+
+
+def outcome_losses(
+    q: Tensor, correct: Tensor, mask: Tensor, sequences: Tensor, *, beta: float = 0.05
+) -> OutcomeLosses:  # fmt: skip
+    """`ce_loss` before its mean, over flat tokens (arXiv 2502.01456): pieces that hold whole sequences add up.
+
+    `q`, `mask` and `sequences` (a number per token) `[N]`; `correct` `[S]`: outcomes from 0 to 1.
+    """
+    logits = beta * sequence_sums(q, mask, sequences, correct.numel())
+    counted = sequence_lengths(mask, sequences, correct.numel()) > 0
+    return OutcomeLosses(masked(_cross_entropy(logits, correct), counted), logits.detach(), counted)
+
+
+def _cross_entropy(logits: Tensor, correct: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, correct.to(logits.dtype), reduction="none")

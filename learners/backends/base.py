@@ -65,14 +65,11 @@ class UpdateInfo(NamedTuple):
 LossFunction = Callable[[Tensor, Tensor, Micro, int], tuple[Tensor, Mapping[str, Tensor]]]
 
 
-class Critic(Protocol):
-    """A value model that trains beside the policy, with an optimizer of its own; in the checkpoints of the backend."""
-
-    def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
-        """Values of each micro-batch, without gradient. Collective."""
+class Companion(Protocol):
+    """A model that trains beside the policy, with an optimizer of its own; in the checkpoints of the backend."""
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """As `Backend.train`; the loss gets values in the place of log-probs and zeros in that of entropies."""
+        """As `Backend.train`; a critic's loss gets values in the place of log-probs, zeros in that of entropies."""
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to a global norm; what it was. Collective."""
@@ -84,12 +81,42 @@ class Critic(Protocol):
         """Forget the gradients without an update."""
 
 
+class Critic(Companion, Protocol):
+    """A value model."""
+
+    def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
+        """Values of each micro-batch, without gradient. Collective."""
+
+
+class ProcessRewardModel(Companion, Protocol):
+    """A language model whose log-ratio to a frozen one becomes process rewards."""
+
+    def forward(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch, without gradient. Collective."""
+
+    def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch under the frozen one. Collective."""
+
+    def remember(self) -> None:
+        """Keep weights and optimizer as they are, for `restore`."""
+
+    def restore(self) -> None:
+        """Back to what `remember` saw; nothing where there is nothing remembered."""
+
+    def release(self) -> None:
+        """Drop what `remember` saw."""
+
+
 class Backend(Protocol):
     """A model that trains. Made by `Backend(config, gang)`; loads the start weights at once."""
 
     @property
     def critic(self) -> Critic | None:
         """The value model where the estimator in force needs values, else None."""
+
+    @property
+    def process_reward(self) -> ProcessRewardModel | None:
+        """The process reward model where the estimator in force needs process rewards, else None."""
 
     def self_check(self) -> None:
         """Raise `learner.packing` where rows as they are fed disagree with single sequences."""
@@ -125,7 +152,8 @@ class Backend(Protocol):
         """Undo of `save`, from any number of ranks. Collective."""
 
     def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the tokenizer's files, by rank 0. Collective."""
+        """Write a Hugging Face folder with the tokenizer's files, by rank 0; the models beside the policy likewise, in
+        folders below it (`critic`, `process_reward`). Collective."""
 
 
 def to_device(micro: MicroBatch, device: torch.device) -> Micro:

@@ -11,7 +11,6 @@ in memory while it starts. It does not do tensor, context or expert parallelism.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,10 @@ from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners import attention
 from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_device
+from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
+from learners.backends.hf_folder import write_folder
+from learners.backends.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.reference import Reference
 from learners.backends.sharded import OWN, Sharded
 from learners.backends.shards import load_shards, save_shard
@@ -40,10 +42,6 @@ from learners.score_model import ScoreModel, load_scorer
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 PACKING_LIMIT = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 class FSDP2Backend:
@@ -58,10 +56,13 @@ class FSDP2Backend:
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
         self._units = shard(self._policy, config, gang.device)
-        self._names = _names_of_units(self._policy, self._units)
         optimizer = make_optimizer(self._policy, config.learner.optim, config, gang.device)
         self._sharded = Sharded(self._policy, self._units, optimizer, ranks=gang.size)
         self.critic = Critic(config, gang) if wants_critic(config) else None
+        self.process_reward = (
+            ProcessRewardModel(config, gang, reference=self.reference_logprobs)
+            if wants_process_rewards(config) else None
+        )  # fmt: skip
         self._config_json = hf.config
         self._generation = getattr(hf, "generation_config", None)
 
@@ -133,8 +134,8 @@ class FSDP2Backend:
         if not worst <= PACKING_LIMIT[self._config.model.dtype]:
             name = type(self._policy.model).__name__
             raise AsyncRLError("learner.packing", f"log-probs of {name} differ by {worst:.3g}")
-        if self.critic is not None:
-            self.critic.self_check()
+        for model in self._companions().values():
+            model.self_check()
 
     # ------------------------------------------------------------ weights out
 
@@ -143,53 +144,41 @@ class FSDP2Backend:
         shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
         return [
             WeightSpec(name.removeprefix(OWN), self._dtype_name, shapes[name])
-            for names in self._names for name in names
+            for names in self._sharded.names for name in names
         ]  # fmt: skip
-
-    @torch.no_grad()
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, in compute precision; valid until the next one is asked for. Collective."""
-        for unit, names in zip(self._units, self._names, strict=True):
-            unit.unshard()
-            try:
-                for name in names:
-                    yield name.removeprefix(OWN), self._policy.get_parameter(name).detach()
-            finally:
-                unit.reshard()
 
     def iter_hf_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes in `model.dtype`, on rank 0; the others take part and get nothing."""
-        for name, tensor in self._whole():
+        for name, tensor in self._sharded.whole():
             if self._gang.lead:
                 # Always a copy: numpy pins the storage that it views, and FSDP could not free the whole layer.
                 own = tensor.to(device="cpu", dtype=self._dtype, copy=True).contiguous()
                 yield name, own.view(-1).view(torch.uint8).numpy()
 
     def export_hf(self, folder: Path) -> None:
-        """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0."""
-        from safetensors.torch import save_file
+        """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the
+        policy likewise, in folders of their own below it."""
+        write_folder(
+            self._sharded, folder, dtype=self._dtype, gang=self._gang, config=self._config_json,
+            generation=self._generation, tokenizer=Path(self._config.model.path),
+        )  # fmt: skip
+        for name, model in self._companions().items():
+            if model.exported:
+                model.export(folder / name)
 
-        whole = {}
-        for name, tensor in self._whole():
-            if self._gang.lead:
-                whole[name] = tensor.to(device="cpu", dtype=self._dtype, copy=True).contiguous()
-        if self._gang.lead:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-            self._config_json.save_pretrained(folder)
-            if self._generation is not None:
-                self._generation.save_pretrained(folder)
-            source = Path(self._config.model.path)
-            for name in TOKENIZER_FILES:
-                if (source / name).exists():
-                    shutil.copyfile(source / name, folder / name)
-        self._gang.barrier()  # bounded: the timeout of the group
+    def _companions(self) -> dict[str, Companion]:
+        """The models that train beside the policy, by the name of their folder in the export."""
+        found = {"critic": self.critic, "process_reward": self.process_reward}
+        return {name: model for name, model in found.items() if model is not None}
 
     # ------------------------------------------------------------ checkpoints
 
     def _state(self) -> dict[str, Tensor]:
-        """Every tensor of the training state by name, those of the critic too."""
-        return self._sharded.state() | (self.critic.state() if self.critic is not None else {})
+        """Every tensor of the training state by name, those of the models beside the policy too."""
+        state = self._sharded.state()
+        for model in self._companions().values():
+            state |= model.state()
+        return state
 
     def save(self, folder: Path) -> Path:
         """One safetensors file per rank with its slabs and its generator states."""
@@ -276,18 +265,6 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, device: Device) -> l
     if not config.learner.cpu_offload:
         policy.to(device.torch_device)
     return [policy, *layers]
-
-
-def _names_of_units(policy: PolicyModel | ScoreModel, units: Sequence[nn.Module]) -> list[list[str]]:
-    """The parameter names that each unit owns itself; a tied parameter once."""
-    owner: dict[int, int] = {}
-    for number, unit in enumerate(units):  # the root comes first, so that a layer's claim overrides it
-        for parameter in unit.parameters():
-            owner[id(parameter)] = number
-    names: list[list[str]] = [[] for _ in units]
-    for name, parameter in policy.named_parameters():
-        names[owner[id(parameter)]].append(name)
-    return names
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, config: Config, device: Device) -> torch.optim.AdamW:

@@ -1,9 +1,12 @@
 """A frozen copy of the start weights beside the policy: what KL penalties and DPO compare with.
 
-Made by `FSDP2Backend.reference_logprobs` when it is first asked for. Guarantees:
-1. it is the language model of `model.path` in the run's dtype, whatever was trained since, also after a restart;
+Made by `FSDP2Backend.reference_logprobs` when it is first asked for, and by the process reward model where it starts
+from other weights than the policy. Guarantees:
+1. it is the language model of `model.path` (or `path`) in the run's dtype, whatever was trained since, also after a
+   restart;
 2. it is sharded like the policy, has no gradients and no optimizer state, and is in no checkpoint and no export;
-3. packing, temperature and chunks are those of the policy: before the first update both give the same log-probs.
+3. packing, chunks and (unless given) temperature are those of the policy: before the first update both give the same
+   log-probs.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from learners.gang import Gang
 class Reference:
     """One rank's part of it."""
 
-    def __init__(self, config: Config, gang: Gang) -> None:
+    def __init__(self, config: Config, gang: Gang, *, path: str = "", temperature: float | None = None) -> None:
         from learners.backends.fsdp2 import load_model, shard
         from learners.logprobs import PolicyModel
 
         self._device = gang.device
         self._policy = PolicyModel(
-            load_model(config, gang.device), temperature=config.sampling.temperature,
+            load_model(config, gang.device, path=path),
+            temperature=config.sampling.temperature if temperature is None else temperature,
             chunk_tokens=config.learner.logprob_chunk_tokens,
         )  # fmt: skip
         self._policy.requires_grad_(False)

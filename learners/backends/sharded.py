@@ -1,9 +1,10 @@
 """A module that is sharded over the ranks, with its own AdamW: gradients, clipping, updates and the state to save.
 
-Called by `fsdp2` for the policy and by `critic` for the value model. Guarantees:
+Called by `fsdp2` for the policy and by `companion` for the models that train beside it. Guarantees:
 1. gradients add up over micro-batches and are reduced over ranks once, with the last of them;
 2. a gradient that is not finite changes nothing;
-3. `state` names every tensor of the training state, before the first update as after it.
+3. `state` names every tensor of the training state, before the first update as after it;
+4. weights leave layer by layer: at most one layer is whole at a time.
 It makes neither module nor optimizer: `fsdp2.shard` and `fsdp2.make_optimizer` do.
 
 Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
@@ -13,7 +14,7 @@ Example: a policy and a critic of one layer each: `state("")` has `model/...`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Sharded:
         self.root: Any = root
         self.units = units
         self.optimizer = optimizer
+        self.names = names_of_units(root, units)  # as the module has them, by unit
         self._ranks = ranks
 
     def reshard(self) -> None:
@@ -90,6 +92,20 @@ class Sharded:
         """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    # ------------------------------------------------------------ weights out
+
+    @torch.no_grad()
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its Hugging Face name, whole, in compute precision; valid until the next one is asked for.
+        Collective: every rank must exhaust it."""
+        for unit, names in zip(self.units, self.names, strict=True):
+            unit.unshard()
+            try:
+                for name in names:
+                    yield name.removeprefix(OWN), self.root.get_parameter(name).detach()
+            finally:
+                unit.reshard()
+
     # ------------------------------------------------------------ checkpoints
 
     def state(self, prefix: str = "") -> dict[str, Tensor]:
@@ -119,3 +135,15 @@ class Sharded:
 def _step_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
     """Where AdamW keeps its step count: fused kernels want it beside the parameter."""
     return parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
+
+
+def names_of_units(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:
+    """The parameter names that each unit owns itself; a tied parameter once."""
+    owner: dict[int, int] = {}
+    for number, unit in enumerate(units):  # the root comes first, so that a layer's claim overrides it
+        for parameter in unit.parameters():
+            owner[id(parameter)] = number
+    names: list[list[str]] = [[] for _ in units]
+    for name, parameter in root.named_parameters():
+        names[owner[id(parameter)]].append(name)
+    return names

@@ -22,9 +22,9 @@ from learners import checkpoint
 from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
 from learners.loop import Learner
+from learners.schedule import learning_rate
 from learners.services import Heart, Services
 from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from learners.update import learning_rate
 from learners.watchdog import Watchdog
 from weightsync.digest import digest_tensors
 from weightsync.plan import TensorSpec, plan_buckets
