@@ -136,6 +136,7 @@ def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, 
     fresh.load(folder)
     loaded = digest(fresh)
     again = train(make_trial(config, fresh, gang, {}), gang, make_batch(3)).metrics
+    fresh.export_hf(folder / "export")
     words = [part.decode() for part in gang.gather(" ".join(
         (saved, loaded, digest(backend), digest(fresh))).encode())]  # fmt: skip
     return {"third": third, "again": again, "digests": words, "critic": critic_weights(fresh)}

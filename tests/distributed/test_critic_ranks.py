@@ -82,6 +82,34 @@ def test_its_learning_rate_has_a_warm_up_of_its_own(one: Any) -> None:
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3])
 
 
+def test_the_warm_up_ends_where_values_explain_enough(model: Path, gang: Gang) -> None:
+    """For good: a later step may explain less. The steps before are those of a warm-up by number."""
+    settings = "learner.critic.critic_warmup=60;learner.critic.max_grad_norm=1;learner.steps=60"
+    until = "learner.critic.critic_warmup_until=0.3"
+    backend = FSDP2Backend(cases.make_config(model, f"{settings};{until}"), gang)
+    trial, batch = cases.make_trial(cases.make_config(model, f"{settings};{until}"), backend, gang, {}), None
+    start, found, weights = cases.policy_weights(backend), [], []
+    for step in range(1, 61):
+        batch = msgspec.structs.replace(cases.make_batch(2 if found and trial.critic_warm else 1), step=step)
+        found.append(cases.train(trial, gang, batch).metrics)
+        weights.append(cases.policy_weights(backend))
+        if not found[-1]["critic_alone"]:
+            break
+    explained = [metrics["explained_variance"] for metrics in found]
+    assert max(explained[:-2]) < 0.3 <= explained[-2] and explained[-1] < 0.3
+    assert 3 < len(found) < 60 and [metrics["critic_alone"] for metrics in found] == [1.0] * (len(found) - 1) + [0.0]
+    assert weights[-2] == start != weights[-1]
+    assert [metrics["lr"] for metrics in found] == [0.0] * (len(found) - 1) + [1e-3]
+
+
+def test_the_bound_of_the_warm_up_holds(model: Path, gang: Gang) -> None:
+    config = cases.make_config(model, "learner.critic.critic_warmup=2;learner.critic.critic_warmup_until=0.99")
+    backend = FSDP2Backend(config, gang)
+    trial = cases.make_trial(config, backend, gang, {})
+    alone = [cases.train(trial, gang, cases.make_batch(step)).metrics["critic_alone"] for step in (1, 2, 3)]
+    assert alone == [1, 1, 0] and not trial.critic_warm
+
+
 @pytest.mark.parametrize("name", ["resume", "resume_warm"])
 def test_a_checkpoint_continues_bitwise(two: Any, one: Any, name: str) -> None:
     for found in (two[0][name], one[0][name]):
@@ -259,6 +287,20 @@ def test_it_shares_no_tensor_with_the_policy_and_is_not_exported(model: Path, ga
 
     assert backend.critic is not None and not places(backend._policy) & places(backend.critic._model)
     assert not any("score" in spec.name for spec in backend.weight_specs())
+
+
+def test_its_export_loads_back_to_equal_values(model: Path, gang: Gang, two: Any) -> None:
+    """Written by two ranks: body and head as transformers has them, and as the start of another critic."""
+    results, out = two
+    folder = out / "checkpoint" / "export" / "critic"
+    wanted = results["resume"]["critic"]
+    loaded = load_scorer(str(folder), seed=5, dtype=torch.float32)
+    found = {f"model.{name}": value.detach().flatten().tolist() for name, value in loaded.named_parameters()}
+    assert found == wanted and "model.score.weight" in found
+    assert (folder / "tokenizer.json").exists()
+    again = FSDP2Backend(cases.make_config(model, f"learner.critic.model={folder}"), gang)
+    assert cases.critic_weights(again) == wanted
+    assert not list(folder.parent.glob("process_reward"))
 
 
 def test_an_estimator_without_returns_is_refused(model: Path, gang: Gang) -> None:

@@ -273,14 +273,14 @@ def test_the_export_can_be_left_out(model: Path, gang: Gang, tmp_path: Path) -> 
 # ---------------------------------------------------------------- both or neither
 
 
-@pytest.mark.parametrize("case", [f"{who} {how} {order}" for who in ("policy", "process")
-                                  for how in ("raises", "nan", "gradient") for order in ("after", "before")])  # fmt: skip
+@pytest.mark.parametrize("order", ["after", "before"])
+@pytest.mark.parametrize("case", ["policy raises", "policy gradient", "process raises", "process nan"])
 def test_what_breaks_in_one_changes_neither(
-    model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch, case: str
+    model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch, case: str, order: str
 ) -> None:  # fmt: skip
     from learners import update
 
-    who, how, order = case.split()
+    who, how = case.split()
 
     def broken(inner: Any) -> Any:
         def loss(*given: Any, **options: Any) -> Any:

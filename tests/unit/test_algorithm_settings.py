@@ -109,6 +109,12 @@ def test_a_combination_that_cannot_work_is_explained(overrides: tuple[str, ...],
     assert "config.conflict" in refused(*map(key, overrides)) and said in refused(*map(key, overrides))
 
 
+def test_an_early_end_needs_a_warm_up() -> None:
+    said = refused("learner.critic.critic_warmup_until=0.3", key("advantage=gae"))
+    assert "config.conflict" in said and "set learner.critic.critic_warmup" in said
+    assert made("learner.critic.critic_warmup_until=0.3", "learner.critic.critic_warmup=9", key("advantage=gae"))
+
+
 def test_weights_that_a_row_may_have_are_taken() -> None:
     for overrides in (("loss=vespo", "correction=icepop"), ("loss=vespo", "correction=mis",
                       "correction_options.level=geometric"), ("loss=gmpo", "correction=mis"),
@@ -132,6 +138,11 @@ def test_surprises_are_noted() -> None:
     (told,) = algorithms.notes(made(key("loss=kl_cov")))
     assert "no effect before the second mini-batch" in told
     assert list(algorithms.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
+    (told,) = algorithms.notes(made("learner.process_reward.lr=1e-4"))
+    assert "[learner.process_reward] has no effect" in told
+    (told,) = algorithms.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
+    assert "all process rewards are 0" in told
+    assert list(algorithms.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
     found = {finding.name: finding.value for finding in check.derived(made())}
     assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
 

@@ -71,6 +71,26 @@ def test_missing_folder_of_the_critic(place: Path) -> None:
     assert codes(config(**settings)) == ["config.model"]
 
 
+def test_folders_of_the_process_reward_model(place: Path) -> None:
+    own = place / "own"
+    own.mkdir()
+    base = {"learner.algorithm.advantage": "prime", "learner.process_reward.model": "own"}
+    (place / "model" / "config.json").write_text('{"vocab_size": 30}')
+
+    def said(text: str, **more: str) -> str:
+        (own / "config.json").write_text(text)
+        return " ".join(error.render() for error in check(config(**base, **more)).errors)
+
+    assert "no *.safetensors" in said('{"vocab_size": 30}')
+    (own / "model.safetensors").write_bytes(b"")
+    assert said('{"vocab_size": 30, "architectures": ["Qwen3ForCausalLM"]}') == ""
+    assert "it is a classifier" in said('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    assert "20 tokens, that of model.path 30" in said('{"vocab_size": 20}')
+    assert "no config.json" in said("[")
+    missing = said('{"vocab_size": 30}', **{"learner.process_reward.reference": "elsewhere"})
+    assert "learner.process_reward.reference = 'elsewhere'" in missing and "config.model" in missing
+
+
 def test_rows_of_every_kind(place: Path) -> None:
     (place / "a.json").write_text('[{"prompt": 1}]')
     (place / "b.jsonl").write_text('\n{"prompt": 2}\n')
