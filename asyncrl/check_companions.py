@@ -38,9 +38,7 @@ def _problem(key: str, folder: Path, vocabulary: Any) -> str:
         return "no such folder, or it has no config.json or no *.safetensors"
     kinds = found.get("architectures") or ()
     if key.startswith("process_reward") and any("Classification" in str(kind) for kind in kinds):
-        return (
-            "it is a classifier; process rewards come from a language model: name the one that it was made from"
-        )
+        return "it is a classifier; process rewards come from a language model: name the one that it was made from"
     own = found.get("vocab_size")
     if isinstance(own, int) and isinstance(vocabulary, int) and own < vocabulary:
         return f"its vocabulary has {own} tokens, that of model.path {vocabulary}: they must share a tokenizer"

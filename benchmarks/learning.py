@@ -35,6 +35,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 EXTRA: dict[str, tuple[str, ...]] = {
     "ppo": ("learner.critic.lr=1e-3", "learner.critic.critic_warmup=2"),
     "vapo": ("learner.critic.lr=1e-3", "learner.critic.critic_warmup=2"),
+    "prime": ("learner.process_reward.lr=1e-4",),
 }
 
 

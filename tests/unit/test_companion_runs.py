@@ -10,10 +10,12 @@ import msgspec
 import pytest
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
 
+from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.role import Stop
 from asyncrl.rundir import RunDir
 from learners import checkpoint
+from learners.export import export
 from learners.gang import Gang
 
 assert gang and model_dir  # fixtures
@@ -45,16 +47,27 @@ def test_prime_resumes_from_a_checkpoint_to_the_same_bits(
 ) -> None:  # fmt: skip
     wanted, lines = ran(gang, model_dir, tmp_path / "whole", PRIME.format(order), steps=5, whole=5)
     assert all(math.isfinite(line[name]) for line in lines for name in ("process_loss", "process_accuracy", "loss"))
-    export = RunDir(tmp_path / "whole").export
-    kept = (export / "process_reward" / "model.safetensors").read_bytes()
-    assert kept != (export / "model.safetensors").read_bytes()
+    final = RunDir(tmp_path / "whole").export
+    kept = (final / "process_reward" / "model.safetensors").read_bytes()
+    assert kept != (final / "model.safetensors").read_bytes()
     # As after a kill: the newest checkpoint (of step 4) is gone, step 2's is the start.
     assert checkpoint.steps_in(RunDir(tmp_path / "whole").checkpoints) == [5, 4]
     ran(gang, model_dir, tmp_path / "cut", PRIME.format(order), steps=2, whole=5)
     assert checkpoint.steps_in(RunDir(tmp_path / "cut").checkpoints) == [2]
+    config = make_config(model_dir, tmp_path / "cut", steps=5, extra=PRIME.format(order))
+    early = export(config, gang=gang)
+    assert early.name == "export-step_000002" and (early / "process_reward" / "config.json").exists()
     found, _ = ran(gang, model_dir, tmp_path / "cut", PRIME.format(order), steps=5, whole=5)
     assert found == wanted
     assert (RunDir(tmp_path / "cut").export / "process_reward" / "model.safetensors").read_bytes() == kept
+    again = export(config, gang=gang, step=5, out=tmp_path / "again")
+    for name in ("model.safetensors", "process_reward/model.safetensors"):
+        mine = (RunDir(tmp_path / "cut").export / name).read_bytes()
+        assert (again / name).read_bytes() == mine != (early / name).read_bytes()
+    with pytest.raises(ConfigError, match="no checkpoint of step 3"):
+        export(config, gang=gang, step=3)
+    with pytest.raises(ConfigError, match="not empty"):
+        export(config, gang=gang, out=early)
 
 
 def test_a_warm_critic_is_warm_after_a_restart(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
@@ -75,8 +88,8 @@ def test_a_warm_critic_is_warm_after_a_restart(gang: Gang, model_dir: Path, tmp_
         _, again = ran(gang, model_dir, place, WARM, steps=30, whole=30)
         assert [line["critic_alone"] for line in again] == alone
         for name in ("model.safetensors", "critic/model.safetensors"):
-            export = RunDir(tmp_path / "whole").export / name
-            assert (RunDir(place).export / name).read_bytes() == export.read_bytes()
+            final = RunDir(tmp_path / "whole").export / name
+            assert (RunDir(place).export / name).read_bytes() == final.read_bytes()
 
 
 def test_checkpoints_of_before_the_setting_are_read() -> None:
