@@ -99,11 +99,6 @@ CORRECTIONS: dict[str, Entry] = {
 }
 TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
 GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correction": "asyncrl.corrections"}
-#: Losses that look at the ratio of a whole row.
-ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
-#: What a run cannot offer yet, by the word in `Entry.needs`.
-MISSING = {
-}
 
 #: Code, message, path of the key (below learner.algorithm where it is relative).
 Problem = tuple[str, str, tuple[str, ...]]
@@ -325,9 +320,6 @@ def _unmet(config: Config) -> Iterator[Problem]:
         elif need == "greedy" and not sampling.greedy_baseline:
             yield ("config.conflict", f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline "
                    "= true, and producers make one more sample of each prompt", (*HERE, "advantage"))  # fmt: skip
-        elif need in MISSING:
-            yield ("config.conflict", f"{name} needs {MISSING[need]}, which the learner does not compute",
-                   (*HERE, "advantage"))  # fmt: skip
     if sampling.greedy_baseline and sampling.over_issue:
         yield ("config.conflict", "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue "
                "= 0", ("sampling", "over_issue"))  # fmt: skip
@@ -346,47 +338,6 @@ def _unmet(config: Config) -> Iterator[Problem]:
     if shaping.overlong_buffer > limit:
         yield ("config.conflict", f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} "
                "tokens", (*HERE, "shaping", "overlong_buffer"))  # fmt: skip
-
-
-def notes(config: Config) -> Iterator[str]:
-    """Choices that work and may surprise."""
-    algorithm = config.learner.algorithm
-    if config.learner.mode != "rl":
-        return
-    correction, loss = correction_of(algorithm), entry("loss", algorithm.loss)
-    stale = bool(config.buffer.max_staleness) and algorithm.proximal != "behaviour" and algorithm.advantage != "vtrace"
-    if correction == "none" and stale and loss is not None and loss.ratio != "behaviour":
-        yield ("correction = 'none': samples of older policies count in full; the gradient is biased by their lag "
-               f"(up to {config.buffer.max_staleness} steps)")  # fmt: skip
-    if loss is not None and loss.ratio == "none" and algorithm.proximal == "behaviour":
-        yield f"loss = {algorithm.loss!r} with proximal = 'behaviour' corrects nothing: the age of samples is ignored"
-    if correction != "tis" and algorithm.tis_cap not in (2.0, "off"):
-        yield f"tis_cap = {algorithm.tis_cap} has no effect with correction = {correction!r}"
-    if loss is not None and not loss.clip and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.28):
-        yield f"clip_low and clip_high have no effect on loss = {algorithm.loss!r}: set its loss_options"
-    if loss is not None and loss.aggregation and algorithm.aggregation != loss.aggregation:
-        yield f"loss = {algorithm.loss!r} is always aggregated by {loss.aggregation}"
-    critic, known = config.learner.critic, entry("advantage", algorithm.advantage)
-    if known is not None and "critic" not in known.needs and critic != type(critic)():
-        yield f"[learner.critic] has no effect on advantage = {algorithm.advantage!r}: it needs no values"
-    process = config.learner.process_reward
-    if known is not None and "process" not in known.needs and process != type(process)():
-        yield f"[learner.process_reward] has no effect on advantage = {algorithm.advantage!r}: it needs no such rewards"
-    if known is not None and "process" in known.needs and not process.lr and process.reference in ("", process.model):
-        yield ("learner.process_reward.lr = 0: the process reward model stays equal to its reference, and all process "
-               "rewards are 0")  # fmt: skip
-    if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "seq-mean-token-sum-norm":
-        yield "advantage = 'dr_grpo' belongs to aggregation = 'seq-mean-token-sum-norm'"
-    if not algorithm.entropy_target and (algorithm.entropy_step, algorithm.entropy_max) != (0.005, 1.0):
-        yield "entropy_step and entropy_max have no effect without an entropy_target: entropy_coeff is fixed"
-    if algorithm.entropy_keep < 1 and algorithm.loss in ROW_RATIOS:
-        yield (f"loss = {algorithm.loss!r} has one ratio for a row: with entropy_keep = {algorithm.entropy_keep:g} it "
-               "is that of the tokens that are kept")  # fmt: skip
-    if algorithm.loss == "kl_cov" and algorithm.proximal == "recompute" and algorithm.minibatches == 1:
-        yield ("loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
-               "effect before the second mini-batch")  # fmt: skip
-    if algorithm.proximal == "loglinear" and algorithm.minibatches == 1:
-        yield "proximal = 'loglinear' saves no forward pass with minibatches = 1: recompute needs none either"
 
 
 def explain(algorithm: AlgorithmConfig) -> str:

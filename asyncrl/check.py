@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithms
+from asyncrl import algorithm_notes, algorithms
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
@@ -415,7 +415,7 @@ def notes_on(config: Config, roles: Sequence[str]) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads > 2 * cores:
         notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
-    notes += algorithms.notes(config)
+    notes += algorithm_notes.notes(config)
     minibatches = config.learner.algorithm.minibatches
     if minibatches > 1:
         notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")

@@ -228,6 +228,7 @@ class LabBackend(Tables):
         shapes = [(VOCABULARY, VOCABULARY), (PLACES, VOCABULARY)]
         super().__init__(shapes, gang=gang, dtype=dtype, seed=1)
         self._frozen = Tables(shapes, gang=gang, dtype=dtype, seed=2).leaves
+        self.process_reward = None
         self.critic = LabCritic([(VOCABULARY,), (PLACES,)], gang=gang, dtype=dtype, seed=3) if critic else None
 
     def _logs(self, piece: Any, leaves: Sequence[Tensor]) -> tuple[Tensor, Micro]:

@@ -17,7 +17,7 @@ import torch
 from step_lab import Ended, lab_batch, lab_config, required_options, run_steps, shuffled
 
 from asyncrl.algorithm_config import Aggregation
-from asyncrl.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, MISSING
+from asyncrl.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config import CriticConfig, LearnerConfig, PreferenceConfig
 
 A = "learner.algorithm."
@@ -67,7 +67,7 @@ CASES: dict[str, list[str]] = {
     f"{kind} {name}": of_name(kind, name, table)
     for kind, table in (("advantage", ADVANTAGES), ("loss", LOSSES), ("correction", CORRECTIONS))
     for name, entry in table.items()
-    if not set(entry.needs) & set(MISSING)  # what no run can offer is called alone, in test_advantages
+    if "process" not in entry.needs  # a second language model: tests/distributed/test_process_ranks.py
 }
 CASES |= {f"aggregation {way}": [f"aggregation={way}"] for way in typing.get_args(Aggregation)}
 CASES |= {f"value aggregation {way}": ["advantage=gae", f"/learner.critic.aggregation={way}"]
