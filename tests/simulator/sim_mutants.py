@@ -290,7 +290,8 @@ def hunt(name: str, *, limit: int = 2000, first: int = 500_000) -> tuple[str, in
 
 def hunt_all(*, processes: int = 2, limit: int = 2000) -> list[tuple[str, int, str]]:
     """Every mutant."""
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    # Not fork: what this process has (threads, sockets of other tests) hangs a child that collects it.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         return pool.map(_hunt, [(name, limit) for name in MUTANTS | PAIRS], chunksize=1)
 
 

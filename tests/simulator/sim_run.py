@@ -70,7 +70,8 @@ def campaign(*, first: int, schedules: int, processes: int, part: int = 250) -> 
     seen: Counter[str] = Counter()
     failures: list[tuple[int, str]] = []
     done = 0
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    # Not fork: what this process has (threads, sockets of other tests) hangs a child that collects it.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for count, found, failed, looked in pool.imap_unordered(_work, jobs):
             done += count
             hits.update(found)
