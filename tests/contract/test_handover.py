@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import buffer_lab as base
 import numpy as np
 import pytest
-import test_buffer_service as base
+import test_buffer_service as whole
 
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError
+from asyncrl.plugins import GenSample
 from buffers.client import ClaimedBatch, LearnerClient, ProducerClient
 from buffers.handover import FAILURES, PlaceWriter
 from buffers.layout import GUEST, NONCE
-
-make = base.make  # the fixture
 
 
 @pytest.fixture(autouse=True)
@@ -90,21 +90,21 @@ def test_payloads_cross_no_socket_and_their_files_go(make: base.Make, fsync: str
 
 
 def test_everything_else_holds_by_place_too(make: base.Make) -> None:
-    base.test_kill_and_restart_lose_nothing(make, "sqlite")
+    whole.test_kill_and_restart_lose_nothing(make, "sqlite")
 
 
 def test_history_is_whole_by_place_too(make: base.Make) -> None:
-    base.test_history_is_whole_after_kills_at_any_moment(make)
+    whole.test_history_is_whole_after_kills_at_any_moment(make)
 
 
 def test_rewards_and_redis_by_place_too(make: base.Make) -> None:
-    base.test_a_group_goes_all_the_way(make, "redis")
+    whole.test_a_group_goes_all_the_way(make, "redis")
 
 
 KILLED = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
-import test_buffer_service as base
+import buffer_lab as base
 from asyncrl.failpoints import arm
 from buffers.client import ProducerClient
 arm()
@@ -372,8 +372,8 @@ def test_arrays_are_what_was_made(make: base.Make) -> None:
         await producer.client.hello("model")
         lease = (await producer.lease(0, 1)).leases[0]
         made = [
-            base.GenSample("0", 0, [5, 6], [-1.0, -2.0], ((0, 2),), "stop"),  # type: ignore[arg-type]
-            base.GenSample("1", 1, np.arange(6)[::2], np.full(3, -0.5), ((0, 3),), "length"),
+            GenSample("0", 0, [5, 6], [-1.0, -2.0], ((0, 2),), "stop"),  # type: ignore[arg-type]
+            GenSample("1", 1, np.arange(6)[::2], np.full(3, -0.5), ((0, 3),), "length"),
         ]
         masks = {1: np.array([1, 0, 1], np.uint8)}
         reply = await producer.client.submit(

@@ -93,5 +93,5 @@ def test_a_warm_critic_is_warm_after_a_restart(gang: Gang, model_dir: Path, tmp_
 
 
 def test_checkpoints_of_before_the_setting_are_read() -> None:
-    old = msgspec.json.encode({"step": 3, "ledger": "", "digests": {}, "ranks": 1, "config": "", "kl_coeff": None})
+    old = msgspec.json.encode({"step": 3, "ledger": "", "digests": {}, "ranks": 1, "config": ""})
     assert msgspec.json.decode(old, type=checkpoint.State).critic_warm is False
