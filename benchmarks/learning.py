@@ -34,7 +34,12 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 #: What a preset needs beside itself to learn in 40 steps at this size; said in the table.
 EXTRA: dict[str, tuple[str, ...]] = {
     "ppo": ("learner.critic.lr=1e-3", "learner.critic.critic_warmup=2"),
-    "vapo": ("learner.critic.lr=1e-3", "learner.critic.critic_warmup=2"),
+    # alpha: lambda = 1 - 1 / (alpha * length) is 0 for the paper's 0.05 and answers of up to 20 tokens, as these are.
+    "vapo": (
+        "learner.critic.lr=1e-3",
+        "learner.critic.critic_warmup=2",
+        "learner.algorithm.advantage_options.alpha=1.0",
+    ),
     "prime": ("learner.process_reward.lr=1e-4",),
 }
 
