@@ -108,7 +108,7 @@ CATALOGUE: dict[str, Metric] = {
     "wait_s": Metric("s", "learner", "time the step waited for its batch"),
     "train_s": Metric("s", "learner", "time in forward, backward and optimizer"),
     "publish_s": Metric("s", "learner", "time blocked while weights were copied out"),
-    "checkpoint_s": Metric("s", "learner", "time blocked by a checkpoint"),
+    "checkpoint_s": Metric("s", "learner", "time blocked by the checkpoint after the step before"),
     "checkpoint_failures": Metric("1", "learner", "checkpoints in a row that could not be written (a full disk)"),
     "step_s": Metric("s", "learner", "wall time of the step"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),

@@ -3,9 +3,11 @@
 Called through `buffers.groups.Groups`; the layer above `leasing`. Guarantees:
 1. a sample made by an older version than the lease's lowers the deadline, a newer one does not raise it;
 2. an answer under an old token is refused, the same answer twice is acknowledged and changes nothing;
-3. a group is complete with the first `group_size` samples that arrive; with `over_issue` more were asked for: those
+3. samples of weights that were not published are refused and their prompts issued again; the producer gets no lease
+   under that version for `lease_timeout_s`, so that one wrong generator cannot use up the attempts of all prompts;
+4. a group is complete with the first `group_size` samples that arrive; with `over_issue` more were asked for: those
    are refused, their generation is cancelled, and nothing downstream sees them;
-4. a group with all rewards goes through the filters before it is READY.
+5. a group with all rewards goes through the filters before it is READY.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from buffers.ledger import Group, Record, Sample, State
 from buffers.notes import SampleEvent
 
 COMPLETE = "cancelled: the group is complete"
+#: Kinds of refusal where the weights of the generator are at fault -> why its lease is lost, for the history.
+NOT_PUBLISHED = {"version": "unknown_version", "digest": "wrong_digest"}
 
 
 class Arriving(Leasing):
@@ -38,12 +42,13 @@ class Arriving(Leasing):
         accepted, duplicate, refused = self._sort_samples(group, head, checksum)
         if not accepted:
             return SamplesReply((), tuple(duplicate), refused, self.take_cancelled(head.producer))
-        reason = invalid() or self._wrong_digest(head) or self._wrong_rewards(head)
-        if reason.startswith("version:") and group.attempt < self.settings.max_reissue:
-            # Weights that nobody here has heard of: a wrong producer, or a store that went back while generators did
-            # not yet. The prompt is not at fault, so it is tried again before it is called poison.
-            self._lose(group, "unknown_version", now)
-            refused |= dict.fromkeys(accepted, f"unknown {reason}")
+        reason = invalid() or self._wrong_digest(head, now) or self._wrong_rewards(head)
+        kind = reason.split(":", maxsplit=1)[0]
+        if kind in NOT_PUBLISHED and group.attempt < self.settings.max_reissue:
+            # Weights that nobody here has heard of: a wrong producer, or a store or a learner that went back while
+            # generators did not yet. The prompt is not at fault, so it is tried again before it is called poison.
+            self._lose(group, NOT_PUBLISHED[kind], now)
+            refused |= dict.fromkeys(accepted, f"not published: {reason}")
             return SamplesReply((), tuple(duplicate), refused, self.take_cancelled(head.producer))
         if reason:
             self._poisoned(group, reason, now)
@@ -82,10 +87,11 @@ class Arriving(Leasing):
                 accepted.append(item.index)
         return accepted, duplicate, refused
 
-    def _wrong_digest(self, head: Samples) -> str:
+    def _wrong_digest(self, head: Samples, now: float) -> str:
         for version, digest in head.digests.items():
             known = self.digests.get(version)
             if known and digest and digest not in known:
+                self.barred[head.producer] = (version, now + self.settings.lease_timeout_s)
                 return f"digest: {head.producer} holds {digest} as version {version}, published was {known[-1]}"
         return ""
 

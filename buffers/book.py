@@ -62,6 +62,7 @@ class Book:
         self.ready_order: list[tuple[int, int, int]] = []  # (deadline, sequence, id), earliest first
         self.pending: dict[int, None] = {}  # leased to nobody: they wait for a producer
         self.held: dict[str, set[int]] = {}
+        self.barred: dict[str, tuple[int, float]] = {}  # producer -> (version that it holds wrongly, until when)
         self.named: dict[int, float] = {}  # leased group, token of a reward lease -> when its holder last named it
         self.to_score: dict[tuple[int, int], None] = {}
         self.reward_leases: dict[tuple[int, int], RewardLease] = {}

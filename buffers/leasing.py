@@ -37,6 +37,7 @@ class Leasing(Judging):
             for number in sorted(self.held.get(name, ())):
                 self._lose(self.groups[number], "restarted", now)
             self.cancelled.pop(name, None)
+            self.barred.pop(name, None)
         elif role == "reward":
             self._lose_scoring(name)
 
@@ -48,6 +49,7 @@ class Leasing(Judging):
         worker = self.workers.get((role, name))
         if worker is None or worker.pid not in (0, pid):
             worker = self.workers[role, name] = Worker(name)
+            self.barred.pop(name, None)
             for number in sorted(self.held.get(name, ())) if role == "producer" else ():
                 if self.groups[number].pid not in (0, pid):
                     self._lose(self.groups[number], "restarted", now)
@@ -129,6 +131,8 @@ class Leasing(Judging):
         ]  # fmt: skip
         if again or request <= worker.answered:
             return tuple(self._granted(group) for group in again)
+        if self._is_barred(producer, engine_version, now):
+            return ()
         granted: list[Lease] = []
         quota = self.settings.max_groups_in_flight
         room = max_groups if not quota else min(max_groups, quota - len(self.held.get(producer, ())))
@@ -144,6 +148,8 @@ class Leasing(Judging):
         settings = self.settings
         if 0 < settings.max_groups_in_flight <= len(self.held.get(producer, ())):
             return f"{producer} holds {settings.max_groups_in_flight} groups, which is its quota (max_groups_in_flight)"
+        if self.barred.get(producer, (-1, 0.0))[0] == engine_version >= 0:
+            return f"what {producer} holds as version {engine_version} is not what was published: it must sync"
         if engine_version < 0:
             return "the engine holds no weights yet"
         if engine_version > self.meta.newest + 1:
@@ -162,6 +168,14 @@ class Leasing(Judging):
         if not self._deep_enough(self.outstanding, lag):
             return f"{self.outstanding} groups are ahead of the learner, pipeline_depth is {settings.depth}"
         return f"no room for the {len(self.pending)} groups that wait: the learner must take a batch"
+
+    def _is_barred(self, producer: str, engine_version: int, now: float) -> bool:
+        """Its samples of this version carried a wrong digest, a moment ago."""
+        version, until = self.barred.get(producer, (engine_version, now))
+        if version == engine_version and now < until:
+            return True
+        self.barred.pop(producer, None)
+        return False
 
     @property
     def _competing(self) -> int:

@@ -85,6 +85,7 @@ class Learner:
     def run(self) -> str:
         """Train to the end; why it ended (empty: all steps are done)."""
         step = self._restore()
+        saving = 0.0  # seconds of the checkpoint after the step before
         while True:
             started = time.monotonic()
             order, batch, data = self._next(step)
@@ -106,11 +107,14 @@ class Learner:
                 self._publish(step)
             published = time.monotonic()
             self._commit(step)
+            times = {"wait_s": waited, "train_s": trained - started - waited, "publish_s": published - trained,
+                     "checkpoint_s": saving, "step_s": saving + time.monotonic() - started}  # fmt: skip
+            # Before the checkpoint: a kill between the two trains the step again, so that no step is without a line.
+            self._record(batch, result, times)
+            saving = -time.monotonic()
             if step < self._config.learner.steps and step % self._config.learner.checkpoint_every == 0:
                 self._checkpoint(step)
-            times = {"wait_s": waited, "train_s": trained - started - waited, "publish_s": published - trained,
-                     "checkpoint_s": time.monotonic() - published, "step_s": time.monotonic() - started}  # fmt: skip
-            self._record(batch, result, times)
+            saving += time.monotonic()
             self._progress()
         if step > self._saved:
             self._checkpoint(step, last=True)

@@ -89,10 +89,13 @@ def test_poison_digest_and_handshake(make: Make) -> None:
         producer.client.close()
 
     asyncio.run(work())
-    assert set(service.status()["dead"]) == {"poison:logprobs", "poison:digest"}
-    assert [line["why"] for line in read_lines(service.run.history) if line["e"] == "lost"] == ["unknown_version"]
+    assert set(service.status()["dead"]) == {"poison:logprobs"}
+    assert [line["why"] for line in read_lines(service.run.history) if line["e"] == "lost"] == [
+        "wrong_digest",
+        "unknown_version",
+    ]
     letters = {path.name: read_letter(path) for path in service.run.dead.glob("*.frames")}
-    assert sorted(name.partition("-")[0] for name in letters) == ["g0", "g1"]
+    assert sorted(name.partition("-")[0] for name in letters) == ["g0"]
     poison = next(wire.decode_samples(frames[0]) for name, frames in letters.items() if name.startswith("g0-"))
     kept = wire.unpack_arrays(poison.fields, next(frames[1] for name, frames in letters.items() if name[:3] == "g0-"))
     assert np.isnan(kept["logprobs"]).all()

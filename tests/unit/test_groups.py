@@ -219,17 +219,36 @@ def test_old_tokens_tighten_and_new_ones_do_not_relax() -> None:
 
 def test_poison_reasons_and_budget() -> None:
     run = Run(max_staleness=90, total_groups=500, poison_window=8)
-    run.g.note_digest(0, "aa")
     run.lease(0, 12)
     assert "poison: length" in run.send(0, 0, invalid="length: 1 of 2").refused[0]
-    assert "digest" in run.send(1, 0, digests={0: "bb"}).refused[0]
-    run.send(2, 0, digests={0: "aa"})
-    assert run.g.reasons(State.DEAD) == {"poison:length": 1, "poison:digest": 1} and run.g.fault is None
+    run.send(1, 0, invalid="logprobs: not finite")
+    assert run.g.reasons(State.DEAD) == {"poison:length": 1, "poison:logprobs": 1} and run.g.fault is None
     for number in (3, 4, 5):
         run.send(number, 0, invalid="logprobs: not finite")
-    assert run.g.fault is not None and run.g.fault[0] == "poison.budget" and "logprobs (3)" in run.g.fault[1]
+    assert run.g.fault is not None and run.g.fault[0] == "poison.budget" and "logprobs (4)" in run.g.fault[1]
     with pytest.raises(AsyncRLError, match="logprobs"):
         run.claim(1)
+
+
+def test_weights_that_were_not_published_cost_the_prompt_an_attempt_and_the_producer_its_leases() -> None:
+    run = Run(max_staleness=90, lease_timeout_s=10.0, max_reissue=1)
+    run.g.note_digest(0, "aa")
+    assert run.lease(0, 2) == [0, 1]
+    assert run.send(0, 0, digests={0: "aa"}).accepted == (0,)
+    refused = run.send(0, 1, digests={0: "bb"}).refused[1]
+    assert refused == "not published: digest: p holds bb as version 0, published was aa"
+    assert run.state(0) == "LEASED" and sorted(run.g.groups[0].samples) == [0]  # what came with the right ones stays
+    assert run.lease(0, 1) == [] and "p holds as version 0" in run.g.lease_blocked(0, "p")
+    assert run.lease(0, 1, name="other") == [0] and run.g.lease_blocked(0, "other") == ""
+    assert run.send(0, 1, digests={0: "bb"}, name="other").refused[1].startswith("poison: digest")  # the last attempt
+    assert run.lease(1, 1) == [2]  # another version: it has synced since
+    run.send(1, 0, digests={0: "bb"})
+    assert run.lease(0, 1) == []
+    run.now += 10.0
+    assert run.lease(0, 1) == [1]  # it may try again; nothing waits for ever
+    run.send(1, 0, digests={0: "bb"})
+    run.g.hello("producer", "p", pid=7, host="h", now=run.now)
+    assert run.lease(0, 1) != []  # another process of that name
 
 
 def test_inline_rewards_must_be_finite() -> None:
