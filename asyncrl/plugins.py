@@ -84,17 +84,26 @@ class Engine(Protocol):
     async def abort(self, ids: Sequence[str] | None) -> int:
         """Give up these requests (None: all): their iterators end without the missing samples. How many samples."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether an update overwrites the weights: samples stand still from `begin_update` to the commit, and after
+        an abort too, until a whole version came."""
+
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         """Prepare room for a version."""
 
-    async def apply_bucket(self, number: int, data: Buffer) -> None:
-        """Take the bytes of one bucket (copied before this returns)."""
+    async def apply_bucket(self, number: int, data: Buffer) -> str:
+        """Take the bytes of one bucket (copied before this returns); the digest of what is held of it now
+        (`weightsync.digest.bucket_digest`), or the empty string from an engine that cannot say."""
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        """Write the bytes of this bucket of the version in force, for a delta; False from an engine that cannot."""
 
     async def commit_update(self) -> str:
         """Make the new weights current between two decode steps; the digest of what the model now holds."""
 
     async def abort_update(self) -> None:
-        """Forget a begun update; the old version stays."""
+        """Forget a begun update; the old version stays (unless `in_place`)."""
 
     def fingerprint(self) -> str:
         """Model, tokenizer and dtype as a short digest; both ends of a run must agree."""

@@ -479,7 +479,11 @@ class Tensor(Message, frozen=True):
 
 
 class Manifest(Message, frozen=True):
-    """What a version consists of. `plan` is the digest of the layout; `digest` that of all bytes in bucket order."""
+    """What a version consists of. `plan` is the digest of the layout; `digest` that of all bytes in bucket order.
+
+    `encoding` "full": all weights. "adapter": the tensors of a LoRA adapter on top of weights with the digest `base`;
+    `adapter` is its configuration as JSON, and both enter `digest`.
+    """
 
     version: int
     plan: str
@@ -487,6 +491,16 @@ class Manifest(Message, frozen=True):
     bucket_digests: tuple[str, ...]
     digest: str
     encoding: str = "full"
+    base: str = ""
+    adapter: str = ""
+
+
+class Hop(Message, frozen=True):
+    """A lossless step from one version to the next: `nbytes[k]` encoded bytes turn bucket k of `base` into the next."""
+
+    base: int
+    base_digest: str
+    nbytes: tuple[int, ...]
 
 
 class Publish(Message, frozen=True, tag=60):
@@ -497,6 +511,7 @@ class Publish(Message, frozen=True, tag=60):
     manifest: Manifest
     offers: dict[str, str]
     tensors: tuple[Tensor, ...] = ()  # sent once per layout
+    hops: tuple[Hop, ...] = ()  # oldest first; the last one leads to this version, each one to the base of the next
 
 
 class Published(Message, frozen=True, tag=61):
@@ -526,6 +541,7 @@ class RoundReply(Message, frozen=True, tag=63):
     ranks: dict[str, int] = {}  # member -> rank in the collective; the publisher is rank 0
     rendezvous: str = ""
     detail: str = ""
+    hops: tuple[Hop, ...] = ()  # the collective carries these instead of the buckets, where there are any
 
 
 class MemberPoll(Message, frozen=True, tag=64):
@@ -543,6 +559,8 @@ class MemberPoll(Message, frozen=True, tag=64):
     transports: tuple[str, ...] = ()
     has_plan: str = ""
     error: str = ""
+    encodings: tuple[str, ...] = ("full",)
+    relay: str = ""  # where it serves the version that it holds to others (transport `stream`)
 
 
 class Instruction(Message, frozen=True, tag=65):
@@ -560,6 +578,8 @@ class Instruction(Message, frozen=True, tag=65):
     deadline_s: float = 0.0
     version: int = -1  # newest committed version
     detail: str = ""
+    hops: tuple[Hop, ...] = ()  # receive: these instead of the buckets, one after the other; empty: the buckets
+    source: str = ""  # who serves it: the publisher, or the member that relays
 
 
 AnyMessage = Union[

@@ -11,7 +11,6 @@ OUT/plan.json says what to do; OUT/steps.jsonl and OUT/end.json say what came of
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -205,13 +204,13 @@ class Replay:
 
     def _digest(self) -> str:
         """The digest of the weights as weight sync would publish them. Collective; empty beside rank 0."""
-        from weightsync.digest import DIGEST_BYTES, whole_digest
+        from weightsync.digest import Digest, whole_digest
         from weightsync.plan import TensorSpec, plan_buckets
 
         specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in self._backend.weight_specs()]
         layout = plan_buckets(specs, bucket_bytes=self._in_force.weightsync.bucket_bytes)
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
-        digests = [hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in layout.bucket_bytes]
+        digests = [Digest() for _ in layout.bucket_bytes]
         for name, data in self._backend.iter_hf_weights():  # in the order of the layout
             digests[place[name]].update(data)
         return whole_digest([digest.hexdigest() for digest in digests]) if self._gang.lead else ""

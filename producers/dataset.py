@@ -76,8 +76,18 @@ class DatasetEngine:
         """No weights come here."""
         raise AsyncRLError("internal", "the dataset engine takes no weights")
 
-    async def apply_bucket(self, number: int, data: Buffer) -> None:
+    @property
+    def in_place(self) -> bool:
         """See `begin_update`."""
+        return False
+
+    async def apply_bucket(self, number: int, data: Buffer) -> str:
+        """See `begin_update`."""
+        return ""
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        """See `begin_update`."""
+        return False
 
     async def commit_update(self) -> str:
         """See `begin_update`."""

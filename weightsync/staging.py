@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import Unavailable
-from weightsync.digest import DIGEST_BYTES
+from weightsync.digest import Digest
 from weightsync.plan import Plan, bucket_starts
 
 PREFIX = "asyncrl-"
@@ -140,7 +140,7 @@ class Staging:
 def _copy(plan: Plan, chunks: Chunks, buckets: list[memoryview]) -> tuple[str, ...]:
     """Copy chunk by chunk; the digest is taken of the source, so that a fault of the copy shows at the reader."""
     targets = [np.frombuffer(bucket, dtype=np.uint8) for bucket in buckets]
-    digests = [hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in buckets]
+    digests = [Digest() for _ in buckets]
     expected = iter(plan.tensors)
     for name, data in chunks:
         tensor = next(expected, None)

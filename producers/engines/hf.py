@@ -180,9 +180,19 @@ class HFEngine:
         assert self._model is not None
         self._update = await asyncio.to_thread(WeightUpdate, self._model, manifest, tensors)
 
-    async def apply_bucket(self, number: int, data: Buffer) -> None:
+    @property
+    def in_place(self) -> bool:
+        """There is room for a second copy."""
+        return False
+
+    async def apply_bucket(self, number: int, data: Buffer) -> str:
         """Copy one bucket into the new version."""
         await asyncio.to_thread(self._under_way().apply, number, data)
+        return ""
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        """Not yet."""
+        return False
 
     async def commit_update(self) -> str:
         """Swap between two decode steps; the digest of what the model now holds."""

@@ -25,7 +25,7 @@ import torch.distributed
 
 from asyncrl.errors import ConfigError
 from asyncrl.wire import Instruction, RoundReply
-from weightsync.transports.base import TransportError
+from weightsync.transports.base import TransportError, Version
 
 #: The names of torch.distributed that type checkers do not see.
 dist: Any = torch.distributed
@@ -87,7 +87,11 @@ class CollectiveOutbox:
             master_listen_fd=listener.detach(),
         )  # fmt: skip
 
-    def send(self, reply: RoundReply, buckets: Sequence[memoryview], *, deadline_s: float) -> None:
+    def offer(self, version: Version) -> str:
+        """Nothing: members do not pull."""
+        return self.open()
+
+    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
         """Form the generation and broadcast every bucket. Raises TransportError."""
         self.open()
         deadline = time.monotonic() + deadline_s
@@ -99,7 +103,7 @@ class CollectiveOutbox:
                 raise TransportError("no member came to the group")
             timeout = _seconds(deadline_s * OPERATION_SHARE)
             group = self._make_group(dist.PrefixStore("pg", store), 0, len(present) + 1, timeout)
-            for bucket in filter(len, buckets):
+            for bucket in filter(len, blobs):
                 if time.monotonic() > deadline:
                     raise TransportError(f"not sent within {deadline_s:g} s")
                 group.broadcast(_tensor(bucket), 0).wait(timeout)
