@@ -582,12 +582,34 @@ class Instruction(Message, frozen=True, tag=65):
     source: str = ""  # who serves it: the publisher, or the member that relays
 
 
+class Fetch(Message, frozen=True, tag=66):
+    """A puller asks who holds a version for a piece of it; it may ask again. Answer: `Fetched`, one payload frame.
+
+    `digest` names the version. Blob `blob` is a bucket of it, or with `base` (the digest of the version that the first
+    hop starts from) bucket `blob % buckets` of hop `blob // buckets`. Refused with `sync.failed` where it is gone.
+    """
+
+    digest: str
+    base: str
+    blob: int
+    offset: int
+    nbytes: int
+
+
+class Fetched(Message, frozen=True, tag=67):
+    """The bytes from `offset` of a blob of `size` bytes: as many as were asked for, fewer at its end."""
+
+    blob: int
+    offset: int
+    size: int
+
+
 AnyMessage = Union[
     Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies, Tune, Tuned,
     LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn, SamplesAt,
     RewardRequest, RewardWork, Scores, ScoresReply,
     Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
-    Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction,
+    Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction, Fetch, Fetched,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

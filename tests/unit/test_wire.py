@@ -73,6 +73,8 @@ EXAMPLES: list[wire.Message] = [
     wire.RoundReply(5, "committed", 1, {"producer-0": "serving"}, {"producer-0": 1}, "127.0.0.1:1", ""),
     wire.MemberPoll("producer-0", 12, "host", "fp", "serving", 3, "cc", 5, 1.0, ("local",), "aa", ""),
     wire.Instruction("receive", 5, MANIFEST, (TENSOR,), "local", "/dev/shm/x", 1, 2, 1, 30.0, 3, ""),
+    wire.Fetch("cc", "dd", 2, 4 << 20, 1 << 20),
+    wire.Fetched(2, 4 << 20, 64 << 20),
 ]
 NAMES = [type(example).__name__ for example in EXAMPLES]
 
