@@ -164,6 +164,31 @@ class Device:
             self._torch_module().set_rng_state(states[self.type].cpu(), self.index)
 
 
+def collective_backend(choice: str = "auto") -> str:
+    """The collective backend between processes of a run: `choice`, or for `auto` that of this host's device."""
+    return TABLE[_accelerator() or "cpu"].dist_backend if choice == "auto" else choice
+
+
+def device_module(backend: str) -> str:
+    """The package that registers this collective backend with torch; empty where torch has it by itself."""
+    return TABLE[_type_of(backend)].module
+
+
+def collective_device(backend: str, name: str = "") -> Device:
+    """The device whose tensors this collective backend carries, or the one of that name.
+
+    Raises `config.type` or `config.extra` where this process cannot have it.
+    """
+    return Device.find(name or _type_of(backend))
+
+
+def _type_of(backend: str) -> str:
+    for kind, known in TABLE.items():
+        if known.dist_backend == backend:
+            return kind
+    raise ConfigError("config.type", f"collective backend {backend!r} is not one of a known device")
+
+
 def _accelerator() -> str | None:
     """The type of this host's accelerator, None without one. (`torch.accelerator.*` raises on a CPU: ask only this.)"""
     import torch

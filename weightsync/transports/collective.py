@@ -1,14 +1,18 @@
-"""Transport `collective`: one broadcast per bucket in a process group of its own (Gloo; a seam for NCCL and HCCL).
+"""Transport `collective`: one broadcast per blob in a process group of its own.
 
 The publisher hosts a TCPStore; every formation is a new process group under a prefix of its own (the generation),
 never re-used. Steps of a generation:
 1. every member sets `here/<rank>` and the publisher waits for all of them, at most a quarter of the deadline;
 2. it writes the ranks that came (`group`); who is not among them leaves, the others build the group;
-3. one broadcast of a uint8 tensor per bucket, rank 0 sends.
+3. one broadcast of a uint8 tensor per blob (bucket, or encoded bucket of a hop), rank 0 sends. The next blob is staged
+   while one is under way; a member has two buffers, so that it works on one blob while the next arrives.
 Guarantees: a member that never comes costs a quarter of the deadline, one that dies or stops in the middle fails the
-whole generation within half of it; the survivors get a new generation. Nothing waits longer than the deadline.
-Gloo has no authentication and listens where the host name resolves to (`GLOO_SOCKET_IFNAME` chooses the interface):
-use it on an isolated network. The store listens at `weightsync.collective_host` alone, on a free port.
+whole generation within half of it; the survivors get a new generation. Collectives run on threads of their own:
+nothing waits longer than the deadline even where the backend cannot be interrupted (such a thread ends with its
+operation, at most half a deadline later; Gloo ends by its own limit, NCCL is aborted).
+The address names the backend (`gloo://host:port`): a member that cannot speak it is told to another transport.
+Gloo, NCCL and HCCL have no authentication; Gloo listens where the host name resolves to (`GLOO_SOCKET_IFNAME` chooses
+the interface): use it on an isolated network. The store listens at `weightsync.collective_host` alone, on a free port.
 Imports torch when this file is imported; nobody imports it before the transport is needed.
 """
 
@@ -16,40 +20,22 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed
-
+from asyncrl.device import collective_backend
 from asyncrl.errors import ConfigError
+from asyncrl.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
-from weightsync.transports.base import TransportError, Version
+from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
+from weightsync.transports.groups import Place, dist, group_of
+from weightsync.transports.worker import Worker
 
-#: The names of torch.distributed that type checkers do not see.
-dist: Any = torch.distributed
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
 OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-#: Process groups by backend. What a backend needs beyond this (a device tensor per bucket) goes into `_tensor`.
-GROUPS: dict[str, Callable[[Any, int, int, timedelta], Any]] = {"gloo": _gloo}
-
-
-def group_of(backend: str) -> Callable[[Any, int, int, timedelta], Any]:
-    """The maker of process groups. Raises `config.extra` for a backend that this build does not have."""
-    if backend not in GROUPS:
-        raise ConfigError("config.extra", f"collective backend {backend!r}: only {', '.join(GROUPS)} here")
-    return GROUPS[backend]
-
-
-def _tensor(view: memoryview) -> torch.Tensor:
-    return torch.frombuffer(view, dtype=torch.uint8)
+END_S = 0.5  # a group that is in order ends at once
 
 
 def _seconds(value: float) -> timedelta:
@@ -57,19 +43,22 @@ def _seconds(value: float) -> timedelta:
 
 
 class CollectiveOutbox:
-    """Rank 0: hosts the store, forms groups, broadcasts."""
+    """Rank 0: hosts the store, forms groups, broadcasts. `backend` auto: that of this process's device."""
 
-    def __init__(self, host: str, *, timeout_s: float, backend: str = "gloo") -> None:
+    def __init__(self, host: str, *, timeout_s: float, backend: str = "auto", device: str = "") -> None:
         self._host = host
         self._timeout_s = timeout_s
-        self._make_group = group_of(backend)
+        self._backend = collective_backend(backend)
+        self._make_group = group_of(self._backend)
+        self._place = Place(self._backend, device=device)
+        self._generation = 0  # the last one that was formed
         self._store: Any = None
 
     def open(self) -> str:
-        """Start the store; `host:port`. Raises `config.network` where this host does not have that address."""
+        """Start the store; `backend://host:port`. Raises `config.network` where this host lacks that address."""
         if self._store is None:
             self._store = self._listen()
-        return f"{self._host}:{self._store.port}"
+        return f"{self._backend}://{self._host}:{self._store.port}"
 
     def _listen(self) -> Any:
         try:
@@ -92,82 +81,162 @@ class CollectiveOutbox:
         return self.open()
 
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
-        """Form the generation and broadcast every bucket. Raises TransportError."""
+        """Form the generation and broadcast every blob. Raises TransportError."""
         self.open()
-        deadline = time.monotonic() + deadline_s
+        if reply.generation <= self._generation:
+            raise TransportError(f"generation {reply.generation} after {self._generation}: a group is never used again")
+        self._generation = reply.generation
+        sending = _Sending(self._make_group, self._place, deadline_s)
+        worker = Worker(f"generation-{reply.generation}")
         store = dist.PrefixStore(f"ws/{reply.generation}", self._store)
+        ranks = sorted(reply.ranks.values())
         try:
-            present = self._gather(store, sorted(reply.ranks.values()), deadline_s * JOIN_SHARE)
-            store.set("group", ",".join(map(str, present)))
-            if not present:
-                raise TransportError("no member came to the group")
-            timeout = _seconds(deadline_s * OPERATION_SHARE)
-            group = self._make_group(dist.PrefixStore("pg", store), 0, len(present) + 1, timeout)
-            for bucket in filter(len, blobs):
-                if time.monotonic() > deadline:
-                    raise TransportError(f"not sent within {deadline_s:g} s")
-                group.broadcast(_tensor(bucket), 0).wait(timeout)
-        except RuntimeError as error:  # DistError and what Gloo raises
+            worker.run(lambda: sending.run(store, ranks, blobs), timeout_s=deadline_s)
+        except RuntimeError as error:  # DistError and what the backends raise
+            sending.abort()
             raise TransportError(f"generation {reply.generation}: {error}") from None
-
-    def _gather(self, store: Any, ranks: list[int], within_s: float) -> list[int]:
-        """The ranks that came in time."""
-        until = time.monotonic() + within_s
-        while True:
-            present = [rank for rank in ranks if store.check([f"here/{rank}"])]
-            if len(present) == len(ranks) or time.monotonic() > until:
-                return present
-            time.sleep(0.005)
+        except TransportError:
+            sending.abort()
+            raise
+        finally:
+            worker.close(sending.end, within_s=END_S)
 
     def close(self) -> None:
         """End the store; members of an open generation fail."""
         self._store = None
 
 
+class _Sending:
+    """One generation at rank 0. Its group is made, used and ended on one thread; `abort` may come from another."""
+
+    def __init__(self, make_group: Any, place: Place, deadline_s: float) -> None:
+        self._make_group = make_group
+        self._place = place
+        self._deadline_s = deadline_s
+        self._deadline = time.monotonic() + deadline_s
+        self._group: Any = None
+
+    def run(self, store: Any, ranks: list[int], blobs: Sequence[memoryview]) -> None:
+        present = self._gather(store, ranks)
+        store.set("group", ",".join(map(str, present)))
+        if not present:
+            raise TransportError("no member came to the group")
+        timeout = _seconds(self._deadline_s * OPERATION_SHARE)
+        self._group = self._make_group(dist.PrefixStore("pg", store), 0, len(present) + 1, timeout)
+        under_way: Any = None
+        for blob in filter(len, blobs):
+            tensor = self._place.send(blob)
+            if under_way is not None:
+                under_way.wait(timeout)
+            if time.monotonic() > self._deadline:
+                raise TransportError(f"not sent within {self._deadline_s:g} s")
+            failpoint("weightsync.send_blob")
+            under_way = self._group.broadcast(tensor, 0)
+        if under_way is not None:
+            under_way.wait(timeout)
+
+    def _gather(self, store: Any, ranks: list[int]) -> list[int]:
+        """The ranks that came in time."""
+        until = time.monotonic() + self._deadline_s * JOIN_SHARE
+        while True:
+            present = [rank for rank in ranks if store.check([f"here/{rank}"])]
+            if len(present) == len(ranks) or time.monotonic() > until:
+                return present
+            time.sleep(0.005)
+
+    def abort(self) -> None:
+        """Interrupt what runs, where the backend can."""
+        _abort(self._group)
+
+    def end(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+def _abort(group: Any) -> None:
+    if group is not None:
+        with suppress(RuntimeError):  # not every backend can
+            group.abort()
+
+
 class CollectiveInbox:
     """A member of one generation."""
 
-    def __init__(self, instruction: Instruction, *, backend: str = "gloo") -> None:
+    def __init__(self, instruction: Instruction, *, device: str = "") -> None:
         assert instruction.manifest is not None
         self._instruction = instruction
-        self._sizes = instruction.manifest.bucket_bytes
+        self._sizes = blob_sizes(instruction.manifest, instruction.hops)
         self._deadline = time.monotonic() + instruction.deadline_s
-        self._operation = _seconds(instruction.deadline_s * OPERATION_SHARE)
-        self._make_group = group_of(backend)
+        self._operation_s = instruction.deadline_s * OPERATION_SHARE
+        self._device = device
+        self._buffers = [bytearray(), bytearray()]  # what `read` gave out lasts until the next but one
+        self._place: Place | None = None
         self._group: Any = None
-        self._store: Any = None
+        self._failed = False
+        self._worker: Worker | None = None
 
     def open(self) -> None:
         """Appear at the store, learn who came, build the group."""
-        host, _, port = self._instruction.address.rpartition(":")
-        rank = self._instruction.rank
+        backend, _, place = self._instruction.address.rpartition("://")
+        host, _, port = place.rpartition(":")
         try:
-            whole = dist.TCPStore(host, int(port), None, False, timeout=self._operation)
-            store = dist.PrefixStore(f"ws/{self._instruction.generation}", whole)
-            store.set(f"here/{rank}", "1")
-            present = [int(text) for text in store.get("group").decode().split(",") if text]
-            if rank not in present:
-                raise TransportError(f"came too late to generation {self._instruction.generation}")
-            self._store = whole
-            self._group = self._make_group(
-                dist.PrefixStore("pg", store), present.index(rank) + 1, len(present) + 1, self._operation
-            )
-        except RuntimeError as error:
-            raise TransportError(f"generation {self._instruction.generation}: {error}") from None
+            make_group = group_of(backend or "gloo")
+            self._place = Place(backend or "gloo", device=self._device)
+        except ConfigError as error:
+            raise TransportUnusable(f"collective: {error.message}") from None
+        self._worker = Worker(f"member-{self._instruction.rank}")
+        self._do(f"generation {self._instruction.generation}", lambda: self._join(make_group, host, int(port)))
+
+    def _join(self, make_group: Any, host: str, port: int) -> None:
+        rank, timeout = self._instruction.rank, _seconds(self._operation_s)
+        whole = dist.TCPStore(host, port, None, False, timeout=timeout)
+        store = dist.PrefixStore(f"ws/{self._instruction.generation}", whole)
+        store.set(f"here/{rank}", "1")
+        present = [int(text) for text in store.get("group").decode().split(",") if text]
+        if rank not in present:
+            raise TransportError(f"came too late to generation {self._instruction.generation}")
+        self._group = make_group(dist.PrefixStore("pg", store), present.index(rank) + 1, len(present) + 1, timeout)
+
+    def _do(self, what: str, work: Any) -> None:
+        """Run it on the worker within the deadline; every failure is a TransportError, and the last one."""
+        worker = self._worker
+        if worker is None or self._failed:
+            raise TransportError(f"{what}: the group is closed, or has failed")
+        try:
+            worker.run(work, timeout_s=self._deadline - time.monotonic())
+        except (RuntimeError, ValueError) as error:  # DistError, what the backends raise; an address that is none
+            self._failed = True
+            raise TransportError(f"{what}: {error}") from None
+        except TransportError:
+            self._failed = True
+            raise
 
     def read(self, number: int) -> memoryview:
-        """Take part in the broadcast of bucket `number`."""
-        if time.monotonic() > self._deadline:
-            raise TransportError(f"bucket {number}: past the deadline")
-        data = memoryview(bytearray(self._sizes[number]))
-        try:
-            if data.nbytes:
-                self._group.broadcast(_tensor(data), 0).wait(self._operation)
-        except RuntimeError as error:
-            raise TransportError(f"bucket {number}: {error}") from None
-        return data
+        """Take part in the broadcast of blob `number`."""
+        size = self._sizes[number]
+        if len(self._buffers[number % 2]) < size:
+            self._buffers[number % 2] = bytearray(size)
+        view = memoryview(self._buffers[number % 2])[:size]
+        if size:
+            self._do(f"blob {number}", lambda: self._receive(view))
+        return view
+
+    def _receive(self, view: memoryview) -> None:
+        assert self._place is not None
+        group = self._group
+        if group is None:
+            raise TransportError("the group is closed")
+        tensor = self._place.room(view)
+        group.broadcast(tensor, 0).wait(_seconds(self._operation_s))
+        self._place.fetch(tensor, view)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; an operation that hangs ends by its own limit."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            if self._failed:
+                _abort(self._group)
+            worker.close(self._leave, within_s=END_S)
+
+    def _leave(self) -> None:
         self._group = None
-        self._store = None

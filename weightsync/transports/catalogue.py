@@ -1,0 +1,60 @@
+"""Transports by name, made from the configuration.
+
+Called by the publisher and by members that relay (`outbox`), and by the receiver (`inboxes`). A transport's packages
+are imported when it is first used: torch for `collective`, fsspec for `disk` at a URL.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.config import WeightSyncConfig
+from asyncrl.sockets import Keys
+from asyncrl.wire import Instruction
+from weightsync.transports.base import Inbox, InboxMaker, Outbox
+
+#: Below the run folder, where `weightsync.disk_dir` is empty.
+DISK_FOLDER = "weights"
+
+
+def inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, InboxMaker]:
+    """Makers of inboxes by transport name."""
+    from weightsync.transports.local import LocalInbox
+
+    def collective(instruction: Instruction) -> Inbox:
+        from weightsync.transports.collective import CollectiveInbox
+
+        return CollectiveInbox(instruction)
+
+    def stream(instruction: Instruction) -> Inbox:
+        from weightsync.transports.stream import StreamInbox
+
+        return StreamInbox(instruction, keys=keys, chunk_bytes=config.stream_chunk_bytes)
+
+    def disk(instruction: Instruction) -> Inbox:
+        from weightsync.transports.disk import DiskInbox
+
+        return DiskInbox(instruction)
+
+    return {"local": LocalInbox, "collective": collective, "stream": stream, "disk": disk}
+
+
+def outbox(
+    name: str, config: WeightSyncConfig, *, run_dir: Path, keys: Keys | None = None, insecure: bool = False
+) -> Outbox:
+    """The outbox of a transport other than `local` (whose versions lie in the staging slots). Raises KeyError."""
+    if name == "collective":
+        from weightsync.transports.collective import CollectiveOutbox
+
+        return CollectiveOutbox(
+            config.collective_host, timeout_s=config.timeout_s, backend=config.collective_backend
+        )  # fmt: skip
+    if name == "stream":
+        from weightsync.transports.stream import StreamOutbox
+
+        return StreamOutbox(config.stream_host, keys=keys, insecure=insecure)
+    if name == "disk":
+        from weightsync.transports.disk import DiskOutbox
+
+        return DiskOutbox(config.disk_dir or str(run_dir / DISK_FOLDER))
+    raise KeyError(name)

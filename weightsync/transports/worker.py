@@ -1,0 +1,57 @@
+"""A thread for work that may hang where nothing can interrupt it: collectives, a driver.
+
+Called by `collective`. Guarantees: `run` returns or raises within its time; the thread is a daemon, so that what hangs
+in it never keeps a process alive; `close` lets it end as soon as what it does returns.
+
+Example: `Worker("group").run(lambda: 6 * 7, timeout_s=1.0)` is 42.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from weightsync.transports.base import TransportError
+
+T = TypeVar("T")
+
+_Work = tuple["concurrent.futures.Future[Any]", Callable[[], Any]]
+
+
+class Worker:
+    """One thread, one piece of work at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"weightsync-{name}"
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], T], *, timeout_s: float) -> T:
+        """What `work` returns or raises. Raises TransportError after `timeout_s`; the work may go on."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._queue.put((future, work))
+        try:
+            return future.result(max(timeout_s, 0.0))
+        except concurrent.futures.TimeoutError:
+            raise TransportError(f"{self._name}: not done within {timeout_s:.3g} s") from None
+
+    def close(self, last: Callable[[], None], *, within_s: float = 0.0) -> None:
+        """Run `last` there after all that was asked for, then end; wait for it no longer than `within_s`."""
+        self._queue.put((concurrent.futures.Future(), last))
+        self._queue.put(None)
+        if within_s:
+            self._thread.join(within_s)
+
+
+def _work(tasks: queue.SimpleQueue[_Work | None]) -> None:
+    while (task := tasks.get()) is not None:  # bounded: close() wakes it; a daemon ends with its process
+        future, work = task
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever waits hears it
+            future.set_exception(error)
+        del task, future, work  # what they hold must not outlive them
