@@ -7,7 +7,9 @@ rows, one forward over the live rows, one token per row, hand out the finished o
 2. a prefill holds the prompt without its last token; the first decode step feeds that one. So every token of a sample
    comes from a decode step, and its version is the version of that step;
 3. tokens of a sample depend on (weights, prompt, seed, index) alone, up to the float noise of another batch shape;
-4. `swap` runs between two steps; with `recompute` all live K/V is made again under the new weights.
+4. `swap` runs between two steps; with `recompute` all live K/V is made again under the new weights; a shared prefill
+   of before is never used after it, also where the version keeps its number;
+5. after `halt` nothing is decoded until the next `swap`.
 It raises what torch raises; the engine turns that into `engine.broken`.
 """
 
@@ -33,12 +35,12 @@ PREFILL_GROUPS = 16  # prompts prefilled ahead of their turn
 
 
 class Prefix:
-    """K/V of a prompt without its last token, `[layers, 1, kv_heads, P - 1, head_dim]`, made by `version`."""
+    """K/V of a prompt without its last token, `[layers, 1, kv_heads, P - 1, head_dim]`, made after swap `era`."""
 
-    __slots__ = ("keys", "values", "version")
+    __slots__ = ("era", "keys", "values")
 
-    def __init__(self, version: int, keys: Tensor | None, values: Tensor | None) -> None:
-        self.version = version
+    def __init__(self, era: int, keys: Tensor | None, values: Tensor | None) -> None:
+        self.era = era
         self.keys = keys
         self.values = values
 
@@ -65,6 +67,8 @@ class Decoder:
         self.steps = 0
         self.generated_tokens = 0
         self.busy_s = 0.0
+        self.halted = False
+        self._era = 0  # swaps so far: a version number may come again with other weights
         self._recompute = recompute
         self._waiting: deque[Waiting] = deque()
         self._eras: list[tuple[int, int]] = []  # (first step, version)
@@ -81,7 +85,7 @@ class Decoder:
     @property
     def idle(self) -> bool:
         """True where a step would do nothing."""
-        return not self.table.live and not self._waiting
+        return self.halted or (not self.table.live and not self._waiting)
 
     def submit(self, request: GenRequest) -> None:
         """Queue a request behind the others."""
@@ -101,6 +105,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[GenSample]:
         """One token for every live sample; the samples that finished with it."""
+        if self.halted:
+            return []
         started = time.perf_counter()
         self._admit()
         live = self.table.live
@@ -123,10 +129,16 @@ class Decoder:
         started = time.perf_counter()
         change()
         self.version = version
+        self.halted = False
+        self._era += 1
         self._eras.append((self.steps, version))
         if self._recompute and self.table.live:
             self._remake()
         return time.perf_counter() - started
+
+    def halt(self) -> None:
+        """Stand still until the next swap: the weights are being overwritten."""
+        self.halted = True
 
     def reset(self) -> None:
         """Forget versions and counters; no sample may be alive."""
@@ -178,7 +190,7 @@ class Decoder:
         """Seat waiting samples, first come first served, while rows are free."""
         while self.table.free and self._waiting:
             entry = self._waiting[0]
-            if entry.prefix is None or entry.prefix.version != self.version:
+            if entry.prefix is None or entry.prefix.era != self._era:
                 self._prefill_ahead()
                 continue
             indices = entry.todo[: self.table.free]
@@ -194,7 +206,7 @@ class Decoder:
         chosen: list[Waiting] = []
         longest = 0
         for entry in self._waiting:
-            if entry.prefix is not None and entry.prefix.version == self.version:
+            if entry.prefix is not None and entry.prefix.era == self._era:
                 continue
             longest = max(longest, len(entry.request.prompt_ids) - 1)
             if chosen and (longest * (len(chosen) + 1) > PREFILL_TOKENS or len(chosen) == PREFILL_GROUPS):
@@ -203,12 +215,12 @@ class Decoder:
         prompts = [entry.request.prompt_ids[:-1] for entry in chosen]
         if not any(len(prompt) for prompt in prompts):  # one-token prompts have nothing to keep
             for entry in chosen:
-                entry.prefix = Prefix(self.version, None, None)
+                entry.prefix = Prefix(self._era, None, None)
             return
         keys, values = self._prefill(prompts)
         for place, (entry, prompt) in enumerate(zip(chosen, prompts, strict=True)):
             part = (slice(None), slice(place, place + 1), slice(None), slice(0, len(prompt)))
-            entry.prefix = Prefix(self.version, keys[part], values[part])
+            entry.prefix = Prefix(self._era, keys[part], values[part])
 
     def _remake(self) -> None:
         """Make the K/V of all live rows again under the current weights."""

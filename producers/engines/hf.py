@@ -3,8 +3,9 @@
 Called by `producers.main` through `asyncrl.plugins.Engine`. The decode loop owns the model and runs in one thread; the
 event loop talks to it by a queue of closures and gets finished samples back by `call_soon_threadsafe`. Guarantees:
 1. samples of a request come as they finish; those of one step are handed over together;
-2. weights change between two decode steps, by in-place copies into the parameters; `commit_update` answers with the
-   digest of what the model then holds, computed beside the running decode loop;
+2. weights change between two decode steps, by an exchange of storages (`weights`); the digests of the buckets, and of
+   the whole model after the exchange, are computed beside the running decode loop. With `weightsync.in_place` there
+   is no second copy: nothing is decoded from `begin_update` to the commit of a whole version;
 3. log-probs are those of the full softmax after temperature, float32; token versions are exact;
 4. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
 Sliding windows and hybrid caches are refused at start (`loading`). What a step does stands in `decoder`.
@@ -31,7 +32,7 @@ from producers.engines.kv import KVStore
 from producers.engines.loading import check_memory, load_model, probe
 from producers.engines.selfcheck import check_decoder
 from producers.engines.slots import SlotTable
-from producers.engines.weights import WeightUpdate
+from producers.engines.weights import ModelWeights
 
 T = TypeVar("T")
 IDLE_WAIT_S = 1.0  # of the decode thread for a command when there is nothing to decode
@@ -60,7 +61,8 @@ class HFEngine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outboxes: dict[str, _Outbox] = {}
         self._failure: AsyncRLError | None = None
-        self._update: WeightUpdate | None = None
+        self._weights: ModelWeights | None = None
+        self._dirty = False  # in place: the parameters are of no version
         self._swap_s = 0.0
 
     # ------------------------------------------------------------ life
@@ -77,6 +79,7 @@ class HFEngine:
         config = self._config
         device = Device.find(config.producers.device).torch_device
         self._model = load_model(config, device=device, max_len=self._max_len)
+        self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
         keys, values = probe(self._model, device=device, where=config.model.path)
         slots = config.producers.slots
         check_memory(keys, values, slots=slots, max_len=self._max_len)
@@ -102,7 +105,8 @@ class HFEngine:
         if decoder is None:
             return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
         return EngineHealth(
-            alive=self._failure is None, version=decoder.version, running=decoder.table.live, waiting=decoder.waiting,
+            alive=self._failure is None, version=-1 if self._dirty else decoder.version,
+            running=decoder.table.live, waiting=decoder.waiting,
             generated_tokens=decoder.generated_tokens, busy_s=decoder.busy_s, swap_s=self._swap_s,
             detail=self._failure.message if self._failure else "",
         )  # fmt: skip
@@ -172,49 +176,54 @@ class HFEngine:
 
     # ------------------------------------------------------------ weights
 
-    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Allocate room for a version beside the current one. Raises `sync.plan` where the layout is another's."""
-        self._require()
-        if manifest.encoding != "full":
-            raise AsyncRLError("sync.plan", f"encoding {manifest.encoding!r} is not known to the hf engine")
-        assert self._model is not None
-        self._update = await asyncio.to_thread(WeightUpdate, self._model, manifest, tensors)
-
     @property
     def in_place(self) -> bool:
-        """There is room for a second copy."""
-        return False
+        """`weightsync.in_place`: there is no room for a second copy."""
+        return self._config.weightsync.in_place
+
+    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Make room for a version; in place: stop decoding. Raises `sync.plan` where the layout is another's, and
+        `sync.failed` for an adapter of another base."""
+        decoder = self._require()
+        await asyncio.to_thread(self._held().begin, manifest, tensors)
+        if self.in_place:
+            self._dirty = True
+            await self._call(decoder.halt)
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Copy one bucket into the new version."""
-        await asyncio.to_thread(self._under_way().apply, number, data)
-        return ""
+        """Copy one bucket into the new version; the digest of what is held of it."""
+        return await asyncio.to_thread(self._held().apply, number, data)
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """Not yet."""
-        return False
+        """The bytes of a bucket of the version in force, in the dtypes of its manifest."""
+        return not self._dirty and await asyncio.to_thread(self._held().read, number, into)
+
+    async def attest(self) -> str:
+        """Digest of what the model holds now, read anew beside the decode loop; empty where there is no version."""
+        return "" if self._dirty else await asyncio.to_thread(self._held().digest)
 
     async def commit_update(self) -> str:
         """Swap between two decode steps; the digest of what the model now holds."""
-        update, decoder = self._under_way(), self._require()
-        update.check_complete()
-        self._update = None
+        weights, decoder = self._held(), self._require()
+        manifest = weights.under_way().manifest
+        weights.check_complete()
         try:
-            swapping = self._call(lambda: decoder.swap(update.manifest.version, update.swap))
+            swapping = self._call(lambda: decoder.swap(manifest.version, weights.exchange))
             self._swap_s = await asyncio.wait_for(swapping, SWAP_LIMIT_S)
-            # Parameters change at the next commit only, so they can be read while the loop decodes on.
-            return await asyncio.to_thread(update.digest)
         except TimeoutError:
             raise self._fail(AsyncRLError("engine.broken", f"no swap within {SWAP_LIMIT_S:g} s")) from None
+        self._dirty = False
+        # Parameters change at the next commit only, so they can be read while the loop decodes on.
+        return await asyncio.to_thread(weights.digest)
 
     async def abort_update(self) -> None:
-        """Forget a begun update; nothing has touched the model."""
-        self._update = None
+        """Forget a begun update; the model is as it was, or (in place) of no version and still."""
+        await asyncio.to_thread(self._held().abort)
 
-    def _under_way(self) -> WeightUpdate:
-        if self._update is None:
-            raise AsyncRLError("sync.failed", "no update was begun")
-        return self._update
+    def _held(self) -> ModelWeights:
+        self._require()
+        assert self._weights is not None
+        return self._weights
 
     # ------------------------------------------------------------ the decode thread
 
