@@ -1,10 +1,18 @@
-"""The publisher's two staging slots: where a version waits for its readers.
+"""The publisher's staging slots: where a version waits for its readers.
 
 Called by the publisher. A slot is a file under /dev/shm (where there is no room: in the run's scratch folder), mapped
 by this process; the local transport lets members map it too, other transports send from it. Guarantees:
-1. a slot that is being sent is not overwritten; of the others the one with the oldest content is;
-2. room is reserved before it is mapped, so a full disk is `disk.full` and not a SIGBUS;
-3. files carry run, pid and slot in their name, mode 0600; `close` removes them, `remove_stale` those of dead pids.
+1. the newest version is never overwritten, nor one that is being sent or encoded; of the others the oldest one is;
+2. two slots, where those are held up to `limit` (so many copies of the weights, given back by `close`); where even
+   these are all held, or there is no room for one more, the oldest one that is held is overwritten: what still reads it
+   sees wrong digests, and `sending` says that it is not intact;
+3. `fill` never waits for a reader. It copies and digests on all cores while it asks for the next chunks; those that
+   wait to be copied are at most as large as the largest bucket;
+4. room is reserved before it is mapped, so a full disk is `disk.full` and not a SIGBUS;
+5. files carry run, pid and slot in their name, mode 0600; `close` removes them, `remove_stale` those of dead pids.
+
+Example: v1 and v2 lie in slots 1 and 2. v1 is sent while v3 comes: slot 3. v1 to v2 is encoded as well while v4 comes:
+slot 4. v5 overwrites v3 in slot 3, since v4 is the newest. Once v1 is no longer held, v6 goes to slot 1.
 """
 
 from __future__ import annotations
@@ -21,18 +29,19 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import Unavailable
-from weightsync.digest import Digest
+from weightsync.copying import Crew, Pieces
 from weightsync.plan import Plan, bucket_starts
 
 PREFIX = "asyncrl-"
 SHARED_MEMORY = Path("/dev/shm")
-SLOTS = 2
+SLOTS = 2  # while nothing is held
+MOST_SLOTS = 4  # the pair that a delta is made of, the newest, and the next
 
 Chunks = Iterable[tuple[str, npt.NDArray[np.uint8]]]
 
 
 class Slot:
-    """One file, mapped. `order` grows with every fill; 0 while there is no whole version in it."""
+    """One file, mapped. `order` grows with every fill; 0 while there is no whole version in it. `senders` read it."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, size: int) -> None:
         self.path = path
@@ -50,13 +59,15 @@ class Slot:
 class Staging:
     """The slots of one publisher. Filled by the training thread, sent from the sync thread."""
 
-    def __init__(self, scratch: Path, *, folders: Sequence[Path] | None = None) -> None:
+    def __init__(self, scratch: Path, *, folders: Sequence[Path] | None = None, limit: int = MOST_SLOTS) -> None:
         self._folders = tuple(folders) if folders is not None else (SHARED_MEMORY, scratch)
         run = hashlib.blake2b(os.fsencode(scratch.resolve()), digest_size=6).hexdigest()
         self._stem = f"{PREFIX}{os.getuid()}-{run}-"
+        self._limit = limit
         self._slots: list[Slot] = []
         self._fills = 0
         self._files = 0
+        self._crew: Crew | None = None  # while a version is copied
         self._lock = threading.Lock()
 
     def remove_stale(self) -> None:
@@ -70,22 +81,33 @@ class Staging:
     def fill(self, plan: Plan, chunks: Chunks) -> tuple[Slot, tuple[str, ...]]:
         """Copy one version into a slot; the slot and the digests of its buckets.
 
+        `chunks` is iterated on this thread. A chunk must stay as it is until it is copied: for ever where it owns its
+        bytes, else until `settle` returned, which the iterator calls before it takes the bytes back.
+
         Raises:
             ValueError: the chunks are not the tensors of the plan, in its order.
             Unavailable: no room (`disk.full`).
         """
         slot = self._take(bucket_starts(plan.bucket_bytes)[1])
-        digests = _copy(plan, chunks, slot.buckets(plan.bucket_bytes))
+        try:
+            with Crew() as self._crew:
+                digests = _copy(plan, chunks, slot.buckets(plan.bucket_bytes), self._crew)
+        finally:
+            self._crew = None
         with self._lock:
             self._fills += 1
             slot.order = self._fills
         return slot, digests
 
+    def settle(self) -> None:
+        """Copy every chunk that `fill` was given so far. For the iterator of the chunks; else without effect."""
+        if self._crew is not None:
+            self._crew.settle()
+
     def _take(self, size: int) -> Slot:
         """A slot to overwrite, made anew where its size does not fit."""
         with self._lock:
-            free = [slot for slot in self._slots if not slot.senders]
-            slot = min(free, key=lambda slot: slot.order) if len(self._slots) == SLOTS else None
+            slot = self._victim(size)
             if slot is not None and slot.size != size:
                 slot.path.unlink(missing_ok=True)  # readers keep their mapping of it
                 self._slots.remove(slot)
@@ -95,6 +117,22 @@ class Staging:
                 self._slots.append(slot)
             slot.order = 0
             return slot
+
+    def _victim(self, size: int) -> Slot | None:
+        """The slot whose content goes; None where there is to be one more. Holds the lock."""
+        if len(self._slots) < SLOTS:
+            return None
+        others = sorted(self._slots, key=lambda slot: slot.order)[:-1]  # the newest stays
+        free = [slot for slot in others if not slot.senders]
+        if free:
+            return free[0]
+        if len(self._slots) < self._limit:
+            try:
+                self._slots.append(self._make(size))
+            except Unavailable:
+                return others[0]
+            return self._slots[-1]
+        return others[0]
 
     def _make(self, size: int) -> Slot:
         problem = "no folder"
@@ -119,7 +157,10 @@ class Staging:
 
     @contextmanager
     def sending(self, slot: Slot, order: int) -> Iterator[bool]:
-        """Keep the slot from being overwritten; False where it no longer holds what it held at `order`."""
+        """Keep the slot from being overwritten; False where it no longer holds what it held at `order`.
+
+        Ask `intact` at the end where what was read is not checked by digests elsewhere.
+        """
         with self._lock:
             intact = slot.order == order
             slot.senders += intact
@@ -129,6 +170,11 @@ class Staging:
             with self._lock:
                 slot.senders -= intact
 
+    def intact(self, slot: Slot, order: int) -> bool:
+        """Whether the slot holds what it held at `order`."""
+        with self._lock:
+            return slot.order == order
+
     def close(self) -> None:
         """Remove the files."""
         with self._lock:
@@ -137,20 +183,23 @@ class Staging:
             self._slots.clear()
 
 
-def _copy(plan: Plan, chunks: Chunks, buckets: list[memoryview]) -> tuple[str, ...]:
-    """Copy chunk by chunk; the digest is taken of the source, so that a fault of the copy shows at the reader."""
+def _copy(plan: Plan, chunks: Chunks, buckets: list[memoryview], crew: Crew) -> tuple[str, ...]:
+    """Copy and digest chunk by chunk, behind the iterator."""
     targets = [np.frombuffer(bucket, dtype=np.uint8) for bucket in buckets]
-    digests = [Digest() for _ in buckets]
+    pieces = [Pieces() for _ in buckets]
+    most = max(plan.bucket_bytes)
     expected = iter(plan.tensors)
     for name, data in chunks:
         tensor = next(expected, None)
         if tensor is None or tensor.name != name or data.dtype != np.uint8 or data.shape != (tensor.nbytes,):
             raise ValueError(f"chunk {name} ({data.dtype} {data.shape}) where the plan has {tensor}")
-        targets[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes] = data
-        digests[tensor.bucket].update(np.ascontiguousarray(data).data)
+        target = targets[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes]
+        crew.copy(target, np.ascontiguousarray(data), pieces[tensor.bucket])
+        crew.settle(most)
     if (missing := next(expected, None)) is not None:
         raise ValueError(f"chunks end before {missing.name}")
-    return tuple(digest.hexdigest() for digest in digests)
+    crew.settle()
+    return tuple(bucket.hexdigest() for bucket in pieces)
 
 
 def _alive(pid: int) -> bool:

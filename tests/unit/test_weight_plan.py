@@ -1,10 +1,6 @@
 """The planner and the digests of weight sync, as properties."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import AsyncRLError, Unavailable
+from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Manifest
 from weightsync.digest import bucket_digest, digest_tensors, whole_digest
 from weightsync.plan import ITEM_BYTES, Plan, TensorSpec, bucket_starts, by_bucket, check_layout, plan_buckets
-from weightsync.staging import Staging
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=20).map(
@@ -126,65 +121,3 @@ def test_digest_of_a_tensor_of_another_size_is_refused() -> None:
     plan = plan_buckets([TensorSpec("a", "F32", (4,))], bucket_bytes=64)
     with pytest.raises(ValueError, match="12 bytes, planned 16"):
         digest_tensors(plan.tensors, lambda name: bytes(12))
-
-
-PLAN = plan_buckets([TensorSpec("a", "F32", (3,)), TensorSpec("b", "BF16", (5, 2))], bucket_bytes=16)
-
-
-def chunks(value: int) -> list[tuple[str, np.ndarray]]:
-    return [(tensor.name, np.full(tensor.nbytes, value, dtype=np.uint8)) for tensor in PLAN.tensors]
-
-
-def test_staging_keeps_two_versions_and_what_is_being_sent(tmp_path: Path) -> None:
-    staging = Staging(tmp_path, folders=[tmp_path])
-    (one, digests), (two, _) = staging.fill(PLAN, chunks(1)), staging.fill(PLAN, chunks(2))
-    assert one is not two
-    assert digests == digest_tensors(PLAN.tensors, dict(chunks(1)).__getitem__)[0]
-    first = one.order
-    with staging.sending(one, first) as intact:
-        assert intact
-        assert staging.fill(PLAN, chunks(3))[0] is two, "the slot that is sent stays"
-        assert bytes(one.buckets(PLAN.bucket_bytes)[0][:12]) == b"\x01" * 12
-    assert staging.fill(PLAN, chunks(4))[0] is one
-    with staging.sending(one, first) as intact:
-        assert not intact
-    staging.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_staging_refuses_chunks_that_are_not_the_plan(tmp_path: Path) -> None:
-    staging = Staging(tmp_path, folders=[tmp_path])
-    good = chunks(1)
-    for bad in (good[::-1], good[:1], [*good, good[0]], [(good[0][0], good[0][1][:-1]), good[1]]):
-        with pytest.raises(ValueError):
-            staging.fill(PLAN, bad)
-    slot, _ = staging.fill(PLAN, good)
-    assert slot.order == 1, "a copy that failed never counts as a version"
-    staging.close()
-
-
-def test_staging_falls_back_and_says_when_there_is_no_room(tmp_path: Path) -> None:
-    good = tmp_path / "good"
-    staging = Staging(tmp_path, folders=[Path("/proc/none"), good])
-    assert staging.fill(PLAN, chunks(1))[0].path.parent == good
-    staging.close()
-    with pytest.raises(Unavailable) as caught:
-        Staging(tmp_path, folders=[Path("/proc/none")]).fill(PLAN, chunks(1))
-    assert caught.value.code == "disk.full"
-
-
-def test_stale_slots_of_dead_pids_go_those_of_live_ones_stay(tmp_path: Path) -> None:
-    staging = Staging(tmp_path, folders=[tmp_path])
-    slot, _ = staging.fill(PLAN, chunks(1))
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    stem = slot.path.name.rsplit("-", 2)[0]
-    names = {
-        f"{stem}-{int(dead.stdout)}-1": False,
-        f"{stem}-{os.getppid()}-1": True,
-        "asyncrl-of-another-run-1-1": True,
-    }
-    for name in names:
-        (tmp_path / name).write_bytes(b"x")
-    staging.close()
-    Staging(tmp_path, folders=[tmp_path]).remove_stale()
-    assert {name: (tmp_path / name).exists() for name in names} == names
