@@ -154,7 +154,7 @@ def _copy_piece(target: Bytes, source: Bytes) -> bytes:
     for start in range(0, source.nbytes, STRIDE_BYTES):
         part = source[start : start + STRIDE_BYTES]
         target[start : start + STRIDE_BYTES] = part
-        digest.update(part)
+        digest.update(part.data)
     return digest.digest(length=DIGEST_BYTES)
 
 

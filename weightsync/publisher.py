@@ -1,12 +1,17 @@
 """The learner's end of weight sync: stages versions, announces them, leads collective groups.
 
-Called by rank 0 of the learner. `publish` runs on the training thread; two threads do the rest: one announces the
-newest version, one asks how the rounds stand and sends where the transport needs a sender. Guarantees:
-1. `publish` blocks for the copy into a staging slot and for nothing else: no network, no generator, no older round;
-2. a newer version supersedes an older one; what is being sent is not overwritten;
+Called by rank 0 of the learner. `publish` runs on the training thread; other threads do the rest: one announces the
+newest version, one asks how the rounds stand and sends where the transport needs a sender, and with deltas one encodes
+what changed since the version before (`weightsync.hops`). Guarantees:
+1. `publish` blocks for the copy into a staging slot and for nothing else: no network, no generator, no older round, no
+   encoding; `stats` says how much was copied (how long: `publish_s` of the learner's metrics);
+2. a newer version supersedes an older one, whatever is being sent or encoded; what is being sent is not overwritten
+   (up to the limit of `weightsync.staging`). With deltas a version is announced once its hop is encoded, or dropped;
+   an encoding that takes longer than the time between two versions skips versions, it is not given up for a newer one;
 3. a service that does not answer or has forgotten everything is told again, for as long as this object is open;
 4. an error that trying again cannot mend (`fenced`, `handshake.mismatch`) is raised by the next call;
 5. every wait has a deadline.
+Memory: two copies of the weights, up to four while older ones are read, and less than one more for the hops.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import WeightSyncConfig
@@ -24,12 +28,16 @@ from asyncrl.errors import AsyncRLError, Unavailable, WorkError
 from asyncrl.failpoints import failpoint
 from asyncrl.sockets import Keys, Requester
 from asyncrl.wire import Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
+from weightsync.copying import cores
 from weightsync.digest import whole_digest
 from weightsync.encoding import full
+from weightsync.hops import Chain, Staged
+from weightsync.outboxes import Outboxes
 from weightsync.plan import Plan
 from weightsync.rounds import WANTED, mark
-from weightsync.staging import Chunks, Slot, Staging
-from weightsync.transports.base import Outbox, TransportError
+from weightsync.staging import Chunks, Staging
+from weightsync.transports.base import TransportError
+from weightsync.transports.catalogue import outbox
 
 REQUEST_S = 4.0
 HOLD_S = 0.5
@@ -37,34 +45,32 @@ PAUSE_S = 0.2
 HELLO_S = 60.0
 
 
-@dataclass
-class _Offer:
-    """A staged version. `round` is 0 until the service took it; `order` says which filling of the slot it is."""
-
-    manifest: Manifest
-    plan: Plan
-    slot: Slot
-    order: int
-    round: int = 0
-
-
 class Publisher:
-    """One learner process. `digests[v]` is the digest of every version that was published."""
+    """One learner process. `digests[v]` is the digest of every version that was published; `stats` are metrics of the
+    newest one: `publish_bytes`, and with deltas `delta_bytes` and `delta_s` of the newest that was encoded."""
 
     def __init__(
         self, address: str, *, keys: Keys | None, config: WeightSyncConfig, name: str, fingerprint: str, scratch: Path,
+        run_dir: Path | None = None, insecure: bool = False,
     ) -> None:  # fmt: skip
         self.digests: dict[int, str] = {}
+        self.stats: dict[str, float] = {}
         self._address = address
         self._keys = keys
         self._config = config
         self._name = name
         self._fingerprint = fingerprint
         self._staging = Staging(scratch)
-        self._collective: Outbox | None = None
+        folder = run_dir or scratch.parent
+        self._outboxes = Outboxes(
+            config.transport, lambda name: outbox(name, config, run_dir=folder, keys=keys, insecure=insecure)
+        )
+        self._chain: Chain | None = None  # hops are of no use where shared memory is all there is
+        if config.encoding == "delta" and config.transport != "local":
+            self._chain = Chain(limit=config.delta_chain, deadline_s=config.timeout_s, threads=cores() // 2)
         self._epoch = 0
-        self._offers: list[_Offer] = []  # at most one per slot, oldest first
-        self._announced: _Offer | None = None
+        self._offers: list[Staged] = []  # at most one per slot, oldest first
+        self._announced: Staged | None = None
         self._reply = RoundReply(0, "unknown")
         self._life = 0  # grows when the service is found not to know us: rounds of before mean nothing then
         self._error: AsyncRLError | None = None
@@ -84,7 +90,7 @@ class Publisher:
         self._epoch = epoch
         self._staging.remove_stale()
         self._hello(self._requester, HELLO_S)
-        for work in (self._announce_all, self._watch):
+        for work in (self._announce_all, self._watch, *([self._encode_all] if self._chain is not None else [])):
             thread = threading.Thread(target=self._guard, args=(work,), name=f"weightsync{work.__name__}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -94,18 +100,27 @@ class Publisher:
         self._raise_error()
         return self._hello(self._requester, REQUEST_S).version
 
-    def publish(self, version: int, plan: Plan, chunks: Chunks) -> Manifest:
-        """Copy the weights out; the round runs behind. `chunks` are all tensors of the plan in its order."""
+    def publish(self, version: int, plan: Plan, chunks: Chunks, *, base: str = "", adapter: str = "") -> Manifest:
+        """Copy the weights out; the round runs behind. `chunks` are all tensors of the plan in its order, kept as
+        `weightsync.staging.Staging.fill` asks for. `base` and `adapter` as in a manifest, for an adapter."""
         self._raise_error()
         slot, digests = self._staging.fill(plan, chunks)
         failpoint("weightsync.staged")
-        manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole_digest(digests), full.NAME)
+        whole = whole_digest(digests, base=base, adapter=adapter)
+        encoding = "adapter" if base else full.NAME
+        manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole, encoding, base, adapter)
         with self._changed:
             self.digests[version] = manifest.digest
+            self.stats["publish_bytes"] = float(plan.nbytes)
             kept = [offer for offer in self._offers if offer.slot is not slot]
-            self._offers = [*kept, _Offer(manifest, plan, slot, slot.order)]
+            ready = self._chain is None
+            self._offers = [*kept, Staged(manifest, plan, self._staging, slot, slot.order, ready=ready)]
             self._changed.notify_all()
         return manifest
+
+    def settle(self) -> None:
+        """Copy all chunks that were given so far: for an iterator of chunks that takes their bytes back."""
+        self._staging.settle()
 
     def wait_committed(self, version: int, *, members: int, timeout_s: float) -> RoundReply:
         """Wait until so many generators serve this version or a newer one.
@@ -137,11 +152,12 @@ class Publisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        if self._chain is not None:
+            self._chain.stop()
         for thread in self._threads:
             thread.join(REQUEST_S + HOLD_S + self._config.timeout_s)
         self._requester.close()
-        if self._collective is not None:
-            self._collective.close()
+        self._outboxes.close()
         self._staging.close()
 
     def _raise_error(self) -> None:
@@ -157,7 +173,7 @@ class Publisher:
                 try:
                     with self._announcing:
                         self._announce(requester, offer)
-                except Unavailable:
+                except (Unavailable, TransportError):  # also: overwritten before it could be offered
                     time.sleep(PAUSE_S)
                 except AsyncRLError as error:
                     self._give_up(error)
@@ -165,15 +181,20 @@ class Publisher:
         finally:
             requester.close()
 
-    def _next_offer(self) -> _Offer | None:
-        """The newest version once the service does not know it; None at the end."""
+    def _next_offer(self) -> Staged | None:
+        """The newest version that is ready once the service does not know it; None at the end."""
         with self._changed:
             # bounded: work of this process alone; close() wakes it
-            self._changed.wait_for(lambda: self._closing or (self._offers and self._offers[-1] is not self._announced))
-            return None if self._closing else self._offers[-1]
+            self._changed.wait_for(lambda: self._closing or self._newest_ready() is not self._announced)
+            return None if self._closing else self._newest_ready()
 
-    def _announce(self, requester: Requester, offer: _Offer) -> None:
-        answer = self._tell(requester, offer, with_tensors=False)
+    def _newest_ready(self) -> Staged | None:
+        ready = [offer for offer in self._offers if offer.ready]
+        return ready[-1] if ready else self._announced
+
+    def _announce(self, requester: Requester, offer: Staged) -> None:
+        ways = self._outboxes.ways(offer)
+        answer = self._tell(requester, offer, ways, with_tensors=False)
         if answer.needs_tensors:
             self._hello(requester, REQUEST_S)
             with self._changed:
@@ -181,32 +202,44 @@ class Publisher:
                 for known in self._offers:
                     known.round = 0
                 self._reply = RoundReply(0, "unknown")
-            answer = self._tell(requester, offer, with_tensors=True)
+            answer = self._tell(requester, offer, ways, with_tensors=True)
         with self._changed:
             offer.round = answer.round
             if offer.round:
                 self._announced = offer
             self._changed.notify_all()
 
-    def _tell(self, requester: Requester, offer: _Offer, *, with_tensors: bool) -> Published:
-        tensors = offer.plan.tensors if with_tensors else ()
-        message = Publish(self._name, self._epoch, offer.manifest, self._ways(offer), tensors)
+    def _tell(self, requester: Requester, offer: Staged, ways: dict[str, str], *, with_tensors: bool) -> Published:
+        tensors = offer.tensors if with_tensors else ()
+        message = Publish(self._name, self._epoch, offer.manifest, ways, tensors, offer.hops)
         answer: Published = requester.request(message, timeout_s=REQUEST_S).message
         return answer
-
-    def _ways(self, offer: _Offer) -> dict[str, str]:
-        """Transports that may carry the version, by name with their address; empty: opened when it is needed."""
-        ways = {}
-        if self._config.transport in ("auto", "local"):
-            ways["local"] = str(offer.slot.path)
-        if self._config.transport in ("auto", "collective"):
-            ways["collective"] = self._collective.open() if self._collective is not None else ""
-        return ways
 
     def _hello(self, requester: Requester, timeout_s: float) -> Welcome:
         hello = Hello("learner", self._name, os.getpid(), socket.gethostname(), "", self._fingerprint)
         welcome: Welcome = requester.request(hello, timeout_s=timeout_s).message
         return welcome
+
+    # ------------------------------------------------------------ encoding thread
+
+    def _encode_all(self) -> None:
+        assert self._chain is not None
+        try:
+            while (offer := self._next_unready()) is not None:
+                self._chain.extend(offer)
+                with self._changed:
+                    offer.ready = True
+                    self.stats |= {"delta_bytes": float(self._chain.hop_bytes), "delta_s": self._chain.encode_s}
+                    self._changed.notify_all()
+        finally:
+            self._chain.close()
+
+    def _next_unready(self) -> Staged | None:
+        """The newest version until its hops are settled; those before it are left out. None at the end."""
+        with self._changed:
+            # bounded: work of this process alone; close() wakes it
+            self._changed.wait_for(lambda: self._closing or (self._offers and not self._offers[-1].ready))
+            return None if self._closing else self._offers[-1]
 
     # ------------------------------------------------------------ watching thread
 
@@ -229,7 +262,7 @@ class Publisher:
         finally:
             requester.close()
 
-    def _wait_announced(self) -> _Offer | None:
+    def _wait_announced(self) -> Staged | None:
         with self._changed:
             # bounded: work of this process alone; close() wakes it
             self._changed.wait_for(lambda: self._closing or self._announced is not None)
@@ -243,7 +276,7 @@ class Publisher:
         if reply.state == "unknown":
             self._announce_again()
         elif reply.rendezvous == WANTED:
-            self._open_collective()
+            self._outboxes.need()
             self._announce_again()
         elif reply.ranks:
             return self._send(reply)
@@ -254,29 +287,20 @@ class Publisher:
             self._announced = None
             self._changed.notify_all()
 
-    def _open_collective(self) -> Outbox:
-        if self._collective is None:
-            from weightsync.transports.collective import CollectiveOutbox
-
-            self._collective = CollectiveOutbox(self._config.collective_host, timeout_s=self._config.timeout_s)
-            self._collective.open()
-        return self._collective
-
     def _send(self, reply: RoundReply) -> str:
         offer = self._offer_of(reply.round)
         if offer is None:
             return "failed: the version was superseded"
-        with self._staging.sending(offer.slot, offer.order) as intact:
-            if not intact:
+        with offer.blobs(reply.hops) as blobs:
+            if blobs is None:
                 return "failed: the version was superseded"
-            buckets = offer.slot.buckets(offer.manifest.bucket_bytes)
             try:
-                self._open_collective().send(reply, buckets, deadline_s=self._config.timeout_s)
+                self._outboxes.send(reply, blobs, deadline_s=self._config.timeout_s)
             except TransportError as error:
                 return f"failed: {error.message}"
         return "sent"
 
-    def _offer_of(self, round_: int) -> _Offer | None:
+    def _offer_of(self, round_: int) -> Staged | None:
         """The version that a round carries: the newest that was announced no later."""
         with self._announcing, self._changed:
             known = [offer for offer in self._offers if 0 < offer.round <= round_]
