@@ -1,7 +1,8 @@
 """The producer process: leases groups, generates them with one engine, sends the samples, takes new weights.
 
 Started as `python -m producers.main --config RESOLVED.toml --name NAME [--connect URL --key FILE]`. Guarantees:
-1. it asks for work with the version that its engine holds, never with one it has only heard of (the gate race);
+1. it asks for work with the version that its engine holds, never with one it has only heard of (the gate race), and not
+   at all while the engine is of no version (an update in place);
 2. each sample leaves as it finishes, with the digests of the weights that made it;
 3. a lost lease stops its generation, and so does one that the buffer cancels (dropped, or complete without it); a
    prompt that cannot be encoded is given back as dead with its reason;
@@ -92,6 +93,10 @@ class Producer:
         """Lease up to that many groups and start them; True when none will come any more."""
         asked = time.monotonic()
         version = self.engine.health().version
+        if version < 0:  # dirty; what is leased already stands still as well
+            self.waiting_for = self.receiver.waiting_for
+            await asyncio.sleep(self.poll_s)
+            return False
         answer = await self._patiently(
             lambda: self.client.lease(engine_version=version, max_groups=groups, wait_s=self.poll_s)
         )
@@ -258,7 +263,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         else:
             receiver = Receiver(
                 sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
-                config=config.weightsync,
+                config=config.weightsync, insecure=config.network.insecure_no_auth,
             )  # fmt: skip
             producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience)
         await engine.start()

@@ -97,7 +97,7 @@ class FakeReceiver:
 
     versions = 3
 
-    def __init__(self, address: str, *, engine: Any, name: str, keys: Any, config: Any) -> None:
+    def __init__(self, address: str, *, engine: Any, name: str, keys: Any, config: Any, insecure: bool) -> None:
         self.engine, self.version, self.digests = engine, -1, {}
         self.waiting_for = "the first weights"
 

@@ -1,8 +1,9 @@
 """An engine without a model, for faults at speed: tokens from the request's seed, weights that it only digests.
 
 Found by producers as `producers.engine = "toy"`: the tests put it on the path with an entry point of its own. It keeps
-the engine's contract (digests of what it holds, versions per token, swaps between two tokens) and the same seed gives
-the same tokens. `TOY_TOKEN_S` is how long half a sample takes; with `TOY_POISON` every sample has a NaN.
+the engine's contract (digests of what it holds, bytes for deltas, versions per token, swaps between two tokens, with
+`weightsync.in_place` no second copy and no token meanwhile) and the same seed gives the same tokens. `TOY_TOKEN_S` is
+how long half a sample takes; with `TOY_POISON` every sample has a NaN.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from asyncrl.config import Config
 from asyncrl.fingerprint import model_fingerprint
 from asyncrl.plugins import EngineHealth, GenRequest, GenSample
 from asyncrl.wire import Buffer, Manifest, Tensor
-from weightsync.digest import digest_tensors
+from weightsync.digest import bucket_digest, whole_digest
 from weightsync.plan import by_bucket
+
+STILL_S = 0.005  # between two looks whether a halted engine may go on
 
 
 class ToyEngine:
@@ -28,9 +31,12 @@ class ToyEngine:
         self._config = config
         self._pause_s = float(os.environ.get("TOY_TOKEN_S", "0.001"))
         self._version = -1
-        self._update: tuple[Manifest, Sequence[Tensor]] | None = None
-        self._held: dict[str, bytes] = {}
-        self._staged: dict[str, bytes] = {}
+        self._update: tuple[Manifest, list[list[Tensor]]] | None = None
+        self._staged: dict[int, bytearray] = {}
+        self._missing: set[int] = set()
+        self._now: tuple[Manifest, list[list[Tensor]]] | None = None  # the version in force, its tensors by bucket
+        self.held: dict[int, bytearray] = {}  # its buckets
+        self._dirty = False
         self._given_up: set[str] = set()
         self._running = self._tokens = 0
 
@@ -41,22 +47,28 @@ class ToyEngine:
         """Nothing to free."""
 
     def health(self) -> EngineHealth:
-        return EngineHealth(True, self._version, self._running, 0, self._tokens)
+        return EngineHealth(True, -1 if self._dirty else self._version, self._running, 0, self._tokens)
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenSample]:
         self._running += len(request.indices)
         try:
             for index in request.indices:
+                await self._token()
                 first = self._version
-                await asyncio.sleep(self._pause_s)
+                await self._token()
                 second = self._version
-                await asyncio.sleep(self._pause_s)
                 if request.id in self._given_up:
                     return
                 yield self._sample(request, index, first, second)
         finally:
             self._running -= len(request.indices)
             self._given_up.discard(request.id)
+
+    async def _token(self) -> None:
+        """Half a sample; the weights that are there at its end made it."""
+        await asyncio.sleep(self._pause_s)
+        while self._dirty:
+            await asyncio.sleep(STILL_S)
 
     def _sample(self, request: GenRequest, index: int, first: int, second: int) -> GenSample:
         rng = np.random.default_rng([request.seed, index])
@@ -75,21 +87,42 @@ class ToyEngine:
         self._given_up |= set(ids or ())
         return len(ids or ())
 
-    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        self._update, self._staged = (manifest, tensors), {}
+    @property
+    def in_place(self) -> bool:
+        """As the configuration says."""
+        return self._config.weightsync.in_place
 
-    async def apply_bucket(self, number: int, data: Buffer) -> None:
+    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        groups = by_bucket(tensors, len(manifest.bucket_bytes))
+        self._update, self._missing = (manifest, groups), set(range(len(groups)))
+        self._staged = {}
+        if self.in_place:
+            self._dirty, self._staged, self._now = True, self.held, None
+
+    async def apply_bucket(self, number: int, data: Buffer) -> str:
         assert self._update is not None
-        manifest, tensors = self._update
-        view = memoryview(data).cast("B")
-        for tensor in by_bucket(tensors, len(manifest.bucket_bytes))[number]:
-            self._staged[tensor.name] = bytes(view[tensor.offset : tensor.offset + tensor.nbytes])
+        self._staged[number] = bytearray(data)
+        self._missing.discard(number)
+        return bucket_digest(self._update[1][number], self._staged[number])
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        if self._now is None or number not in self.held or len(self.held[number]) != into.nbytes:
+            return False
+        into[:] = self.held[number]
+        return True
+
+    async def attest(self) -> str:
+        if self._now is None:
+            return ""
+        manifest, groups = self._now
+        digests = [bucket_digest(group, self.held[number]) for number, group in enumerate(groups)]
+        return whole_digest(digests, base=manifest.base, adapter=manifest.adapter)
 
     async def commit_update(self) -> str:
-        assert self._update is not None
-        manifest, tensors = self._update
-        self._update, self._held, self._version = None, self._staged, manifest.version
-        return digest_tensors(tensors, self._held.__getitem__)[1]
+        assert self._update is not None and not self._missing
+        self._now, self.held, self._version = self._update, self._staged, self._update[0].version
+        self._update, self._dirty = None, False
+        return await self.attest()
 
     async def abort_update(self) -> None:
         self._update = None
