@@ -203,7 +203,7 @@ class Learner:
             raise AsyncRLError("learner.nonfinite", f"{self._skipped} steps in a row up to step {step}")
 
     def _publish(self, version: int) -> None:
-        weights = self._backend.iter_hf_weights()
+        weights = self._backend.iter_hf_weights(self._services.settle if self._services is not None else None)
         if self._services is not None:
             self._services.publish(version, weights)
         else:

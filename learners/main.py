@@ -113,6 +113,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
         publisher = Publisher(
             address or endpoint(config, "weightsync"), keys=keys, config=config.weightsync, name=args.name,
             fingerprint=fingerprint, scratch=RunDir(config.run_dir).root / "weights",
+            run_dir=RunDir(config.run_dir).root, insecure=network.insecure_no_auth,
         )  # fmt: skip
     specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
     return Services(
@@ -125,6 +126,9 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
 
 class NoGenerators:
     """Stands in the place of a publisher where producers stream rows: nobody waits for weights."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, float] = {}
 
     def start(self, *, epoch: int) -> None:
         """Nothing is opened."""

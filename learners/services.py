@@ -66,10 +66,12 @@ class WeightPublisher(Protocol):
     """What this module uses of `weightsync.publisher.Publisher`."""
 
     digests: dict[int, str]
+    stats: dict[str, float]
 
     def start(self, *, epoch: int) -> None: ...
     def committed_version(self) -> int: ...
     def publish(self, version: int, plan: Any, chunks: Weights) -> Any: ...
+    def settle(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -221,6 +223,10 @@ class Services:
         """False without generators, and while a recorded batch leads to a version that they already left behind."""
         return self._publishes and not (batch.replayed and batch.step < self._ahead)
 
+    def settle(self) -> None:
+        """For the iterator that `publish` is given: copy what it gave so far, before it takes the bytes back."""
+        self.publisher.settle()
+
     def publish(self, version: int, weights: Weights) -> str:
         """Stage the weights of a version; their digest. `weights` is exhausted in any case (it is collective)."""
         rest = iter(weights)
@@ -256,7 +262,7 @@ class Services:
         self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None
     ) -> None:  # fmt: skip
         """The step's line of metrics, its samples, the tracker, and one line on the terminal."""
-        step, values = batch.step, values | batch.lengths
+        step, values = batch.step, values | batch.lengths | self.publisher.stats
         try:
             self._write_records(values, batch, groups)
         except OSError as error:

@@ -142,8 +142,10 @@ class Backend(Protocol):
     def weight_specs(self) -> list[WeightSpec]:
         """What `iter_hf_weights` gives, in its order."""
 
-    def iter_hf_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes of every tensor in `model.dtype`. Collective: every rank must exhaust it."""
+    def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Name and bytes of every tensor, in the dtype of its spec (`weightsync.dtype`). Collective: every rank must
+        exhaust it, with `settle` or without. With it bytes may be lent: they change once it has returned; it is called
+        by this iterator, on the thread that asks for the next tensor."""
 
     def save(self, folder: Path) -> Path:
         """Write this rank's part of weights, optimizer and generator states; the file. Collective."""

@@ -4,14 +4,15 @@ Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of
 1. master weights and optimizer states are float32; compute runs in `model.dtype`; gradients are reduced in float32;
 2. packed rows are compared with single sequences by the model's own forward at the start (`self_check`);
 3. a gradient that is not finite changes nothing;
-4. weights leave layer by layer: at most one layer is whole at a time.
+4. weights leave layer by layer: at most one layer is whole at a time, two where they are lent (`iter_hf_weights`).
 Every rank reads the model folder on the host before it is sharded: a host with R ranks needs R copies of the weights
 in memory while it starts. It does not do tensor, context or expert parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ class FSDP2Backend:
         self._config = config
         self._gang = gang
         self._device = gang.device
-        self._dtype_name, self._dtype = DTYPES[config.model.dtype]
+        self._dtype = DTYPES[config.model.dtype][1]
+        self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
         hf = load_model(config, gang.device)
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
@@ -143,17 +145,15 @@ class FSDP2Backend:
         """Root unit first, then the layers, each in the order of its modules."""
         shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
         return [
-            WeightSpec(name.removeprefix(OWN), self._dtype_name, shapes[name])
+            WeightSpec(name.removeprefix(OWN), self._sent_name, shapes[name])
             for names in self._sharded.names for name in names
         ]  # fmt: skip
 
-    def iter_hf_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-        """Name and bytes in `model.dtype`, on rank 0; the others take part and get nothing."""
-        for name, tensor in self._sharded.whole():
+    def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing."""
+        for name, tensor in self._sharded.whole(settle):
             if self._gang.lead:
-                # Always a copy: numpy pins the storage that it views, and FSDP could not free the whole layer.
-                own = tensor.to(device="cpu", dtype=self._dtype, copy=True).contiguous()
-                yield name, own.view(-1).view(torch.uint8).numpy()
+                yield name, bytes_of(tensor, self._sent_dtype, lend=settle is not None)
 
     def export_hf(self, folder: Path) -> None:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the
@@ -265,6 +265,21 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, device: Device) -> l
     if not config.learner.cpu_offload:
         policy.to(device.torch_device)
     return [policy, *layers]
+
+
+def sent_dtype(config: Config) -> str:
+    """The dtype in which weights leave: `weightsync.dtype`, for `auto` that of the model."""
+    return config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype
+
+
+def bytes_of(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor in a dtype, on the host: a copy, or with `lend` the very bytes where they are as wanted."""
+    if lend and tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+        # Not tensor.numpy(): that pins the storage that it views, and FSDP could not free the whole layer.
+        memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+        return np.frombuffer(memoryview(memory), dtype=np.uint8)
+    own = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
+    return own.view(-1).view(torch.uint8).numpy()
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, config: Config, device: Device) -> torch.optim.AdamW:

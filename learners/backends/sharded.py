@@ -95,16 +95,33 @@ class Sharded:
     # ------------------------------------------------------------ weights out
 
     @torch.no_grad()
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole, in compute precision; valid until the next one is asked for.
-        Collective: every rank must exhaust it."""
-        for unit, names in zip(self.units, self.names, strict=True):
-            unit.unshard()
+    def whole(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank must exhaust it.
+
+        Valid until the next one is asked for; with `settle` until that was called, which happens before the bytes of a
+        unit are given back, once the next unit was gathered: two of them are whole at a time then.
+        """
+        held: list[Any] = []
+
+        def give_back() -> None:
             try:
+                if settle is not None:
+                    settle()
+            finally:
+                while held:
+                    held.pop().reshard()
+
+        try:
+            for unit, names in zip(self.units, self.names, strict=True):
+                if settle is None:
+                    give_back()
+                unit.unshard()
+                give_back()
+                held.append(unit)
                 for name in names:
                     yield name.removeprefix(OWN), self.root.get_parameter(name).detach()
-            finally:
-                unit.reshard()
+        finally:
+            give_back()
 
     # ------------------------------------------------------------ checkpoints
 

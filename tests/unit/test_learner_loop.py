@@ -122,6 +122,8 @@ class FakeBuffer:
 class FakePublisher:
     def __init__(self, buffer: FakeBuffer, *, committed: int = -1) -> None:
         self.digests: dict[int, str] = {}
+        self.stats: dict[str, float] = {}
+        self.settled = 0
         self._buffer = buffer
         self._committed = committed
 
@@ -132,12 +134,15 @@ class FakePublisher:
         return self._committed
 
     def publish(self, version: int, plan: Any, chunks: Any) -> Any:
-        held = {name: bytes(data) for name, data in chunks}
+        held = {name: bytes(data) for name, data in chunks}  # at once: nothing is left to settle
         assert list(held) == [tensor.name for tensor in plan.tensors]
         digest = digest_tensors(plan.tensors, held.__getitem__)[1]
         self.digests[version] = digest
         self._buffer.calls.append(("publish", version))
         return SimpleNamespace(digest=digest, version=version)
+
+    def settle(self) -> None:
+        self.settled += 1
 
     def close(self) -> None:
         self._buffer.calls.append(("unpublish",))
