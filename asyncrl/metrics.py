@@ -147,6 +147,7 @@ CATALOGUE: dict[str, Metric] = {
     "round": Metric("1", "weightsync", "round number"),
     "round_s": Metric("s", "weightsync", "from publish to the last acknowledgement"),
     "round_bytes": Metric("bytes", "weightsync", "bytes of one copy of the weights"),
+    "carried_bytes": Metric("bytes", "weightsync", "bytes of the transfers that arrived whole, over all generators"),
     "members_committed": Metric("1", "weightsync", "generators that acknowledged the version with its digest"),
     "members_left_out": Metric("1", "weightsync", "generators that missed the deadline"),
 }

@@ -215,13 +215,22 @@ def _weightsync_words(answer: dict[str, Any]) -> str:
     if answer.get("version", -1) < 0:
         return "no version was published yet"
     members = dict(answer.get("members") or {})
-    told = ", ".join(f"{name} {member.get('state')} version {member.get('version')}" + _why(member)
-                     for name, member in sorted(members.items()))  # fmt: skip
-    return f"version {answer.get('version')}, held by generators {answer.get('committed')}; {told or 'no generator'}"
+    told = [f"{name} {member.get('state')} version {member.get('version')}" + _why(member) + _way(member)
+            for name, member in sorted(members.items())]  # fmt: skip
+    head = f"version {answer.get('version')}, held by generators {answer.get('committed')}; "
+    return f"\n{'':<12}".join([head + (told or ["no generator"])[0], *told[1:]])
 
 
 def _why(member: dict[str, Any]) -> str:
     return f" ({member['why']})" if member.get("why") else ""
+
+
+def _way(member: dict[str, Any]) -> str:
+    """How its weights come: `, local full from learner: same host as the publisher (gpu1)`."""
+    if not member.get("transport"):
+        return ""
+    source = f" from {member['source']}" if member.get("source") else ""
+    return f", {member['transport']} {member.get('encoding', '')}{source}: {member.get('transport_why', '')}"
 
 
 # ---------------------------------------------------------------- stop

@@ -561,6 +561,7 @@ class MemberPoll(Message, frozen=True, tag=64):
     error: str = ""
     encodings: tuple[str, ...] = ("full",)
     relay: str = ""  # where it serves the version that it holds to others (transport `stream`)
+    order: int = 0  # grows with every poll on its host (a monotonic clock): an older one is a late copy; 0: not told
 
 
 class Instruction(Message, frozen=True, tag=65):

@@ -1,14 +1,16 @@
 """What the weight-sync service knows of a generator, of a version and of a round: plain records, no decisions.
 
-Called by `rounds`, which alone changes them.
+Called by `choice`, `rounds` and `standing`; `rounds` alone changes them.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
-from asyncrl.wire import Manifest, Tensor
+from asyncrl.wire import Hop, Manifest, Tensor
+from weightsync.transports.base import blob_sizes
 
 
 class State(enum.StrEnum):
@@ -30,19 +32,37 @@ class Member:
     host: str
     fingerprint: str
     transports: tuple[str, ...] = ()
+    encodings: tuple[str, ...] = ("full",)
+    relay: str = ""  # where it serves the version that it holds; empty: nowhere
     has_plan: str = ""
     version: int = -1
     digest: str = ""
+    order: int = 0  # of its newest poll
+    unsure: bool = False  # it was told to receive and has not spoken since: what it holds now is not known
     reported: str = "joining"  # its own words in the last poll, for `round_reported`
     round_reported: int = 0
     received_digest: str = ""
     last_seen: float = 0.0
     dead: bool = False
-    unusable: set[tuple[str, str]] = field(default_factory=set)  # (transport, address) that it cannot reach
+    unusable: dict[tuple[str, str], float] = field(default_factory=dict)  # (transport, address): not before then
+    shunned: set[str] = field(default_factory=set)  # sources that failed it for the target
+    whole_only: bool = False  # hops failed it for the target
     part: Part | None = None  # its open part in a round
+    last: Part | None = None  # the part that it committed last
     error: str = ""  # the last failure, empty after a success
     failures: int = 0  # since the last success
     retry_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the target would come to a member now. An empty transport: not at all, or not yet; `why` says why."""
+
+    transport: str
+    why: str
+    address: str = ""
+    source: str = ""
+    hops: tuple[Hop, ...] = ()
 
 
 @dataclass
@@ -51,15 +71,25 @@ class Part:
 
     member: str
     round: Round
-    transport: str
-    address: str
+    way: Choice
     deadline: float
     rank: int = 0
     world_size: int = 0
     generation: int = 0
+    whole: bool = False  # the member has all of it: the source is free
     committing: bool = False
     committed: bool = False
     result: str = ""
+
+    @property
+    def encoding(self) -> str:
+        """What is carried: the encoding of the version, or `delta` where hops are."""
+        return "delta" if self.way.hops else self.round.target.manifest.encoding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the transport carries for it."""
+        return sum(blob_sizes(self.round.target.manifest, self.way.hops))
 
 
 @dataclass(frozen=True)
@@ -83,6 +113,7 @@ class Round:
     state: str = "preparing"
     parts: dict[str, Part] = field(default_factory=dict)
     detail: str = ""
+    until: float = math.inf  # takes more members until then: `timeout_s` after its first
 
     @property
     def closed(self) -> bool:
@@ -97,6 +128,7 @@ class Formation:
     round: Round
     generation: int
     ranks: dict[str, int]
+    hops: tuple[Hop, ...] = ()
 
 
 @dataclass(frozen=True)

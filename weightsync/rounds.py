@@ -1,6 +1,7 @@
 """The decisions of the weight-sync service: a pure state machine over members, a target and rounds.
 
-Called by `weightsync.service` with decoded messages and the time; no sockets, no clock, no files.
+Called by `weightsync.service` with decoded messages and the time; no sockets, no clock, no files. How a version comes
+to a member is chosen in `weightsync.choice`; where all stand is told in `weightsync.standing`.
 
 A member:
 ```
@@ -13,15 +14,20 @@ A member:
 A round: preparing -> transferring -> committed | failed (nobody got it) | superseded (a newer version was published).
 In it each member goes: receive -> (prepared, digest of what arrived is right) commit -> ack(version, digest).
 
-Guarantees:
-1. SERVING means: the member's last word is the target's version with the manifest's digest; nothing else is SERVING;
-2. a member that misses `timeout_s` in a round is left out of it with the reason; the others are not held up;
-3. silent for `member_timeout_s` is DEAD; it comes back by polling;
-4. a member that joins late, or failed, gets the target in a new round without a new publish (after a growing pause);
-5. a member that already received an older version of the same epoch whole may commit it (progress), then goes on;
-6. an older learner epoch is `fenced`; another model is `handshake.mismatch`;
-7. collective: the publisher's question forms the group, from the members that are free at that moment; generation
-   numbers never repeat.
+Guarantees (searched in tests/model/test_sync_search.py):
+1. SERVING means: the member's last word is the target's version with the manifest's digest, and nothing was asked of it
+   since; a word that comes late (an older question, a process that was replaced) is not its last;
+2. commit is told only to a member that reported this round prepared with the manifest's digest;
+3. a member that misses `timeout_s` in a round is left out of it with the reason; the others are not held up; a round
+   takes no more members after `timeout_s`, so it is decided within twice that;
+4. silent for `member_timeout_s` is DEAD; it comes back by polling;
+5. a member that joins late, or failed, gets the target in a new round without a new publish (after a growing pause),
+   and from another source;
+6. a member that already received an older version of the same epoch whole may commit it (progress), then goes on;
+7. an older learner epoch is `fenced`; another model is `handshake.mismatch`;
+8. collective: the publisher's question forms the group, from the members that are free at that moment; generation
+   numbers never repeat; with `auto` nobody waits for a group longer than `FORM_S`;
+9. a relay serves the target itself, and only readers that it did not fail.
 
 Example (timeout_s 30, member_timeout_s 20, local): t=0 publish v1 while a and b poll: round 1, both receive. t=1 a is
 prepared: commit; its ack makes it SERVING. b is stopped: t=30 round 1 is committed with a, b is left out ("no answer
@@ -31,19 +37,21 @@ within 30 s") and, silent for longer than 20 s, DEAD. t=60 b polls again: round 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections import Counter
 
 import msgspec
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import Fenced, HandshakeError, WorkError
-from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest, Tensor
-from weightsync.members import Formation, Member, Part, Publisher, Round, State, Target
+from asyncrl.wire import Hop, Instruction, MemberPoll, Publish, Published, RoundReply, RoundRequest, Tensor
+from weightsync.choice import UNUSABLE_S, Scene, check_hops, choose, common_hops, holds, near
+from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, State, Target
 from weightsync.plan import check_layout
 from weightsync.transports.base import UNUSABLE
 
 FIRST_PAUSE_S = 0.2  # before a member that failed tries again; doubles
 LONGEST_PAUSE_S = 5.0
+FORM_S = 5.0  # after a publish: who is in no collective group by then goes alone (`auto`)
 #: `RoundReply.rendezvous` of a publisher that must open its collective transport and publish again with the address.
 WANTED = "wanted"
 
@@ -61,10 +69,13 @@ class Rounds:
         self.rounds: dict[int, Round] = {}  # the current one and older ones with open parts
         self.current: Round | None = None
         self._offers: dict[str, str] = {}
+        self._hops: tuple[Hop, ...] = ()
         self._publishers: dict[str, Publisher] = {}
         self._layout: tuple[str, tuple[Tensor, ...]] = ("", ())
         self._generation = generation
         self._formation: Formation | None = None
+        self._together: dict[str, float] = {}  # members that may form a group, and until when
+        self._heard = 0.0  # when the publisher last spoke
         self._numbers = 0
 
     # ------------------------------------------------------------ publisher
@@ -76,28 +87,33 @@ class Rounds:
     def publish(self, message: Publish, *, now: float) -> Published:
         """Take a new target, or new offers for the one it is. Raises Fenced on an older epoch."""
         self._fence(message.epoch)
+        self._heard = now
         manifest = message.manifest
         tensors = message.tensors or (self._layout[1] if self._layout[0] == manifest.plan else ())
         publisher = self._publishers.get(message.publisher)
         if publisher is None or not tensors:
             return Published(0, needs_tensors=True)
         check_layout(manifest, tensors)
+        check_hops(manifest, message.hops)
         self._layout = (manifest.plan, tensors)
         old = self.target
         if old is not None and self.current is not None and (old.epoch, old.manifest) == (message.epoch, manifest):
-            self._offers = message.offers
+            self._offers, self._hops = message.offers, message.hops
             return Published(self.current.number)
         if old is not None and old.epoch == message.epoch and manifest.version < old.manifest.version:
             raise WorkError("sync.failed", f"version {manifest.version} published after {old.manifest.version}")
         if message.epoch > self.epoch:
             self.committed = -1  # a learner that went back may publish lower versions
         self.epoch = message.epoch
-        self._offers = message.offers
+        self._offers, self._hops = message.offers, message.hops
         self.target = Target(message.epoch, manifest, tensors, message.publisher, publisher.host)
         self._supersede(now)
         current = self._open_round(now)
         for member in self.members.values():
+            member.shunned.clear()
+            member.whole_only = False
             self._count_holder(member)
+        self._together = self._lacking(now) if "collective" in message.offers else {}
         self._settle(current, now)
         return Published(current.number)
 
@@ -109,6 +125,7 @@ class Rounds:
         self._fence(message.epoch)
         if self.target is None or self.current is None or message.epoch > self.epoch:
             return RoundReply(0, "unknown")
+        self._heard = now
         if self._formation is not None and message.transport_done and message.round == self._formation.round.number:
             if message.transport_done != "sent":
                 self._formation.round.detail = message.transport_done
@@ -116,16 +133,26 @@ class Rounds:
         reply = self._reply(rendezvous=self._form(now))
         return None if mark(reply) == message.seen else reply
 
+    def _lacking(self, now: float) -> dict[str, float]:
+        """The members that a group of `auto` may be formed of, with the time until which they wait for it."""
+        scene = self.scene(now)
+        return {
+            member.name: now + FORM_S for member in self.members.values()
+            if self.config.transport == "auto" and "collective" in member.transports and not member.dead
+            and not holds(member, self.target) and not near(member, scene) and not self.mismatch(member)
+        }  # fmt: skip
+
     def _fence(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise Fenced("fenced", f"learner epoch {epoch}; epoch {self.epoch} has published", where="weightsync")
 
     def _form(self, now: float) -> str:
         """Form a collective group if members wait for one; the rendezvous that the publisher is told."""
-        assert self.target is not None
         if self._formation is not None:
             return self._offers["collective"]
-        waiting = [member for member in self.members.values() if self._wants(member, now) == "collective"]
+        lack = [member for member in self.members.values() if self._needs(member, now)]
+        ways = [(member, choose(member, scene)) for scene in [self.scene(now)] for member in lack]
+        waiting = [(member, way) for member, way in ways if way.transport == "collective"]
         if not waiting:
             return ""
         address = self._offers["collective"]
@@ -133,10 +160,11 @@ class Rounds:
             return WANTED
         self._generation += 1
         current = self._open_round(now, fresh=True)
-        ranks = {member.name: rank for rank, member in enumerate(waiting, start=1)}
-        self._formation = Formation(current, self._generation, ranks)
-        for member in waiting:
-            part = self._begin(member, current, "collective", address, now)
+        ranks = {member.name: rank for rank, (member, _) in enumerate(waiting, start=1)}
+        hops = common_hops([way.hops for _, way in waiting])
+        self._formation = Formation(current, self._generation, ranks, hops)
+        for member, way in waiting:
+            part = self._begin(member, current, Choice("collective", way.why, address, way.source, hops), now)
             part.rank, part.world_size, part.generation = ranks[member.name], len(ranks) + 1, self._generation
         return address
 
@@ -149,43 +177,64 @@ class Rounds:
             shown.number, shown.state, formation.generation if formation else 0,
             {name: str(self.state_of(member)) for name, member in self.members.items()},
             dict(formation.ranks) if formation else {}, rendezvous,
-            "; ".join(filter(None, [shown.detail, *errors])),
+            "; ".join(filter(None, [shown.detail, *errors])), formation.hops if formation else (),
         )  # fmt: skip
 
     # ------------------------------------------------------------ members
 
+    def is_late(self, message: MemberPoll) -> bool:
+        """A copy of an older question, or of a process that was replaced: nobody waits for its answer.
+
+        Orders of one host can be compared. The doubt ends with `member_timeout_s`: a host that was started again, whose
+        orders begin anew, is heard then.
+        """
+        member = self.members.get(message.member)
+        if member is None or member.dead or member.host != message.host:
+            return False
+        return bool(message.order) and message.order < member.order
+
     def poll(self, message: MemberPoll, *, now: float) -> Instruction | None:
         """Take a member's report; what it does next, None while there is nothing (hold the poll)."""
+        if self.is_late(message):
+            return None
         member = self._seen(message, now)
-        part = member.part
+        if not message.order or message.order != member.order:  # else it asks again: the answer was lost
+            self._take_word(member, message, now)
+        self._check_fingerprint(member)
+        return self.instruct(member.name, now=now)
+
+    def _take_word(self, member: Member, message: MemberPoll, now: float) -> None:
+        member.order, member.unsure, part = message.order, False, member.part
         if part is not None and message.error and message.round == part.round.number:
             self._fail(member, message.error, now)
         if message.state == "prepared":
             member.received_digest = message.digest
+            if message.version != member.version:  # overwritten in place: it holds nothing until the commit
+                member.version, member.digest = message.version, ""
         elif (message.version, message.digest) != (member.version, member.digest) or message.state == "serving":
             self._acknowledge(member, message.version, message.digest, now)
         member.reported, member.round_reported = message.state, message.round
-        self._check_fingerprint(member)
-        return self.instruct(member.name, now=now)
 
     def _seen(self, message: MemberPoll, now: float) -> Member:
         member = self.members.get(message.member)
         if member is None or (member.pid, member.host) != (message.pid, message.host):
             if member is not None:
                 self._fail(member, "restarted", now)
+            self._together.pop(message.member, None)
             member = Member(message.member, message.pid, message.host, message.fingerprint)
             self.members[message.member] = member
         member.last_seen = now
         member.dead = False
-        member.transports = message.transports
-        member.has_plan = message.has_plan
+        member.transports, member.encodings = message.transports, message.encodings
+        member.has_plan, member.relay = message.has_plan, message.relay
         return member
 
     def _check_fingerprint(self, member: Member) -> None:
-        if mismatch := self._mismatch(member):
+        if mismatch := self.mismatch(member):
             raise HandshakeError("handshake.mismatch", mismatch, where="weightsync")
 
-    def _mismatch(self, member: Member) -> str:
+    def mismatch(self, member: Member) -> str:
+        """Why the member's model is another than the learner's; empty where it is the same."""
         known = self._publishers.get(self.target.publisher) if self.target is not None else None
         if known is None or not known.fingerprint or member.fingerprint in ("", known.fingerprint):
             return ""
@@ -198,7 +247,7 @@ class Rounds:
         if part is not None and part.round.target.manifest.version == version:
             if digest == part.round.target.manifest.digest:
                 part.committed, part.result = True, digest
-                member.error, member.failures, member.part = "", 0, None
+                member.error, member.failures, member.part, member.last = "", 0, None, part
                 if part.round.target.epoch == self.epoch:
                     self.committed = max(self.committed, version)
                 self._settle(part.round, now)
@@ -209,26 +258,29 @@ class Rounds:
             self._settle(self.current, now)
 
     def _count_holder(self, member: Member) -> None:
-        if self._holds_target(member) and self.target is not None:
+        if self.target is not None and holds(member, self.target):
             self.committed = max(self.committed, self.target.manifest.version)
 
     def instruct(self, name: str, *, now: float) -> Instruction | None:
         """What the member does next; None while there is nothing. Asked again while its poll is held."""
         member = self.members[name]
-        part = member.part
         if member.reported == "prepared":
             return self._after_receipt(member, now)
-        if part is None and self._wants(member, now) == "local":
-            round_ = self._open_round(now, fresh=self._took_part(member))
-            part = self._begin(member, round_, "local", self._offers["local"], now)
-        if part is None or part.committing:
+        if self._needs(member, now):
+            way = choose(member, self.scene(now))
+            if way.transport in ("", "collective"):
+                return None
+            self._begin(member, self._open_round(now, fresh=self._took_part(member)), way, now)
+        part = member.part
+        if part is None or part.committing or member.round_reported == part.round.number:  # it is at it
             return None
-        manifest = part.round.target.manifest
+        member.unsure = True
+        manifest, way = part.round.target.manifest, part.way
         tensors = () if member.has_plan == manifest.plan else part.round.target.tensors
         return Instruction(
             "receive", part.round.number, manifest, tensors,
-            part.transport, part.address, part.rank, part.world_size, part.generation, max(0.1, part.deadline - now),
-            self.committed,
+            way.transport, way.address, part.rank, part.world_size, part.generation, max(0.1, part.deadline - now),
+            self.committed, hops=way.hops, source=way.source,
         )  # fmt: skip
 
     def _after_receipt(self, member: Member, now: float) -> Instruction:
@@ -241,36 +293,23 @@ class Rounds:
             why = "the learner went back" if part.round.target.epoch != self.epoch else "received another digest"
             self._fail(member, why, now)
             return Instruction("abort", part.round.number, version=self.committed, detail=why)
-        part.committing = True
+        part.whole = part.committing = member.unsure = True
         return Instruction("commit", part.round.number, version=manifest.version)
 
-    def wait(self, name: str) -> Instruction:
-        """The answer to a poll that was held for its whole time."""
-        member = self.members.get(name)
-        return Instruction("wait", version=self.committed, detail=self.why(member) if member is not None else "")
+    def scene(self, now: float) -> Scene:
+        """What choices depend on."""
+        free = [self.members[name] for name in self._together if self.members[name].reported != "prepared"]
+        lack = {member.name for member in free if member.part is None and not holds(member, self.target)}
+        parts = [member.part for member in self.members.values() if member.part is not None]
+        loads = Counter(part.way.source for part in parts if part.way.transport == "stream" and not part.whole)
+        silent = now - self._heard > self.config.member_timeout_s
+        return Scene(self.config, self.target, self._offers, self._hops, self.members, lack, loads, silent, now)
 
-    def _wants(self, member: Member, now: float) -> str:
-        """The transport that would bring the target to this member now; empty where it needs none or must wait."""
-        if self.target is None or member.dead or member.part is not None or self._holds_target(member):
-            return ""
-        if member.reported == "prepared" or now < member.retry_at or self._mismatch(member):
-            return ""
-        return self.choose(member)[0]
-
-    def choose(self, member: Member) -> tuple[str, str]:
-        """Transport for a member, and why that one; an empty name where none fits."""
-        if self.target is None:
-            return "", "nothing published"
-        mode, host = self.config.transport, self.target.host
-        same = member.host == host
-        path = self._offers.get("local", "")
-        visible = "local" in member.transports and ("local", path) not in member.unusable
-        if mode in ("auto", "local") and same and path and visible:
-            return "local", f"same host as the publisher ({host})"
-        why = f"on {member.host}, publisher on {host}" if not same else "shared memory is not visible to it"
-        if mode in ("auto", "collective") and "collective" in member.transports and "collective" in self._offers:
-            return "collective", "set by weightsync.transport" if mode == "collective" else why
-        return "", f"weightsync.transport = {mode!r} does not reach it: {why}"
+    def _needs(self, member: Member, now: float) -> bool:
+        """Whether the target is to be brought to this member now."""
+        if member.dead or member.part is not None or self.target is None or holds(member, self.target):
+            return False
+        return member.reported != "prepared" and now >= member.retry_at and not self.mismatch(member)
 
     # ------------------------------------------------------------ rounds
 
@@ -278,12 +317,15 @@ class Rounds:
         return self.current is not None and member.name in self.current.parts
 
     def _open_round(self, now: float, *, fresh: bool = False) -> Round:
-        """The current round; a new one with the same target where that is decided, or has members (with `fresh`)."""
+        """The current round; a new one with the same target where that is decided or takes no more members, or has
+        members (with `fresh`)."""
         assert self.target is not None
-        if self.current is None or self.current.closed or (fresh and self.current.parts):
+        current = self.current
+        if current is None or current.closed or now >= current.until or (fresh and current.parts):
             self._numbers += 1
             self.current = self.rounds[self._numbers] = Round(self._numbers, self.target, now)
-        return self.current
+            return self.current
+        return current
 
     def _supersede(self, now: float) -> None:
         self._formation = None
@@ -292,52 +334,55 @@ class Rounds:
             round_.state = "superseded"
             self._settle(round_, now)
 
-    def _begin(self, member: Member, round_: Round, transport: str, address: str, now: float) -> Part:
-        part = Part(member.name, round_, transport, address, now + self.config.timeout_s)
+    def _begin(self, member: Member, round_: Round, way: Choice, now: float) -> Part:
+        part = Part(member.name, round_, way, now + self.config.timeout_s)
         member.part = round_.parts[member.name] = part
         round_.state = "transferring"
+        round_.until = min(round_.until, part.deadline)
+        self._together.pop(member.name, None)
         return part
 
     def _fail(self, member: Member, why: str, now: float) -> None:
-        """Close the member's part without success."""
+        """Close the member's part without success; what failed it is not chosen for it again."""
         member.error = why
         part, member.part = member.part, None
-        if part is not None:
+        if part is None:
+            return
+        part.result = why
+        if why.startswith(UNUSABLE):
+            member.unusable[part.way.transport, part.way.address] = now + UNUSABLE_S
+        if part.round.state != "superseded":  # else the source may have moved on
             member.failures += 1
             member.retry_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (member.failures - 1))
-            part.result = why
-            if why.startswith(UNUSABLE):
-                member.unusable.add((part.transport, part.address))
-            self._settle(part.round, now)
+            member.whole_only |= bool(part.way.hops)
+            if part.way.transport == "stream":
+                member.shunned.add(part.way.source)
+        self._settle(part.round, now)
 
     def _settle(self, round_: Round, now: float) -> None:
         """Decide a round whose parts are all closed, and hand it to the log."""
         if any(not part.result for part in round_.parts.values()) or round_.number not in self.rounds:
             return
         if not round_.closed:
-            holders = [member for member in self.members.values() if self._holds_target(member)]
+            holders = [member for member in self.members.values() if holds(member, self.target)]
             if not round_.parts and not holders:
                 return  # nobody is there yet: it stays open for the first
             done = any(part.committed for part in round_.parts.values()) or not round_.parts
             round_.state = "committed" if done else "failed"
+        if self._formation is not None and self._formation.round is round_:
+            self._formation = None  # whatever its publisher still sends, nobody takes it
         del self.rounds[round_.number]
         self.finished.append((round_, now))
 
     def tick(self, *, now: float) -> None:
         """Let deadlines pass."""
+        self._together = {name: until for name, until in self._together.items() if now < until}
         for member in self.members.values():
-            if member.part is not None:
-                if now >= member.part.deadline:
-                    self._fail(member, f"no answer within {self.config.timeout_s:g} s", now)
-            elif not member.dead and now - member.last_seen > self.config.member_timeout_s:
+            if member.part is not None and now >= member.part.deadline:
+                self._fail(member, f"no answer within {self.config.timeout_s:g} s", now)
+            if member.part is None and not member.dead and now - member.last_seen > self.config.member_timeout_s:
                 member.dead = True
-
-    # ------------------------------------------------------------ views
-
-    def _holds_target(self, member: Member) -> bool:
-        if self.target is None:
-            return False
-        return (member.version, member.digest) == (self.target.manifest.version, self.target.manifest.digest)
+                self._together.pop(member.name, None)
 
     def state_of(self, member: Member) -> State:
         """Where the member stands."""
@@ -345,42 +390,9 @@ class Rounds:
             return State.DEAD
         if member.part is not None:
             return State.SYNCING
-        if self._holds_target(member):
+        if holds(member, self.target):
             return State.SERVING
         return State.STALE if member.version >= 0 or self.target is not None else State.JOINING
-
-    def why(self, member: Member) -> str:
-        """Why the member is not SERVING; empty where it is."""
-        state = self.state_of(member)
-        if state is State.SERVING:
-            return ""
-        if state is State.DEAD:
-            return f"silent for more than {self.config.member_timeout_s:g} s; {member.error}".rstrip("; ")
-        if reason := self._mismatch(member) or member.error:
-            return reason
-        return str(state) if state is State.SYNCING else self.choose(member)[1]
-
-    def status(self, *, now: float) -> dict[str, Any]:
-        """Everything, as builtin values (`asyncrl status`)."""
-        manifest: Manifest | None = self.target.manifest if self.target is not None else None
-        return {
-            "epoch": self.epoch,
-            "version": manifest.version if manifest is not None else -1,
-            "digest": manifest.digest if manifest is not None else "",
-            "bytes": sum(manifest.bucket_bytes) if manifest is not None else 0,
-            "committed": self.committed,
-            "round": self.current.number if self.current is not None else 0,
-            "round_state": self.current.state if self.current is not None else "",
-            "members": {name: self._member_status(member, now) for name, member in self.members.items()},
-        }
-
-    def _member_status(self, member: Member, now: float) -> dict[str, Any]:
-        transport, reason = self.choose(member)
-        return {
-            "state": str(self.state_of(member)), "version": member.version, "digest": member.digest,
-            "pid": member.pid, "host": member.host, "silent_s": round(now - member.last_seen, 3),
-            "why": self.why(member), "transport": transport, "transport_why": reason,
-        }  # fmt: skip
 
 
 def mark(reply: RoundReply) -> str:

@@ -5,7 +5,8 @@ the producers and to observers. Guarantees:
 1. it holds nothing that cannot be told again: after a restart members poll with what they hold, and the publisher
    publishes its manifest again when it hears that the service does not know it;
 2. a held poll or question is answered when there is something to do, or after its own `wait_s`;
-3. one line per decided round in metrics/weightsync.jsonl: version, digest, transport, members (digest or why not);
+3. one line per decided round in metrics/weightsync.jsonl: version, digest, bytes carried, and of every member its
+   digest or why not, transport, encoding and source;
 4. one service per run: the second one is `service.duplicate`.
 Weights never pass through it.
 """
@@ -42,7 +43,8 @@ from asyncrl.wire import (
     Stop,
     Welcome,
 )  # fmt: skip
-from weightsync.members import Publisher, Round
+from weightsync import standing
+from weightsync.members import Publisher
 from weightsync.rounds import Rounds
 
 TICK_S = 0.05
@@ -124,7 +126,7 @@ class Service:
         if isinstance(message, Hello):
             return self._welcome(message)
         if isinstance(message, StatusRequest):
-            status = self._rounds.status(now=now) | {"transport": self._mode, **self._responder.counters}
+            status = standing.status(self._rounds, now=now) | {"transport": self._mode, **self._responder.counters}
             return StatusReply(msgspec.json.encode(status).decode())
         if isinstance(message, Stop):
             self._stop_asked = message.reason or "asked to stop"
@@ -138,6 +140,8 @@ class Service:
         return Welcome(self._run_id, self._epoch, self._sessions, self._rounds.committed)
 
     def _hold_poll(self, call: Call, message: MemberPoll, now: float) -> Instruction | None:
+        if self._rounds.is_late(message):
+            return None  # a copy of an older question: nobody waits for its answer
         earlier = self._polls.pop(message.member, None)
         if earlier is not None and earlier.call.request != call.request:
             earlier.call.reply(Instruction("wait"))
@@ -157,12 +161,13 @@ class Service:
             instruction = self._rounds.instruct(name, now=now)
             if instruction is not None or now >= held.until:
                 del self._polls[name]
-                held.call.reply(instruction or self._rounds.wait(name))
+                held.call.reply(instruction or standing.wait(self._rounds, name, now=now))
         self._write_finished()
 
     def _write_finished(self) -> None:
         for round_, ended in self._rounds.finished:
-            self._write(round_, ended)
+            numbers, words = standing.round_line(round_, ended=ended)
+            self._log.write(numbers, **words)
         self._rounds.finished.clear()
 
     def _retry_question(self, peer: bytes, held: Held, now: float) -> None:
@@ -178,20 +183,6 @@ class Service:
         if reply is not None:
             del self._questions[peer]
             held.call.reply(reply)
-
-    def _write(self, round_: Round, ended: float) -> None:
-        manifest = round_.target.manifest
-        committed = sum(part.committed for part in round_.parts.values())
-        self._log.write(
-            {
-                "round": round_.number, "version": manifest.version, "round_s": round(ended - round_.started, 6),
-                "round_bytes": sum(manifest.bucket_bytes), "members_committed": committed,
-                "members_left_out": len(round_.parts) - committed,
-            },
-            digest=manifest.digest, state=round_.state, detail=round_.detail,
-            transport=",".join(sorted({part.transport for part in round_.parts.values()})),
-            members={name: part.result for name, part in round_.parts.items()},
-        )  # fmt: skip
 
 
 async def serve(config: Config, stop: role.Stop, *, address: str, keys: Keys | None) -> None:

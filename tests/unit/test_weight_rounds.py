@@ -1,6 +1,7 @@
 """Every transition of the weight-sync state machine, with a clock of its own."""
 
 import random
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest
+from weightsync import standing
+from weightsync.choice import choose
 from weightsync.digest import whole_digest
 from weightsync.members import Publisher, Round
 from weightsync.plan import TensorSpec, plan_buckets
@@ -157,7 +160,7 @@ def test_errors_pause_longer_each_time_and_are_named() -> None:
     pauses = []
     for _ in range(7):
         assert sim.poll("a", round=instruction.round, error="disk on fire") is None
-        assert sim.rounds.why(sim.rounds.members["a"]) == "disk on fire"
+        assert standing.why(sim.rounds, sim.rounds.members["a"], now=sim.now) == "disk on fire"
         pauses.append(round(sim.rounds.members["a"].retry_at - sim.now, 3))
         sim.now = sim.rounds.members["a"].retry_at
         instruction = receive(sim.poll("a"))
@@ -293,9 +296,9 @@ def test_choice_of_transport(mode: str, host: str, transports: tuple[str, ...], 
     sim = Sim(mode)
     sim.publish(0)
     sim.poll("a", host=host, transports=transports)
-    name, why = sim.rounds.choose(sim.rounds.members["a"])
+    name, why, *_ = astuple(choose(sim.rounds.members["a"], sim.rounds.scene(sim.now)))
     assert name == expected and why
-    status = sim.rounds.status(now=sim.now)["members"]["a"]
+    status = standing.status(sim.rounds, now=sim.now)["members"]["a"]
     assert status["transport"] == expected and status["transport_why"] == why
 
 
@@ -305,7 +308,7 @@ def test_what_a_member_cannot_reach_is_not_offered_to_it_again() -> None:
     part = receive(sim.poll("a"))
     assert sim.poll("a", round=part.round, error=UNUSABLE + "not visible") is None
     sim.tick(1)
-    assert sim.rounds.choose(sim.rounds.members["a"])[0] == "collective"
+    assert choose(sim.rounds.members["a"], sim.rounds.scene(sim.now)).transport == "collective"
     sim.publish(1)
     assert receive(sim.poll("a")).transport == "local", "another file, maybe of another process: worth a try"
 
