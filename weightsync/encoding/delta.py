@@ -42,7 +42,9 @@ from weightsync.transports.base import TransportError
 
 NAME = "delta"
 MAGIC = b"ADL\x01"  # the last byte is the number of the format
-LEVEL = 1  # of zstd
+#: Small numbers without order repeat no long strings: what pays is the entropy coder of level 1, and a table of matches
+#: that is kept short costs neither time nor the literals that it would break up.
+ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=10)
 CHUNK_BYTES = 256 << 10  # compared at a time: both sides, the flags and the finds stay in the cache of a core
 BLOCK_BYTES = 16 << 20  # of one section: bounds what is held while encoding
 DENSE = 0.3
@@ -71,7 +73,7 @@ def encode(old: Buffer, new: Buffer, tensors: Sequence[Tensor]) -> bytes:
     before, after = memoryview(old).cast("B"), memoryview(new).cast("B")
     if before.nbytes != after.nbytes:
         raise ValueError(f"buckets of {before.nbytes} and {after.nbytes} bytes")
-    packer = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=True)
+    packer = zstandard.ZstdCompressor(compression_params=ZSTD)
     sections = [
         section
         for item, spans in _spans(tensors, before.nbytes).items()
