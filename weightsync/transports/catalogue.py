@@ -46,9 +46,7 @@ def outbox(
     if name == "collective":
         from weightsync.transports.collective import CollectiveOutbox
 
-        return CollectiveOutbox(
-            config.collective_host, timeout_s=config.timeout_s, backend=config.collective_backend
-        )  # fmt: skip
+        return CollectiveOutbox(config.collective_host, timeout_s=config.timeout_s, backend=config.collective_backend)
     if name == "stream":
         from weightsync.transports.stream import StreamOutbox
 

@@ -35,6 +35,7 @@ from weightsync.transports.worker import Worker
 
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
 OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it
+REACH_SHARE = 0.2  # of the deadline: to connect to the store, which torch tries twice
 END_S = 0.5  # a group that is in order ends at once
 
 
@@ -189,7 +190,9 @@ class CollectiveInbox:
 
     def _join(self, make_group: Any, host: str, port: int) -> None:
         rank, timeout = self._instruction.rank, _seconds(self._operation_s)
-        whole = dist.TCPStore(host, port, None, False, timeout=timeout)
+        reach = _seconds(self._instruction.deadline_s * REACH_SHARE)
+        whole = dist.TCPStore(host, port, None, False, timeout=reach)
+        whole.set_timeout(timeout)
         store = dist.PrefixStore(f"ws/{self._instruction.generation}", whole)
         store.set(f"here/{rank}", "1")
         present = [int(text) for text in store.get("group").decode().split(",") if text]

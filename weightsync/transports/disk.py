@@ -116,7 +116,7 @@ class DiskOutbox:
         return self._folders.root
 
     def offer(self, version: Version) -> str:
-        """Write the version. Raises `disk.full` where there is no room, TransportError where it is gone or cannot be written."""
+        """Write the version. Raises `disk.full` where there is no room, TransportError where else it fails."""
         self.open()
         assert self._folders is not None
         name = folder_name(version.manifest)

@@ -46,8 +46,8 @@ CALL_S = 5.0
 class _Kept:
     """A version that is kept for its readers: views of its blobs, valid until `release`."""
 
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
+    def __init__(self, version: Version) -> None:
+        self.version = version
         self.blobs: dict[str, list[memoryview]] = {}  # by the base of the hops, empty for the buckets
         self.readers: set[tuple[bytes, str]] = set()
         self.used = time.monotonic()
@@ -118,9 +118,7 @@ class StreamOutbox:
         message = call.message
         if not isinstance(message, Fetch):
             raise WireError("wire.unexpected", f"{type(message).__name__} at a source of weights")
-        version = self._versions.get(message.digest)
-        if version is None:
-            raise _gone(message.digest)
+        version = self._version_of(message.digest)
         hops = hops_from(version.hops, message.base)
         with ExitStack() as stack:
             blobs = self._blobs_of(version, hops, message, stack)
@@ -135,12 +133,20 @@ class StreamOutbox:
             call.reply(Fetched(message.blob, message.offset, blob.nbytes), [blob[message.offset : end]])
             self._note(call.peer, message, last=end == blob.nbytes and not any(map(len, blobs[message.blob + 1 :])))
 
+    def _version_of(self, digest: str) -> Version:
+        kept = self._kept
+        if kept is not None and kept.version.manifest.digest == digest:
+            return kept.version
+        if digest not in self._versions:
+            raise _gone(digest)
+        return self._versions[digest]
+
     def _blobs_of(self, version: Version, hops: Sequence[Hop], message: Fetch, stack: ExitStack) -> list[memoryview]:
         """The blobs; of the version that is kept they stay, of another one they last as long as `stack`."""
         if self._kept is None:
-            self._kept = _Kept(message.digest)
+            self._kept = _Kept(version)
             self._look_later()
-        if self._kept.digest != message.digest:
+        if self._kept.version is not version:
             return _enter(stack, version, hops)
         if message.base not in self._kept.blobs:
             self._kept.blobs[message.base] = _enter(self._kept.stack, version, hops)
@@ -148,7 +154,7 @@ class StreamOutbox:
 
     def _note(self, peer: bytes, message: Fetch, *, last: bool) -> None:
         kept = self._kept
-        if kept is None or kept.digest != message.digest:
+        if kept is None or kept.version.manifest.digest != message.digest:
             return
         kept.used = time.monotonic()
         kept.readers.add((peer, message.base))

@@ -38,6 +38,8 @@ class Worker:
             return future.result(max(timeout_s, 0.0))
         except concurrent.futures.TimeoutError:
             raise TransportError(f"{self._name}: not done within {timeout_s:.3g} s") from None
+        finally:
+            del future  # an error, its traceback and this frame would hold each other, and a process group with them
 
     def close(self, last: Callable[[], None], *, within_s: float = 0.0) -> None:
         """Run `last` there after all that was asked for, then end; wait for it no longer than `within_s`."""
