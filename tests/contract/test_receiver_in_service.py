@@ -1,0 +1,146 @@
+"""Receivers with the real service and publisher: deltas, engines in place, relays, and looks after the commit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from receiver_lab import GROUPS, Engine, Member
+from test_weightsync_service import PLAN, World, until, weights
+
+from asyncrl.wire import Instruction, Manifest
+from weightsync.digest import bucket_digest, whole_digest
+from weightsync.receiver import built_in_transports
+from weightsync.transports.base import TransportError
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def build(**settings: Any) -> World:
+        made.append(World(tmp_path, **settings))
+        return made[-1]
+
+    yield build
+    for world in made:
+        world.close()
+
+
+def close_to(version: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Version 100 with one byte per tensor changed for each version after it: small deltas."""
+    for name, data in weights(100):
+        changed = data.copy()
+        changed[: version - 100] += np.uint8(1)
+        yield name, changed
+
+
+def test_deltas_are_taken_and_a_spoilt_base_is_healed(make_world: Callable[..., World]) -> None:
+    world = make_world(transport="stream", encoding="delta", timeout_s=10.0)
+    publisher, member = world.publisher(), Member(world, "a", Engine())
+    for version in (100, 101):
+        publisher.publish(version, PLAN, close_to(version))
+        publisher.wait_committed(version, members=1, timeout_s=15)
+    first, second = (line for line in world.lines() if line["state"] == "committed")
+    assert (first["encoding"], second["encoding"]) == ("full", "delta")
+    member.engine.held[1][30] ^= 1
+    publisher.publish(102, PLAN, close_to(102))
+    publisher.wait_committed(102, members=1, timeout_s=15)
+    held = b"".join(bytes(member.engine.held[n]) for n in range(len(GROUPS)))
+    assert (
+        whole_digest([bucket_digest(g, member.engine.held[n]) for n, g in enumerate(GROUPS)])
+        == (publisher.digests[102])
+    )
+    assert held and "delta" in member.receiver.encodings
+    failed = [line for line in world.lines() if line["version"] == 102 and line["state"] == "failed"]
+    assert "bucket 1 of version 102 has another digest" in failed[0]["members"]["a"]
+
+
+def test_an_engine_in_place_says_so_before_the_first_byte(make_world: Callable[..., World]) -> None:
+    world = make_world(transport="local", in_place=True)
+    publisher = world.publisher()
+    engine = Engine(bucket_s=0.05, in_place=True)
+    seen: list[tuple[int, str]] = []
+    right = engine.begin_update
+
+    async def begin(manifest: Manifest, tensors: Any) -> None:
+        status = (await asyncio.to_thread(world.status))["members"]["a"]
+        seen.append((status["version"], status["digest"]))
+        await right(manifest, tensors)
+
+    engine.begin_update = begin
+    member = Member(world, "a", engine)
+    for version in (0, 1):
+        publisher.publish(version, PLAN, weights(version))
+        publisher.wait_committed(version, members=1, timeout_s=15)
+        assert member.holds(version) and not member.receiver.dirty
+    assert seen == [(-1, ""), (-1, "")], "the service knew before the engine was touched"
+    assert member.receiver.encodings == ("full",)
+
+
+def test_an_engine_in_place_that_was_left_in_the_middle_is_filled_again(make_world: Callable[..., World]) -> None:
+    world = make_world(transport="local", in_place=True)
+    publisher, engine = world.publisher(), Engine(in_place=True)
+    makers = built_in_transports()
+    cut = [False]
+
+    def maker(instruction: Instruction) -> Any:
+        inbox = makers["local"](instruction)
+        read = inbox.read
+
+        def broken(number: int) -> memoryview:
+            if cut[0] and number == 2:
+                raise TransportError("cut")
+            return read(number)
+
+        inbox.read = broken  # type: ignore[method-assign]
+        return inbox
+
+    member = Member(world, "a", engine, transports={"local": maker})
+    publisher.publish(0, PLAN, weights(0))
+    publisher.wait_committed(0, members=1, timeout_s=15)
+    cut[0] = True
+    publisher.publish(1, PLAN, weights(1))
+    until(lambda: "abort" in engine.done, "the transfer fails")
+    until(lambda: world.status()["members"]["a"]["version"] == -1, "it holds nothing")
+    assert member.receiver.dirty and engine.health().version == -1
+    cut[0] = False
+    publisher.wait_committed(1, members=1, timeout_s=15)
+    assert member.holds(1) and engine.health().version == 1
+
+
+def test_a_member_passes_on_what_it_holds(make_world: Callable[..., World]) -> None:
+    world = make_world(transport="stream", relay_fanout=1)
+    publisher = world.publisher()
+    first = Member(world, "first", Engine())
+    for version in (0, 1):
+        publisher.publish(version, PLAN, weights(version))
+        publisher.wait_committed(version, members=1, timeout_s=15)
+    assert first.holds(1)
+    until(lambda: world.status()["members"]["first"]["relay"], "the service knows the relay")
+    second = Member(world, "second", Engine())
+    publisher.wait_committed(1, members=2, timeout_s=15)
+    assert second.holds(1)
+    sources = {line["round"]: line for line in world.lines()}
+    assert "first" in str(list(sources.values())[-1]), "the second took it from the first"
+
+
+def test_bits_that_flip_later_end_the_receiver(make_world: Callable[..., World]) -> None:
+    world = make_world(transport="local")
+    publisher = world.publisher()
+    member = Member(world, "a", Engine(), attest_every_s=0.05)
+    publisher.publish(0, PLAN, weights(0))
+    publisher.wait_committed(0, members=1, timeout_s=15)
+    time.sleep(0.8)
+    assert member.error is None, "right weights are found right"
+    member.engine.held[3][99] ^= 128
+    until(lambda: member.error is not None, "the change is seen")
+    assert member.error is not None and member.error.code == "engine.broken" and member.error.where == "a"
+    assert "have changed since the commit" in member.error.message
+    assert member.receiver.digests[0] != publisher.digests[0], "what is still sent carries what is held"
+    assert world.status()["members"]["a"]["state"] != "serving"
