@@ -1,0 +1,30 @@
+"""The weight-sync systems that are searched: SHORT in every test run, LONG in `make chaos`."""
+
+from __future__ import annotations
+
+from sync_world import Case
+
+SHORT = (
+    # one member, two versions, any one failure at any moment
+    Case(members=1),
+    Case(members=1, delta=True),
+    Case(members=1, in_place=True),
+    Case(members=1, transport="collective"),
+    # two members, one source at a time: relays
+    Case(versions=1, kinds=("transfer",)),
+    Case(versions=1, faults=0, transport="auto", spread=True),
+)
+LONG = (
+    Case(members=1, faults=2),
+    Case(members=1, faults=2, in_place=True),
+    Case(members=1, faults=2, transport="collective"),
+    Case(versions=1, kinds=("crash", "learner")),
+    Case(versions=1, kinds=("digest", "spoil", "service")),
+    Case(versions=1, kinds=("loss", "double")),
+    Case(versions=1, fanout=2, kinds=("transfer",)),
+    Case(versions=1, fanout=0, kinds=("learner",)),
+    Case(versions=1, transport="collective", kinds=("crash", "learner", "transfer")),
+    Case(versions=1, transport="auto", spread=True, kinds=("crash", "learner", "transfer")),
+    Case(versions=2, faults=0),
+    Case(versions=2, faults=0, delta=True),
+)
