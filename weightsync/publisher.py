@@ -11,7 +11,8 @@ what changed since the version before (`weightsync.hops`). Guarantees:
 3. a service that does not answer or has forgotten everything is told again, for as long as this object is open;
 4. an error that trying again cannot mend (`fenced`, `handshake.mismatch`) is raised by the next call;
 5. every wait has a deadline.
-Memory: two copies of the weights, up to four while older ones are read, and less than one more for the hops.
+Memory: two copies of the weights; with deltas three, and less than one more for the hops; up to four while older ones
+are read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from weightsync.hops import Chain, Staged
 from weightsync.outboxes import Outboxes
 from weightsync.plan import Plan
 from weightsync.rounds import WANTED, mark
-from weightsync.staging import Chunks, Staging
+from weightsync.staging import SLOTS, Chunks, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import outbox
 
@@ -173,6 +174,7 @@ class Publisher:
                 try:
                     with self._announcing:
                         self._announce(requester, offer)
+                    self._staging.prepare(offer.slot.size, SLOTS + (self._chain is not None))
                 except (Unavailable, TransportError):  # also: overwritten before it could be offered
                     time.sleep(PAUSE_S)
                 except AsyncRLError as error:

@@ -8,6 +8,7 @@ by this process; the local transport lets members map it too, other transports s
    sees wrong digests, and `sending` says that it is not intact;
 3. `fill` never waits for a reader. It copies and digests on all cores while it asks for the next chunks; those that
    wait to be copied are at most as large as the largest bucket;
+   Making a slot takes ten times as long as filling one, so `prepare` makes those to come beside the training thread;
 4. room is reserved before it is mapped, so a full disk is `disk.full` and not a SIGBUS;
 5. files carry run, pid and slot in their name, mode 0600; `close` removes them, `remove_stale` those of dead pids.
 
@@ -22,7 +23,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from weightsync.plan import Plan, bucket_starts
 PREFIX = "asyncrl-"
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2  # while nothing is held
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 MOST_SLOTS = 4  # the pair that a delta is made of, the newest, and the next
 
 Chunks = Iterable[tuple[str, npt.NDArray[np.uint8]]]
@@ -104,6 +106,20 @@ class Staging:
         if self._crew is not None:
             self._crew.settle()
 
+    def prepare(self, size: int, count: int) -> None:
+        """Make slots of that size until there are `count`, beside the training thread: the first use of memory is slow.
+        Where there is no room nothing happens: `fill` will say so."""
+        while True:
+            with self._lock:
+                if len(self._slots) >= min(count, self._limit):
+                    return
+            try:
+                slot = self._make(size)
+            except Unavailable:
+                return
+            with self._lock:
+                self._slots.append(slot)
+
     def _take(self, size: int) -> Slot:
         """A slot to overwrite, made anew where its size does not fit."""
         with self._lock:
@@ -147,7 +163,10 @@ class Staging:
                 continue
             try:
                 os.posix_fallocate(descriptor, 0, size)
-                return Slot(path, mmap.mmap(descriptor, size), size)
+                mapping = mmap.mmap(descriptor, size)
+                with suppress(OSError):  # an older kernel: the first copy takes a fault per page, several times as long
+                    mapping.madvise(POPULATE_WRITE)
+                return Slot(path, mapping, size)
             except OSError as error:
                 problem = f"{folder}: {error.strerror}"
                 path.unlink()

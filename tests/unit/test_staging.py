@@ -71,6 +71,22 @@ def test_what_is_sent_and_the_newest_stay_and_at_the_limit_the_oldest_goes(tmp_p
     staging.close()
 
 
+def test_slots_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(tmp_path, folders=[tmp_path])
+    one = stage(staging, 1)
+    staging.prepare(one.size, 2)
+    staging.prepare(one.size, 2)
+    assert len(list(tmp_path.iterdir())) == 2
+    with staging.sending(one, one.order):
+        assert stage(staging, 2) is not one, "what was prepared is taken before what holds the newest"
+        staging.prepare(one.size, 9)
+        assert len(list(tmp_path.iterdir())) == MOST_SLOTS
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    staging.prepare(one.size, 9)  # no room: no error
+    staging.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_where_there_is_no_room_for_a_third_slot_the_oldest_send_is_superseded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
