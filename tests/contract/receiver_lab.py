@@ -125,10 +125,12 @@ class FakeInbox:
 class Member:
     """A receiver on its own event loop in a thread."""
 
-    def __init__(self, world: World, name: str, engine: Engine, **settings: Any) -> None:
+    def __init__(
+        self, world: World, name: str, engine: Engine, *, kind: type[Receiver] = Receiver, **settings: Any
+    ) -> None:
         self.engine = engine
         self.error: AsyncRLError | None = None
-        self.receiver = Receiver(
+        self.receiver = kind(
             world.address, engine=engine, name=name, keys=None, config=world.config.weightsync, **settings
         )
         self._stop = threading.Event()
