@@ -11,7 +11,8 @@ Called by `weightsync.rounds` with what it knows, and for `asyncrl status`. `aut
 2. a source that failed a member is not its source again for this version, the publisher excepted where nobody else is;
 3. hops only to a member that holds their base by version and digest, where all are present, smaller than the whole and
    did not fail it; only from the publisher, and never by `local`, where whole weights are only mapped;
-4. a reason in words comes with every choice, also with that of nothing;
+4. a reason in words comes with every choice, also with that of nothing; an offer with an empty address is one that the
+   publisher opens when it is chosen first;
 5. nothing is given up for ever: what a member cannot reach is tried again after `UNUSABLE_S`.
 
 Example: version 7 of 1 GB, published with hops 5->6 (20 MB) and 6->7 (20 MB). Who holds 6 takes 20 MB, who holds 5
@@ -156,6 +157,8 @@ def check_hops(manifest: Manifest, hops: Sequence[Hop]) -> None:
 def _stream(member: Member, scene: Scene, why: str) -> Choice | None:
     """The pull from the least busy source; a choice of nothing while all are busy; None where there is no source."""
     sources = _sources(member, scene)
+    if not sources and scene.offers.get("stream") == "" and scene.target is not None:
+        return Choice("stream", f"{why}; the publisher opens it", "", scene.target.publisher)
     if not sources:
         return None
     if any(source.hops for source in sources):

@@ -152,12 +152,10 @@ class Rounds:
             return self._offers["collective"]
         lack = [member for member in self.members.values() if self._needs(member, now)]
         ways = [(member, choose(member, scene)) for scene in [self.scene(now)] for member in lack]
-        waiting = [(member, way) for member, way in ways if way.transport == "collective"]
+        waiting = [(member, way) for member, way in ways if way.transport == "collective" and way.address]
         if not waiting:
-            return ""
+            return WANTED if any(way.transport and not way.address for _, way in ways) else ""
         address = self._offers["collective"]
-        if not address:
-            return WANTED
         self._generation += 1
         current = self._open_round(now, fresh=True)
         ranks = {member.name: rank for rank, (member, _) in enumerate(waiting, start=1)}
@@ -268,7 +266,7 @@ class Rounds:
             return self._after_receipt(member, now)
         if self._needs(member, now):
             way = choose(member, self.scene(now))
-            if way.transport in ("", "collective"):
+            if not way.address or way.transport == "collective":
                 return None
             self._begin(member, self._open_round(now, fresh=self._took_part(member)), way, now)
         part = member.part

@@ -9,6 +9,7 @@ SHORT = (
     Case(members=1),
     Case(members=1, delta=True),
     Case(members=1, in_place=True),
+    Case(members=1, in_place=True, says_dirty=True),
     Case(members=1, transport="collective"),
     # two members, one source at a time: relays
     Case(versions=1, kinds=("transfer",)),

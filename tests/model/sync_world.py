@@ -41,11 +41,12 @@ class Case(NamedTuple):
     fanout: int = 1
     delta: bool = False
     in_place: bool = False
+    says_dirty: bool = False  # in place: says so in a poll of its own before the first byte
     spread: bool = False  # members on hosts of their own
 
     def __str__(self) -> str:
         words = [f"{self.transport}", f"{self.members} members", f"{self.versions} versions", f"{self.faults} faults"]
-        words += [word for word in ("delta", "in_place", "spread") if getattr(self, word)]
+        words += [word for word in ("delta", "in_place", "says_dirty", "spread") if getattr(self, word)]
         return " ".join([*words, *([f"fanout {self.fanout}"] if self.transport == "stream" else []), *self.kinds])
 
 
@@ -280,7 +281,9 @@ class World:
         answer = process.answer
         assert answer is not None
         process = process._replace(answer=None, poll=None, held=False, error="")
-        if answer.action == "receive" and answer.manifest is not None:
+        if answer.action == "receive" and self.case.says_dirty and process.version >= 0:
+            process = process._replace(version=-1, digest="")
+        elif answer.action == "receive" and answer.manifest is not None:
             process = process._replace(job=answer, round=answer.round, plan=answer.manifest.plan)
             if self.case.in_place:
                 process = process._replace(version=-1, digest="")
@@ -326,7 +329,9 @@ class World:
         if job.transport != "stream" or job.source == "learner":
             return node
         assert job.manifest is not None
-        return node._replace(failed=node.failed | {(f"{name}-{node.processes[name].pid}", job.source, job.manifest.digest)})
+        return node._replace(
+            failed=node.failed | {(f"{name}-{node.processes[name].pid}", job.source, job.manifest.digest)}
+        )
 
     # ------------------------------------------------------------ learner, service, time
 
