@@ -389,7 +389,7 @@ def test_auto_says_why(tmp_path: Path) -> None:
         publisher.wait_committed(0, members=2, timeout_s=20)
         members = world.status()["members"]
         assert members["near"]["transport"] == "local" and "same host" in members["near"]["transport_why"]
-        assert members["far"]["transport"] == "collective" and "not visible" in members["far"]["transport_why"]
+        assert members["far"]["transport"] == "stream" and "not visible" in members["far"]["transport_why"]
     finally:
         world.close()
 
