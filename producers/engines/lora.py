@@ -1,44 +1,33 @@
 """Adapter versions: a low-rank update that is added to the base weights once, so that decoding costs nothing more.
 
-Called by `producers.engines.weights`. `W = W0 + s B A` (Hu et al. 2021, arXiv 2106.09685, section 4.1) with
-`s = lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora` (arXiv 2312.03732). Guarantees:
+Called by `producers.engines.weights`; what an adapter is stands in `weightsync.encoding.adapter`. `W = W0 + s B A`
+(arXiv 2106.09685, equation 3; s as in `AdapterConfig.scaling`). Guarantees:
 1. W0 is kept, and every version is computed from it: a hundred versions one after the other leave no rounding behind;
    modules that a later adapter leaves out get W0 back;
-2. an adapter of another base is refused (`sync.failed`) before anything is taken;
-3. what the adapter names must be weights of this model of fitting shapes, A and B both there, with one rank, and the
-   configuration one that the formula covers (no DoRA, no own ranks or alphas, no biases, no saved modules, no
-   transposed weights): else `sync.plan`;
+2. an adapter of another base is refused (`sync.failed`) before anything is taken: the base may still come;
+3. one that names no linear layer of this model, one of another shape, or one that shares its weight (tied embeddings,
+   which the sum would change as well) is `sync.plan`;
 4. the product is made beside the decode loop, in float32, and rounded once to the dtype of W0. `attest` compares what
    the model holds with what was made.
-Names: `[base_model.model.]MODULE.lora_A[.default].weight` `[r, in]` and `lora_B` `[out, r]`; W is `MODULE.weight`.
 
 Example: W0 `[2, 2]` = 0, r = 1, alpha = 2, A = [[1, 2]], B = [[3], [0]]: W = 2 B A = [[6, 12], [0, 0]].
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
-from asyncrl.errors import UNREADABLE, AsyncRLError, WorkError
+from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.weights import DTYPES, Layout, Update, bytes_of
 from weightsync.digest import Digest, whole_digest
+from weightsync.encoding.adapter import Pair, added, check_adapter
 
 if TYPE_CHECKING:
     from producers.engines.weights import ModelWeights
-
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-#: Settings that change the formula, with the values that do not.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,), "fan_in_fan_out": (False,), "bias": ("none",), "modules_to_save": (None, []),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "peft_type": ("LORA",), "lora_bias": (False,),
-}  # fmt: skip
 
 
 class AdapterUpdate:
@@ -56,8 +45,9 @@ class AdapterUpdate:
         self.missing = set(range(len(self.layout.buckets)))
         self.products: dict[str, str] = {}  # parameter -> digest of the bytes that were computed for it
         self._weights = weights
-        self._pairs = pairs_of(tensors, weights)
-        self._scale = scale_of(manifest.adapter, rank=next(iter(self._pairs.values()))[0].shape[0])
+        config, pairs = check_adapter(manifest, tensors, held=weights.base)
+        self._scaling = config.scaling
+        self._pairs = by_parameter(pairs, weights)
         self._values = {item.name: torch.empty(item.shape, dtype=DTYPES[item.dtype]) for item in tensors}
         self._merged: dict[str, torch.Tensor] = {}
 
@@ -71,11 +61,11 @@ class AdapterUpdate:
 
     def complete(self) -> None:
         """Compute the new weights of every module, beside the old ones."""
-        for name, (left, right) in self._pairs.items():
+        for name, pair in self._pairs.items():
             base = self._weights.base_value(name)
-            a, b = (self._values[item.name].to(base.device, torch.float32) for item in (left, right))
+            a, b = (self._values[item.name].to(base.device, torch.float32) for item in (pair.a, pair.b))
             merged = self._weights.room.take(name, base.shape, base.dtype, base.device)
-            merged.copy_(torch.addmm(base.float(), b, a, alpha=self._scale))
+            merged.copy_(added(a, b, scaling=self._scaling).add_(base))
             self._merged[name] = merged
             self.products[name] = _digest(merged)
 
@@ -100,47 +90,22 @@ class AdapterUpdate:
         return old
 
 
-def pairs_of(tensors: Sequence[Tensor], weights: ModelWeights) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by the name of the parameter that they change. Raises `sync.plan`."""
-    sides: dict[str, dict[str, Tensor]] = {}
-    for tensor in tensors:
-        found = _NAME.fullmatch(tensor.name)
-        if found is None or tensor.dtype not in DTYPES or len(tensor.shape) != 2:
-            raise AsyncRLError("sync.plan", f"{tensor.name} {tensor.dtype} {tensor.shape} is no matrix of an adapter")
-        sides.setdefault(f"{found['module']}.weight", {})[found["side"]] = tensor
-    pairs = {}
-    for name, pair in sides.items():
-        parameter = weights.parameter(name)
+def by_parameter(pairs: Sequence[Pair], weights: ModelWeights) -> dict[str, Pair]:
+    """The pairs by the parameter that they change. Raises `sync.plan` where one does not fit this model."""
+    found: dict[str, Pair] = {}
+    for pair in pairs:
+        parameter = weights.linear(pair.module)
         if parameter is None:
-            raise AsyncRLError("sync.plan", f"an adapter of {name!r}, which this model does not have")
-        if len(pair) != 2:
-            raise AsyncRLError("sync.plan", f"{name}: the adapter lacks one of A and B")
-        a, b = pair["A"], pair["B"]
-        if a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tuple(parameter.shape):
             raise AsyncRLError(
-                "sync.plan",
-                f"{name} {tuple(parameter.shape)}: A is {a.shape} and B {b.shape}, not [r, in] and [out, r]",
+                "sync.plan", f"an adapter of {pair.module!r}: no linear layer with a weight of its own here"
             )
-        pairs[name] = (a, b)
-    if len({a.shape[0] for a, _ in pairs.values()}) != 1:
-        raise AsyncRLError("sync.plan", "an adapter of no module, or of several ranks")
-    if len({id(weights.parameter(name)) for name in pairs}) != len(pairs):
-        raise AsyncRLError("sync.plan", "two names of one tied weight in the adapter")
-    return pairs
-
-
-def scale_of(adapter: str, *, rank: int) -> float:
-    """What B A is multiplied with, from the adapter's configuration as JSON. Raises `sync.plan`."""
-    try:
-        config = msgspec.json.decode(adapter, type=dict[str, Any])
-        alpha, r = float(config["lora_alpha"]), int(config.get("r", rank))
-    except (KeyError, TypeError, *UNREADABLE) as error:
-        raise AsyncRLError("sync.plan", f"the adapter's configuration: {type(error).__name__}: {error}") from None
-    odd = [key for key, plain in _PLAIN.items() if key in config and config[key] not in plain]
-    if odd or r != rank or not math.isfinite(alpha):
-        why = f"{odd[0]} = {config[odd[0]]!r}" if odd else f"r = {r} for matrices of rank {rank}, alpha = {alpha}"
-        raise AsyncRLError("sync.plan", f"an adapter with {why} is not for this engine")
-    return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+        if (pair.b.shape[0], pair.a.shape[1]) != tuple(parameter.shape) or pair.a.dtype not in DTYPES:
+            raise AsyncRLError(
+                "sync.plan", f"{pair.module}: A is {pair.a.dtype} {pair.a.shape}, B {pair.b.shape}, the weight "
+                f"{tuple(parameter.shape)}",
+            )  # fmt: skip
+        found[f"{pair.module}.weight"] = pair
+    return found
 
 
 def attest(update: Update, parameters: Mapping[str, torch.nn.Parameter], *, base: str) -> str:

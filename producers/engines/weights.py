@@ -263,6 +263,13 @@ class ModelWeights:
         """The parameter of that name."""
         return self._parameters.get(name)
 
+    def linear(self, module: str) -> torch.nn.Parameter | None:
+        """The weight of a linear layer; None where there is none of that name, or it shares its weight."""
+        parameter = self._parameters.get(f"{module}.weight")
+        if parameter is None or not isinstance(self._model.get_submodule(module), torch.nn.Linear):
+            return None
+        return parameter if sum(other is parameter for other in self._parameters.values()) == 1 else None
+
     @property
     def room(self) -> Room:
         """Storages that are free."""

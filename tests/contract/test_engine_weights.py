@@ -37,6 +37,7 @@ from asyncrl.wire import Manifest
 from producers.engines.hf import HFEngine
 from producers.engines.weights import ModelWeights
 from weightsync.digest import digest_tensors, whole_digest
+from weightsync.encoding.adapter import AdapterConfig, config_text
 from weightsync.plan import TensorSpec, plan_buckets
 
 
@@ -331,7 +332,9 @@ def packed(pairs: dict[str, torch.Tensor], version: int, base: str, **more: Any)
     for item in plan.tensors:
         buckets[item.bucket][item.offset : item.offset + item.nbytes] = raw[item.name].tobytes()
     digests = digest_tensors(plan.tensors, lambda name: raw[name])[0]
-    words = json.dumps({"r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS)} | more)
+    words = config_text(AdapterConfig(RANK, ALPHA, TARGETS))
+    if more:
+        words = json.dumps(json.loads(words) | more)
     whole = whole_digest(digests, base=base, adapter=words)
     manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole, "adapter", base, words)
     return plan.tensors, manifest, [bytes(bucket) for bucket in buckets]
@@ -406,6 +409,16 @@ def test_a_spoilt_product_or_base_is_attested_as_such(llama: Path) -> None:
             assert await engine.attest() == sent[1].digest
 
     run(config_of(llama, slots=1), body)
+
+
+def test_transposed_and_tied_weights_take_no_adapter() -> None:
+    """GPT-2 keeps square projections transposed: the sum would have the right shape and be wrong."""
+    from test_engines import _gpt2
+
+    assert ModelWeights(make(_gpt2(), seed=0)).linear("transformer.h.0.attn.c_proj") is None
+    tied = ModelWeights(make(_qwen3(), seed=0))
+    assert tied.linear("lm_head") is None and tied.linear("nobody") is None
+    assert tied.linear("model.layers.0.self_attn.q_proj") is not None
 
 
 def test_an_adapter_that_does_not_fit_is_refused(llama: Path) -> None:
