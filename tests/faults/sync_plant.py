@@ -231,13 +231,12 @@ class SyncPlant:
 
         def serves() -> bool:
             self.hear(name)
-            before = [version for version, _ in self.commits[name]]
             state = self.members().get(name, {})
-            if state.get("state") == "serving":
-                self.hear(name)
-                assert state["version"] == self.version and self.version in [v for v, _ in self.commits[name]], before
-                return True
-            return False
+            if state.get("state") != "serving" or state["pid"] != self.children[name].pid:
+                return False  # or it is the process before, of which the service does not know yet that it is dead
+            self.hear(name)
+            assert state["version"] == self.version and self.version in [version for version, _ in self.commits[name]]
+            return True
 
         self.wait(f"{name} to serve again", serves)
 
