@@ -15,6 +15,7 @@ from transport_rigs import CHUNK, Held, StreamRig, digests_from, run_round, wait
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.sockets import Requester, write_keys
 from asyncrl.wire import Fetch, Fetched, Ok
+from weightsync.plan import TensorSpec, plan_buckets
 from weightsync.transports import stream
 from weightsync.transports.base import TransportError
 from weightsync.transports.stream import WINDOW, StreamInbox, StreamOutbox
@@ -39,13 +40,14 @@ def pieces(rig: Any) -> int:
 
 
 class Cutter:
-    """A TCP hop that lets `after` bytes of answers through per connection, then cuts it; the last one is whole."""
+    """A TCP hop that lets `after` bytes of answers through per connection, then cuts it; the last one is whole.
+    `rate`: bytes per second of the answers."""
 
-    def __init__(self, port: int, *, after: int, cuts: int) -> None:
+    def __init__(self, port: int, *, after: int = 0, cuts: int = 0, rate: float = 1e12) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(20)
         self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.port, self.after, self.cuts = port, after, cuts
+        self.port, self.after, self.cuts, self.rate = port, after, cuts, rate
         self.connections = 0
         threading.Thread(target=self.serve, daemon=True).start()
 
@@ -63,8 +65,9 @@ class Cutter:
 
     def copy(self, a: socket.socket, b: socket.socket, limit: int) -> None:
         try:
-            while limit > 0 and (data := a.recv(min(1000, limit))):
+            while limit > 0 and (data := a.recv(min(1000 if self.cuts else 16_000, limit))):
                 b.sendall(data)
+                time.sleep(len(data) / self.rate)
                 limit -= len(data)
         except OSError:
             pass
@@ -94,6 +97,30 @@ def test_after_cuts_the_reader_goes_on_where_it_was(rig: StreamRig, monkeypatch:
     assert pieces(rig) < len(answered) <= pieces(rig) + 3 * WINDOW
     assert len(set(answered)) == pieces(rig)
     cutter.close()
+
+
+@pytest.mark.parametrize("rate", [1e12, 1e6], ids=["fast", "slow"])
+def test_pieces_are_as_large_as_the_line_is_fast(rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a line of 1 MB/s they stay small; on a fast one they grow to chunk_bytes. Nothing is sent twice."""
+    sizes: list[int] = []
+    answer = StreamOutbox._answer
+
+    def counted(self: StreamOutbox, call: Any) -> None:
+        sizes.append(call.message.nbytes)
+        answer(self, call)
+
+    monkeypatch.setattr(StreamOutbox, "_answer", counted)
+    monkeypatch.setattr(stream, "FAST_S", 0.02 if rate < 1e9 else 5.0)  # 256 KiB take 0.26 s there
+    monkeypatch.setattr(stream, "SLOW_S", 0.6 if rate < 1e9 else 10.0)
+    plan = plan_buckets([TensorSpec(f"t{i}", "F32", (750_000,)) for i in range(1 if rate < 1e9 else 8)], bucket_bytes=1)
+    rig = StreamRig(tmp_path, plan=plan, deadline_s=30.0)
+    line = Cutter(int(rig.address.rpartition(":")[2]), rate=rate)
+    told = msgspec.structs.replace(rig.instruction(), address=line.address)
+    assert digests_from(rig, StreamInbox(told, chunk_bytes=2 << 20)) == rig.expected()
+    assert sum(sizes) == sum(rig.sizes) and sizes[0] == 256 << 10
+    assert max(sizes) == 2 << 20 if rate > 1e9 else max(sizes) <= 512 << 10
+    line.close()
+    rig.close()
 
 
 def test_no_more_than_the_window_is_asked_for(rig: StreamRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +209,7 @@ def test_a_version_is_kept_for_who_is_in_the_middle_and_no_longer(
     asker.request(Fetch(digest, "", 1, 0, 10), timeout_s=5)  # it is in the middle
     newest = rig.held
     asker.request(Fetch(newest.manifest.digest, "", 0, 0, 10), timeout_s=5)  # another one is served meanwhile
-    assert newest.opened == newest.closed == 1
+    wait_for("its answer", lambda: newest.opened == newest.closed == 1)  # kept for no longer than that
     wait_for("the old version to be given up", lambda: held.opened == held.closed, 3)
     with pytest.raises(AsyncRLError, match="gone"):
         asker.request(Fetch(digest, "", 1, 0, 10), timeout_s=5)
@@ -224,10 +251,9 @@ def test_other_sizes_than_announced_are_an_error(rig: StreamRig) -> None:
     inbox.close()
 
 
-def test_large_blobs_by_small_and_large_pieces(tmp_path: Path) -> None:
+def test_large_blobs_by_small_and_large_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces above the size that is sent without a copy; a blob of one piece is not copied at all."""
-    from weightsync.plan import TensorSpec, plan_buckets
-
+    monkeypatch.setattr(stream, "FIRST_PIECE", 64 << 20)
     plan = plan_buckets([TensorSpec(f"t{i}", "F32", (500_000 + i,)) for i in range(4)], bucket_bytes=1 << 20)
     rig = StreamRig(tmp_path, plan=plan)
     for chunk in (300_000, 2_000_000, 4 << 20):

@@ -10,11 +10,13 @@ Guarantees:
    version at a time; it is given up when all have read it, or nobody asks for `IDLE_S`;
 4. beyond loopback both ends hold the run's CURVE keys; a frame that was damaged, or overwritten before it left, fails
    its checksum and is asked for again;
-5. a source that stays silent for half the deadline is an error; nothing waits longer than the deadline.
+5. a source that stays silent for half the deadline is an error; nothing waits longer than the deadline;
+6. pieces begin small and double while they come fast, halve while they come slowly: what is under way takes a few
+   seconds at most also on a slow line, so that nothing is taken for lost that is only late.
 Large pieces leave without a copy, and a blob of one piece arrives without one.
 
-Example (chunk_bytes 4 MiB, buckets of 10 and 3 MiB): pieces (0, 0), (0, 4), (0, 8), (1, 0) are asked for at once; when
-`read(0)` has its first piece nothing more is left to ask for.
+Example (chunk_bytes 4 MiB, one bucket of 10 MiB): four pieces of 256 KiB are asked for at once; each that comes within
+0.1 s lets the next one be twice as large: 512 KiB, 1, 2, 4 and the rest.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from weightsync.transports.loop import LoopThread
 
 WINDOW = 4  # pieces asked for ahead
 LARGEST_PIECE = 64 << 20
+FIRST_PIECE = 256 << 10  # also the smallest
+FAST_S, SLOW_S = 0.1, 0.5  # waited for a piece: the next ones are larger, or smaller
 REQUEST_BYTES = 1 << 20  # more than any request has
 IDLE_S = 2.0  # a version is not kept for readers that ask nothing for so long
 LOOK_S = 0.25
@@ -210,6 +214,7 @@ class StreamInbox:
         self._address = instruction.address
         self._keys = keys
         self._chunk = min(chunk_bytes, LARGEST_PIECE)
+        self._piece = min(FIRST_PIECE, self._chunk)  # size of the next one to be asked for
         self._digest = instruction.manifest.digest
         self._base = instruction.hops[0].base_digest if instruction.hops else ""
         self._sizes = blob_sizes(instruction.manifest, instruction.hops)
@@ -223,8 +228,11 @@ class StreamInbox:
 
     def _pieces(self) -> Iterator[Fetch]:
         for number, size in enumerate(self._sizes):
-            for offset in range(0, size, self._chunk):
-                yield Fetch(self._digest, self._base, number, offset, min(self._chunk, size - offset))
+            offset = 0
+            while offset < size:
+                nbytes = min(self._piece, size - offset)
+                yield Fetch(self._digest, self._base, number, offset, nbytes)
+                offset += nbytes
 
     def open(self) -> None:
         """Connect and ask for the first pieces."""
@@ -276,6 +284,7 @@ class StreamInbox:
         asked, future = self._asked.popleft()
         if (asked.blob, asked.offset) != (number, offset):
             raise TransportError(f"stream: blob {number} is read out of order")
+        began = time.monotonic()
         try:
             packet = future.result(max(0.05, self._deadline - time.monotonic()) + LOOK_S)
         except Unavailable:
@@ -290,8 +299,15 @@ class StreamInbox:
         piece = memoryview(packet.payloads[0]) if packet.payloads else memoryview(b"")
         if message.size != self._sizes[number] or piece.nbytes != asked.nbytes:
             raise TransportError(f"stream: blob {number} has {message.size} bytes there, {self._sizes[number]} here")
+        self._adapt(time.monotonic() - began)
         self._ask()
         return piece
+
+    def _adapt(self, waited_s: float) -> None:
+        if waited_s < FAST_S:
+            self._piece = min(self._chunk, self._piece * 2)
+        elif waited_s > SLOW_S:
+            self._piece = max(min(FIRST_PIECE, self._chunk), self._piece // 2)
 
     def close(self) -> None:
         """Stop pulling; the thread ends."""
