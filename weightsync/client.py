@@ -21,7 +21,8 @@ class WeightSyncClient:
         self._timeout_s = timeout_s
 
     def status(self) -> dict[str, Any]:
-        """Target, committed version, round and members (state, version, digest, transport, why not serving)."""
+        """Target, committed version, round and members: state, version, digest and why it does not serve; transport,
+        encoding, source and why these."""
         reply = self._requester.request(StatusRequest(), timeout_s=self._timeout_s).message
         status: dict[str, Any] = msgspec.json.decode(reply.json)
         return status

@@ -8,16 +8,16 @@ SHORT = (
     # one member, two versions, any one failure at any moment
     Case(members=1),
     Case(members=1, delta=True),
-    Case(members=1, in_place=True),
     Case(members=1, in_place=True, says_dirty=True),
     Case(members=1, transport="collective"),
     # two members, one source at a time: relays
     Case(versions=1, kinds=("transfer",)),
-    Case(versions=1, faults=0, transport="auto", spread=True),
+    Case(members=1, versions=1, transport="auto", spread=True),
 )
 LONG = (
     Case(members=1, faults=2),
-    Case(members=1, faults=2, in_place=True),
+    Case(members=1, in_place=True),
+    Case(members=1, faults=2, in_place=True, says_dirty=True),
     Case(members=1, faults=2, transport="collective"),
     Case(versions=1, kinds=("crash", "learner")),
     Case(versions=1, kinds=("digest", "spoil", "service")),
@@ -25,6 +25,7 @@ LONG = (
     Case(versions=1, fanout=2, kinds=("transfer",)),
     Case(versions=1, fanout=0, kinds=("learner",)),
     Case(versions=1, transport="collective", kinds=("crash", "learner", "transfer")),
+    Case(versions=1, faults=0, transport="auto", spread=True),
     Case(versions=1, transport="auto", spread=True, kinds=("crash", "learner", "transfer")),
     Case(versions=2, faults=0),
     Case(versions=2, faults=0, delta=True),

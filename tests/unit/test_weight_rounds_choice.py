@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
+from asyncrl.status import render
 from asyncrl.wire import Hop, Instruction, Manifest, MemberPoll, Publish, RoundReply, RoundRequest
 from weightsync import standing
 from weightsync.choice import UNUSABLE_S, choose
@@ -340,6 +341,21 @@ def test_the_same_question_again_gets_the_same_answer() -> None:
     first = sim.poll("a", order=7)
     assert sim.poll("a", order=7) == first
     assert sim.poll("a", order=8, round=job(first).round) is None, "it says that it is at it"
+
+
+def test_status_tells_transport_encoding_source_and_why() -> None:
+    sim = Sim("auto")
+    sim.hosts["near"] = "h"
+    sim.publish(3)
+    near = job(sim.poll("near"))
+    sim.poll("far")
+    text = render({"weightsync": standing.status(sim.rounds, now=sim.now)})
+    assert "near syncing version -1 (30 s left), local full from learner: same host as the publisher (h)" in text
+    assert "far syncing version -1 (30 s left), stream full from learner: on far, publisher on h; from the" in text
+    sim.arrive("near", near)
+    assert "near serving version 3, local full from learner" in render(
+        {"weightsync": standing.status(sim.rounds, now=sim.now)}
+    )
 
 
 def test_the_log_says_what_was_carried() -> None:
