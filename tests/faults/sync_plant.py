@@ -7,7 +7,6 @@ end with the same version; nobody who came back serves before it has it.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -157,9 +156,12 @@ class SyncPlant:
     def members(self) -> dict[str, Any]:
         """The generators as the service sees them; empty where it does not answer."""
         client = WeightSyncClient(endpoint(self.config, "weightsync"), timeout_s=5)
-        with contextlib.suppress(Unavailable):
+        try:
             return dict(client.status()["members"])
-        return {}
+        except Unavailable:
+            return {}
+        finally:
+            client.close()
 
     def wait(self, what: str, ready: Callable[[], Any], within_s: float = WITHIN_S) -> None:
         until = time.monotonic() + within_s
