@@ -1,7 +1,9 @@
 """Copying and digesting at once, on all cores: a few threads, each copies a piece and digests it from its cache.
 
-Called by `staging` (weights into a slot) and by engines (a bucket into the model's tensors, `copy_digest`). Guarantees:
-1. the digest is that of `weightsync.digest`, taken of the source: a fault of the copy shows at whoever reads the copy;
+Called by `staging` (weights into a slot) and by engines (`copy_digest`: a bucket into the model's tensors;
+`digest_all`: what they hold). Guarantees:
+1. the digest is that of `weightsync.digest`: of the source when weights are staged, so that a fault of the copy shows
+   at whoever reads it, and of the target in an engine, which answers for what it holds;
 2. pieces are taken in the order they were given; `settle` returns once every one is copied, and helps meanwhile;
 3. after `close` no thread touches a source or a target any more, also where a piece failed.
 Numpy's copy and blake3 run without the interpreter's lock. It does not bound what the caller keeps alive: `settle` with
@@ -28,6 +30,7 @@ from weightsync.digest import DIGEST_BYTES, PIECE_BYTES, join_pieces
 STRIDE_BYTES = 256 << 10
 MOST_THREADS = 16  # beyond these the memory is the limit
 JOIN_S = 60.0
+LENT_BYTES = 64 << 20  # tensors that were made for their digest (another dtype) and wait for it
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -58,13 +61,15 @@ class Pieces:
         return join_pieces(self._digests)
 
 
-Work = tuple[Bytes, Bytes, Pieces, int]  # target, source, where the digest goes
+Work = tuple[Bytes | None, Bytes, Pieces, int]  # target, source, where the digest goes
 
 
 class Crew:
-    """Threads for one job; the calling thread is one of them. A context manager: leaving it ends them."""
+    """Threads for one job; the calling thread is one of them. A context manager: leaving it ends them. Digests are of
+    the source, with `held` of the target after the copy."""
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, held: bool = False) -> None:
+        self._held = held
         self._waiting: deque[Work] = deque()
         self._waiting_bytes = 0
         self._running = 0
@@ -78,14 +83,16 @@ class Crew:
         for thread in self._threads:
             thread.start()
 
-    def copy(self, target: Bytes, source: Bytes, pieces: Pieces) -> None:
-        """Have `source` (contiguous) copied to `target` and its digests noted; both must stay until `settle`."""
+    def copy(self, target: Bytes | None, source: Bytes, pieces: Pieces) -> None:
+        """Have `source` (contiguous) copied to `target` (None: nowhere) and its digests noted; both must stay until
+        `settle`."""
         starts = range(0, source.nbytes, PIECE_BYTES)
         first = pieces.add(len(starts))
         with self._changed:
             for number, start in enumerate(starts, start=first):
                 end = start + PIECE_BYTES
-                self._waiting.append((target[start:end], source[start:end], pieces, number))
+                part = target[start:end] if target is not None else None
+                self._waiting.append((part, source[start:end], pieces, number))
             self._waiting_bytes += source.nbytes
             self._changed.notify(len(starts))
 
@@ -137,7 +144,7 @@ class Crew:
             self._waiting_bytes -= source.nbytes
             self._running += 1
         try:
-            pieces.set(number, _copy_piece(target, source))
+            pieces.set(number, _copy_piece(target, source, held=self._held))
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -149,20 +156,34 @@ class Crew:
         return True
 
 
-def _copy_piece(target: Bytes, source: Bytes) -> bytes:
+def _copy_piece(target: Bytes | None, source: Bytes, *, held: bool) -> bytes:
     digest = blake3()
+    if target is None:
+        return digest.update(source.data).digest(length=DIGEST_BYTES)
     for start in range(0, source.nbytes, STRIDE_BYTES):
-        part = source[start : start + STRIDE_BYTES]
-        target[start : start + STRIDE_BYTES] = part
-        digest.update(part.data)
+        part, there = source[start : start + STRIDE_BYTES], target[start : start + STRIDE_BYTES]
+        there[:] = part
+        digest.update(there.data if held else part.data)
     return digest.digest(length=DIGEST_BYTES)
 
 
 def copy_digest(pairs: Iterable[tuple[Bytes, Bytes]], *, threads: int | None = None) -> str:
-    """Copy the tensors of one bucket, given as (target, source) bytes in plan order; the digest of the bucket."""
+    """Copy the tensors of one bucket, given as (target, source) bytes in plan order; the digest of the bucket, taken of
+    the targets."""
     pieces = Pieces()
-    with Crew(threads) as crew:
+    with Crew(threads, held=True) as crew:
         for target, source in pairs:
             crew.copy(target, source, pieces)
+        crew.settle()
+    return pieces.hexdigest()
+
+
+def digest_all(tensors: Iterable[Bytes], *, threads: int | None = None) -> str:
+    """The digest of one bucket from the bytes of its tensors in plan order."""
+    pieces = Pieces()
+    with Crew(threads) as crew:
+        for tensor in tensors:
+            crew.copy(None, tensor, pieces)
+            crew.settle(LENT_BYTES)
         crew.settle()
     return pieces.hexdigest()

@@ -30,7 +30,8 @@ import torch
 
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.wire import Buffer, Manifest, Tensor
-from weightsync.digest import Digest, whole_digest
+from weightsync.copying import copy_digest, digest_all
+from weightsync.digest import whole_digest
 from weightsync.plan import by_bucket
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,10 +71,7 @@ class Layout:
 
     def bucket_digest(self, number: int, held: Callable[[str], torch.Tensor]) -> str:
         """Digest of one bucket of what `held` gives by name, in the dtypes of the layout."""
-        digest = Digest()
-        for tensor in self.buckets[number]:
-            digest.update(bytes_of(held(tensor.name), tensor.dtype).data)
-        return digest.hexdigest()
+        return digest_all(bytes_of(held(tensor.name), tensor.dtype) for tensor in self.buckets[number])
 
     def digest(self, held: Callable[[str], torch.Tensor]) -> str:
         """Digest of all buckets."""
@@ -88,14 +86,23 @@ class Layout:
             target[tensor.offset : tensor.offset + tensor.nbytes] = bytes_of(held(tensor.name), tensor.dtype)
         return True
 
-    def fill(self, number: int, data: Buffer, held: Callable[[str], torch.Tensor]) -> None:
-        """Copy one bucket out of its bytes into what `held` gives. Raises `sync.plan` where the bytes are too few."""
+    def fill(self, number: int, data: Buffer, held: Callable[[str], torch.Tensor]) -> str:
+        """Copy one bucket out of its bytes into what `held` gives; the digest of what is held of it then.
+
+        Raises `sync.plan` where the bytes are too few.
+        """
         view = np.frombuffer(data, dtype=np.uint8)
+        pairs = []
         for tensor in self.buckets[number]:
             part = view[tensor.offset : tensor.offset + tensor.nbytes]
             if part.size != tensor.nbytes:
                 raise AsyncRLError("sync.plan", f"{tensor.name} leaves bucket {number} of {view.size} bytes")
-            put(held(tensor.name), part, tensor)
+            pairs.append((held(tensor.name), part, tensor))
+        if all(plain(target, DTYPES[tensor.dtype]) for target, _, tensor in pairs):
+            return copy_digest((_bytes_view(target).numpy(), part) for target, part, _ in pairs)
+        for target, part, tensor in pairs:
+            put(target, part, tensor)
+        return self.bucket_digest(number, held)
 
 
 class Update(Protocol):
@@ -105,8 +112,8 @@ class Update(Protocol):
     layout: Layout
     missing: set[int]
 
-    def apply(self, number: int, data: Buffer) -> None:
-        """Take the bytes of one bucket."""
+    def apply(self, number: int, data: Buffer) -> str | None:
+        """Take the bytes of one bucket; the digest of what is held of it, None where that is still to be read."""
 
     def held(self, name: str) -> torch.Tensor:
         """What is held of a tensor of the layout."""
@@ -136,9 +143,9 @@ class FullUpdate:
             now = parameters[tensor.name].data
             self._values[tensor.name] = now if in_place else room.take(tensor.name, now.shape, now.dtype, now.device)
 
-    def apply(self, number: int, data: Buffer) -> None:
+    def apply(self, number: int, data: Buffer) -> str:
         """Copy the tensors of one bucket out of its bytes."""
-        self.layout.fill(number, data, self.held)
+        return self.layout.fill(number, data, self.held)
 
     def held(self, name: str) -> torch.Tensor:
         """The new value."""
@@ -208,9 +215,10 @@ class ModelWeights:
         with self._writing, self._beside():
             if self._update is not update:
                 raise WorkError("sync.failed", "the update was aborted")
-            update.apply(number, data)
+            digest = update.apply(number, data)
             update.missing.discard(number)
-            digest = update.layout.bucket_digest(number, update.held)
+            if digest is None:
+                digest = update.layout.bucket_digest(number, update.held)
             if not update.missing:
                 update.complete()
         return digest
@@ -323,10 +331,15 @@ def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
         raise AsyncRLError("sync.plan", f"the manifest lacks {len(missing)} parameters, first {missing[0]!r}")
 
 
+def plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes of a tensor of that dtype can be copied to `target` as they are."""
+    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+
+
 def put(target: torch.Tensor, part: np.ndarray[Any, np.dtype[np.uint8]], tensor: Tensor) -> None:
     """Copy the bytes of one tensor into `target`, which may hold them in a wider dtype or on another device."""
     dtype = DTYPES[tensor.dtype]
-    if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+    if plain(target, dtype):
         np.copyto(_bytes_view(target).numpy(), part)
     else:
         target.copy_(torch.from_numpy(part.copy()).view(dtype).view(tensor.shape))

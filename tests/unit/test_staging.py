@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import Unavailable
 from weightsync import copying
-from weightsync.copying import Crew, Pieces, copy_digest
+from weightsync.copying import Crew, Pieces, copy_digest, digest_all
 from weightsync.digest import PIECE_BYTES, Digest, digest_tensors
 from weightsync.plan import TensorSpec, plan_buckets
 from weightsync.staging import MOST_SLOTS, Slot, Staging
@@ -146,6 +146,27 @@ def test_the_digest_of_a_bucket_is_that_of_its_pieces_in_order() -> None:
     parts = [data[:PIECE_BYTES].tobytes(), data[PIECE_BYTES:].tobytes(), b"xy"]
     inner = b"".join(blake3(part).digest(length=16) for part in parts)
     assert digest.hexdigest() == blake3(inner).hexdigest(length=16)
+
+
+def test_an_engine_answers_for_what_it_holds_and_the_publisher_for_what_it_had() -> None:
+    """A copy that goes wrong shows in the digest of the target, and not in that of the source."""
+
+    class Faulty(np.ndarray):  # type: ignore[type-arg]
+        def __setitem__(self, key: object, value: object) -> None:
+            super().__setitem__(key, value)  # type: ignore[no-untyped-call]
+            super().__setitem__(0, 77)  # type: ignore[no-untyped-call]
+
+    source = np.ones(PIECE_BYTES + 9, dtype=np.uint8)
+    target = np.zeros(source.size, dtype=np.uint8).view(Faulty)
+    held = copy_digest([(target, source)], threads=1)
+    digest = Digest()
+    digest.update(source)
+    assert held == digest_all([target.view(np.ndarray)], threads=3) != digest.hexdigest()
+    pieces = Pieces()
+    with Crew(1) as crew:
+        crew.copy(target, source, pieces)
+        crew.settle()
+    assert pieces.hexdigest() == digest.hexdigest() == digest_all([source])
 
 
 def test_all_threads_take_part_and_a_fault_of_one_is_raised() -> None:
