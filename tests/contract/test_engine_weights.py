@@ -169,15 +169,15 @@ def test_a_copy_that_outlives_its_update_touches_nothing(monkeypatch: pytest.Mon
     weights = ModelWeights(model)
     tensors, manifest, buckets = layout(make(_qwen3(), seed=1))
     entered, go = threading.Event(), threading.Event()
-    right = module.put
+    right = module.Layout.fill
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Any:
         entered.set()
         assert go.wait(10)
-        right(*args)
+        return right(*args)
 
     weights.begin(manifest, tensors)
-    monkeypatch.setattr(module, "put", slow)
+    monkeypatch.setattr(module.Layout, "fill", slow)
     copying = threading.Thread(target=weights.apply, args=(0, b"\xff" * len(buckets[0])))
     copying.start()
     assert entered.wait(10)
@@ -188,7 +188,7 @@ def test_a_copy_that_outlives_its_update_touches_nothing(monkeypatch: pytest.Mon
     go.set()
     aborting.join(10)
     copying.join(10)
-    monkeypatch.setattr(module, "put", right)
+    monkeypatch.setattr(module.Layout, "fill", right)
     with pytest.raises(AsyncRLError, match="no update"):
         weights.apply(1, buckets[1])
     weights.begin(manifest, tensors)
