@@ -61,7 +61,7 @@ class ArrayEngine:
     async def begin_update(self, manifest: Manifest, tensors: Any) -> None:
         self._tensors, self._staged = tuple(tensors), {}
 
-    async def apply_bucket(self, number: int, data: Any) -> None:
+    async def apply_bucket(self, number: int, data: Any) -> str:
         for tensor in self._tensors:
             if tensor.bucket == number:
                 self._staged[tensor.name] = bytes(data[tensor.offset : tensor.offset + tensor.nbytes])
@@ -70,6 +70,13 @@ class ArrayEngine:
             with self.marks.open("ab") as file:
                 file.write(b"x")
         await asyncio.sleep(self.bucket_s)
+        return ""
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        for tensor in self._tensors:
+            if tensor.bucket == number:
+                into[tensor.offset : tensor.offset + tensor.nbytes] = self.model[tensor.name]
+        return True
 
     async def commit_update(self) -> str:
         self.model = self._staged
@@ -195,8 +202,10 @@ class World:
         self.stop_service()
 
 
-@pytest.fixture(params=["local", "collective"])
+@pytest.fixture(params=["local", "collective", "stream", "disk"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    if request.param == "collective":
+        import weightsync.transports.collective  # noqa: F401  # torch takes seconds, which a learner spent before
     world = World(tmp_path, transport=request.param)
     yield world
     world.close()
@@ -260,7 +269,7 @@ def test_killed_and_stopped_members_hold_up_nobody(world: World, tmp_path: Path)
     marks = [tmp_path / "killed", tmp_path / "stopped"]
     killed = world.process("killed", bucket_s=0.4, marks=marks[0])
     stopped = world.process("stopped", bucket_s=0.4, marks=marks[1])
-    until(lambda: set(world.status()["members"]) == {"killed", "stopped"}, "both polled")
+    until(lambda: set(world.status()["members"]) == {"killed", "stopped"}, "both polled", timeout_s=60)
     fast = world.member("fast")
     until(lambda: len(world.status()["members"]) == 3, "all polled")
     publisher = world.publisher()
@@ -389,7 +398,76 @@ def test_auto_says_why(tmp_path: Path) -> None:
         publisher.wait_committed(0, members=2, timeout_s=20)
         members = world.status()["members"]
         assert members["near"]["transport"] == "local" and "same host" in members["near"]["transport_why"]
-        assert members["far"]["transport"] == "stream" and "not visible" in members["far"]["transport_why"]
+        far = members["far"]
+        assert far["transport"] == "stream" and "not visible" in far["transport_why"] and far["source"] == "learner"
+    finally:
+        world.close()
+
+
+def ways(world: World, version: int) -> dict[str, dict[str, Any]]:
+    """How each member got the version, by the log."""
+    lines = [line for line in world.lines() if line["version"] == version]
+    return {name: way for line in lines for name, way in line["ways"].items() if way["bytes"]}
+
+
+def test_members_relay_and_the_log_says_from_whom(tmp_path: Path) -> None:
+    """One pull per source: the publisher serves the first, members the others; what was carried is in the log."""
+    world = World(tmp_path, transport="stream", relay_fanout=1)
+    try:
+        members = [world.member(name, ArrayEngine(bucket_s=0.05)) for name in "abcd"]
+        until(lambda: len(world.status()["members"]) == 4, "all polled")
+        publisher = world.publisher()
+        publisher.publish(0, PLAN, weights(0))
+        publisher.wait_committed(0, members=4, timeout_s=30)
+        assert all(member.holds(0) for member in members)
+        until(lambda: len(ways(world, 0)) == 4, "all are in the log")
+        sources = {name: way["source"] for name, way in ways(world, 0).items()}
+        assert "learner" in sources.values() and set(sources.values()) & set("abcd"), sources
+        carried = sum(line["carried_bytes"] for line in world.lines())
+        assert carried == 4 * sum(PLAN.bucket_bytes)
+        assert {member["source"] for member in world.status()["members"].values()} == set(sources.values())
+    finally:
+        world.close()
+
+
+def test_a_late_member_gets_the_version_from_another_when_the_learner_is_gone(tmp_path: Path) -> None:
+    world = World(tmp_path, transport="stream")
+    try:
+        publisher = world.publisher()
+        world.member("a")
+        publisher.publish(3, PLAN, weights(3))
+        publisher.wait_committed(3, members=1, timeout_s=15)
+        publisher.close()
+        late = world.member("late")
+        until(lambda: late.receiver.version == 3, "the late one has it", timeout_s=30)
+        assert late.holds(3)
+        until(lambda: "late" in ways(world, 3), "it is in the log")
+        assert ways(world, 3)["late"]["source"] == "a"
+    finally:
+        world.close()
+
+
+def test_changed_elements_alone_for_who_holds_the_version_before(tmp_path: Path) -> None:
+    world = World(tmp_path, transport="stream", encoding="delta")
+    try:
+        publisher = world.publisher()
+        a = world.member("a")
+        old = dict(weights(0))
+        publisher.publish(0, PLAN, iter(old.items()))
+        publisher.wait_committed(0, members=1, timeout_s=15)
+        new = {name: data.copy() for name, data in old.items()}
+        new["layer.3"][8] ^= 1
+        publisher.publish(1, PLAN, iter(new.items()))
+        publisher.wait_committed(1, members=1, timeout_s=15)
+        assert a.engine.model == {name: data.tobytes() for name, data in new.items()}
+        until(lambda: "a" in ways(world, 1), "it is in the log")
+        way = ways(world, 1)["a"]
+        assert way["encoding"] == "delta" and way["bytes"] < sum(PLAN.bucket_bytes) / 20
+        late = world.member("late")
+        publisher.wait_committed(1, members=2, timeout_s=15)
+        assert late.engine.model == a.engine.model
+        until(lambda: "late" in ways(world, 1), "it is in the log")
+        assert ways(world, 1)["late"]["encoding"] == "full"
     finally:
         world.close()
 
