@@ -47,10 +47,13 @@ def sealed(body: bytes, magic: bytes = delta.MAGIC) -> bytes:
     return struct.pack("<4sQ", magic, xxhash.xxh3_64_intdigest(body)) + body
 
 
-def section(first: int, gaps: bytes, *planes: bytes, item: int = 2, changes: int | None = None) -> bytes:
-    count = len(planes[0]) if changes is None else changes
+def section(
+    first: int, gaps: bytes, *planes: bytes, item: int = 2, changes: int | None = None, length: int | None = None
+) -> bytes:
+    """A section; what its head announces is what there is, unless it is given."""
+    announced = len(planes[0]) if changes is None else changes, len(gaps) if length is None else length
     sizes = struct.pack(f"<{1 + len(planes)}I", len(gaps), *map(len, planes))
-    return struct.pack("<BQII", item, first, count, len(gaps)) + sizes + gaps + b"".join(planes)
+    return struct.pack("<BQII", item, first, *announced) + sizes + gaps + b"".join(planes)
 
 
 def blob_of(nbytes: int, *sections: bytes, count: int | None = None) -> bytes:
@@ -286,19 +289,25 @@ def test_a_good_section_before_a_bad_one_is_not_applied() -> None:
 
 
 def test_a_bomb_takes_no_room() -> None:
-    """Frames that say 64 MB, and sections that say as many changes as they can."""
-    placed, nbytes = layout(["U8"], [1000])
-    blobs = [blob_of(nbytes, section(0, BOMB[:900], b"\1" * 900, item=1, changes=900)),
-             blob_of(nbytes, section(0, b"\0", BOMB[:1], item=1, changes=(1 << 32) - 1))]  # fmt: skip
+    """A frame of 64 MB where 9,000 bytes are announced, and announcements of 64 MB for a bucket of 10,000."""
+    placed, nbytes = layout(["U8"], [10_000])
+    size = 64 << 20
+    assert len(BOMB) < 9000
+    blobs = {
+        "a plane": section(0, bytes(9000), BOMB, item=1, changes=9000),
+        "the gaps": section(0, BOMB, bytes(9000), item=1, changes=9000, length=9000),
+        "escapes": section(0, BOMB, b"\1", item=1, changes=1, length=size),
+        "changes": section(0, BOMB, BOMB, item=1, changes=size, length=size),
+    }
     held = bytearray(nbytes)
-    tracemalloc.start()
-    try:
-        for blob in blobs:
+    for what, bomb in blobs.items():
+        tracemalloc.start()
+        try:
             with pytest.raises(TransportError):
-                decode(blob, memoryview(held), placed)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+                decode(blob_of(nbytes, bomb), memoryview(held), placed)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20, what
+        finally:
+            tracemalloc.stop()
     assert not any(held)
 
 

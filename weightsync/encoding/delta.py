@@ -45,7 +45,9 @@ MAGIC = b"ADL\x01"  # the last byte is the number of the format
 #: Small numbers without order repeat no long strings: what pays is the entropy coder of level 1, and a table of matches
 #: that is kept short costs neither time nor the literals that it would break up.
 ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=10)
-CHUNK_BYTES = 256 << 10  # compared at a time: both sides, the flags and the finds stay in the cache of a core
+#: Compared at a time: both sides and the flags stay in a cache, and the interpreter's lock is taken back so seldom that
+#: waiting for the training thread to give it up does not add up.
+CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 16 << 20  # of one section: bounds what is held while encoding
 DENSE = 0.3
 ESCAPE = 255
