@@ -194,7 +194,7 @@ class Receiver:
             MemberPoll(
                 self._name, os.getpid(), socket.gethostname(), self._fingerprint, state, version, digest,
                 self._round, wait_s, tuple(self._transports), self._layout[0], self._error, self.encodings,
-                "" if self.dirty else self._relay_address,
+                "" if self.dirty else self._relay_address, time.monotonic_ns(),
             ),
             timeout_s=wait_s + ANSWER_S, wait_s=wait_s,
         )  # fmt: skip
@@ -204,8 +204,7 @@ class Receiver:
 
     async def _obey(self, instruction: Instruction) -> None:
         if instruction.action == "receive" and instruction.manifest is not None:
-            self._round = instruction.round
-            await self._receive(instruction)
+            await self._receive(instruction, instruction.manifest)
         elif instruction.action == "commit" and self._pending is not None:
             await self._commit(self._pending)
         elif instruction.action == "abort" and self._pending is not None:
@@ -216,20 +215,19 @@ class Receiver:
 
     # ------------------------------------------------------------ a transfer
 
-    async def _receive(self, instruction: Instruction) -> None:
+    async def _receive(self, instruction: Instruction, manifest: Manifest) -> None:
         """Take a version into the engine without committing it; on failure it is aborted and the reason is kept."""
-        manifest = instruction.manifest
-        assert manifest is not None
+        if self._in_place and not self.dirty:
+            self.dirty = True  # the next poll says so, still of the round before; its answer is this instruction again
+            self._touched += 1
+            return
+        self._round = instruction.round
         self._error = self._refusal(instruction, manifest)
         if self._error:
             return
         tensors = instruction.tensors if self._layout[0] != manifest.plan else self._layout[1]
         check_layout(manifest, tensors)
         self._layout = (manifest.plan, tensors)
-        if self._in_place and not self.dirty:
-            self.dirty = True  # the next poll says so, and its answer is this instruction again
-            self._touched += 1
-            return
         self.waiting_for = f"version {manifest.version} by {instruction.transport}"
         self._pending = self._taken = None
         whole = False
@@ -280,8 +278,6 @@ class Receiver:
         except WorkError as error:  # the engine's own word: an adapter of another base
             if error.code != "sync.failed":
                 raise
-            if manifest.encoding == "adapter":
-                self._without.add("adapter")
             self._error = error.message
         else:
             self.waited_s = intake.waited_s

@@ -96,7 +96,7 @@ class Sharded:
 
     @torch.no_grad()
     def whole(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank must exhaust it.
+        """Every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank exhausts it.
 
         Valid until the next one is asked for; with `settle` until that was called, which happens before the bytes of a
         unit are given back, once the next unit was gathered: two of them are whole at a time then.
