@@ -140,6 +140,7 @@ class SyncPlant:
 
     def _holds_newest(self, name: str) -> bool:
         self.hear(name, 0.02)
+        assert self.children[name].alive(), f"{name} has ended\n{self.logs()}"
         return bool(self.commits[name]) and self.commits[name][-1][0] == self.version
 
     def look(self, name: str) -> tuple[int, str]:
