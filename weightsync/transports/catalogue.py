@@ -19,7 +19,12 @@ DISK_FOLDER = "weights"
 
 def inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, InboxMaker]:
     """Makers of inboxes by transport name."""
-    from weightsync.transports.local import LocalInbox
+    from weightsync.transports.local import LocalInbox, Maps
+
+    maps = Maps()
+
+    def local(instruction: Instruction) -> Inbox:
+        return LocalInbox(instruction, maps)
 
     def collective(instruction: Instruction) -> Inbox:
         from weightsync.transports.collective import CollectiveInbox
@@ -36,7 +41,7 @@ def inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, 
 
         return DiskInbox(instruction)
 
-    return {"local": LocalInbox, "collective": collective, "stream": stream, "disk": disk}
+    return {"local": local, "collective": collective, "stream": stream, "disk": disk}
 
 
 def outbox(
