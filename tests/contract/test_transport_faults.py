@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from forked import Child, Forks
 from transport_children import SMALL, anonymous_kb
-from transport_rigs import RIGS, run_round
+from transport_rigs import KINDS, RIGS, run_round
 
 from asyncrl.wire import Instruction
 from weightsync.plan import TensorSpec, plan_buckets
@@ -61,14 +61,20 @@ def digests(child: Child) -> list[str]:
     return [word[2] for word in child.said if word is not None and word[0] == "blob"]
 
 
-@pytest.mark.parametrize("action", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_member_that_dies_or_stops_at_any_blob(name: str, action: int, tmp_path: Path, start: Any) -> None:
+#: Killed with every transport and encoding, stopped with whole versions (a stop costs its deadline).
+LOSSES = [(signal.SIGKILL, *kind) for kind in KINDS] + [(signal.SIGSTOP, name, False) for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: f"{loss[1]}-{'hops' if loss[2] else 'full'}-{signal.Signals(loss[0]).name}"
+)
+def test_a_member_that_dies_or_stops_at_any_blob(loss: tuple[int, str, bool], tmp_path: Path, start: Any) -> None:
     """Of two members one goes at blob k, for all k. The other has the right bytes or an error in time, the publisher
     is held up no longer than its deadline + 1 s, and the next round brings everything."""
-    rig = RIGS[name](tmp_path, plan=SMALL, deadline_s=2.0)
+    action, name, hops = loss
+    rig = RIGS[name](tmp_path, hops=hops, plan=SMALL, deadline_s=2.0)
     expected = rig.expected()
-    for index in range(BLOBS):
+    for index in range(len(rig.sizes)):
         generation = 2 * index + 1
         told = rig.instruction(1, 3, generation)
         victim, healthy = reader(start, told, index), reader(start, told, rank=2)

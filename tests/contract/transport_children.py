@@ -14,7 +14,7 @@ import weightsync.transports.disk
 import weightsync.transports.stream
 from asyncrl.wire import Instruction
 from weightsync.plan import Plan, TensorSpec, plan_buckets
-from weightsync.transports.base import TransportError
+from weightsync.transports.base import TransportError, blob_sizes
 
 SMALL = plan_buckets([TensorSpec(f"t{i}", "F32", (1000 + i,)) for i in range(3)], bucket_bytes=4000)
 assert all((weightsync.transports.collective, weightsync.transports.disk, weightsync.transports.stream))
@@ -45,7 +45,7 @@ def read_all(pipe: Connection, order: bytes, gates: tuple[int, ...]) -> None:
     pipe.send(("up",))
     try:
         inbox.open()
-        for number in range(len(instruction.manifest.bucket_bytes)):
+        for number in range(len(blob_sizes(instruction.manifest, instruction.hops))):
             view = inbox.read(number)
             pipe.send(("blob", number, digest_of(rig, number, view)))
             growth = max(growth, anonymous_kb() - base)
