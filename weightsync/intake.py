@@ -5,8 +5,9 @@ Called by the receiver, once per instruction. Guarantees:
    inbox, from `open` to `close`;
 2. what counts is the digest of what the engine holds after it took a bucket (of what it was handed, where it cannot
    say), compared with the manifest's, however the bytes came about;
-3. with hops the bytes of the base are the engine's own (`read_bucket`); they are decoded in a buffer of this transfer.
-   The blobs of all hops but the last are kept until their buckets are due: a transport hands out hop after hop;
+3. with hops the bytes of the base are the engine's own (`read_bucket`); they are decoded in a buffer of this transfer,
+   the next bucket while the engine takes this one. The blobs of all hops but the last are kept until their buckets
+   are due: a transport hands out hop after hop;
 4. leaving it early, by an error, a deadline or a cancellation, leaves a reading thread with memory of its own: it
    closes the inbox after its read, and nothing that it reads reaches an engine.
 Every failure is a `TransportError`; `HopsUseless` says that whole weights would help.
@@ -84,7 +85,7 @@ class Reading:
 
 def _heard(future: asyncio.Future[T]) -> None:
     """Nobody waits for it any more: its error is not worth a line in the log."""
-    if not future.cancelled():
+    if future.done() and not future.cancelled():
         future.exception()
 
 
@@ -125,9 +126,10 @@ class Intake:
                 self._encoded.append([bytes(await self._reading.next()) for _ in self._groups])
             if self._hops:
                 self._encoded.append([])
-            for number in range(len(self._groups)):
-                view = await self._reading.next()
-                await self._take(number, await self._decoded(number, view) if self._hops else view)
+                await self._take_decoded()
+            else:
+                for number in range(len(self._groups)):
+                    await self._take(number, await self._reading.next())
         finally:
             await self._reading.close()
         if self._keep:
@@ -144,8 +146,23 @@ class Intake:
         if self._keep:
             self._buckets.append(await asyncio.to_thread(bytes, view))
 
-    async def _decoded(self, number: int, last: memoryview) -> memoryview:
+    async def _take_decoded(self) -> None:
+        """Every bucket by hops; the next one is decoded while the engine takes this one."""
+        coming = asyncio.ensure_future(self._decoded(0))
+        try:
+            for number in range(len(self._groups)):
+                bucket = await coming  # bounded: the deadline of the inbox, and three copies of one bucket
+                if number + 1 < len(self._groups):
+                    coming = asyncio.ensure_future(self._decoded(number + 1))
+                await self._take(number, bucket)
+        finally:
+            coming.cancel()
+            await asyncio.wait({coming}, timeout=CLOSE_S)
+            _heard(coming)
+
+    async def _decoded(self, number: int) -> memoryview:
         """The bytes of one bucket: the engine's, changed by the blobs of all hops."""
+        last = await self._reading.next()
         bucket = memoryview(bytearray(self._manifest.bucket_bytes[number]))
         if not await self._engine.read_bucket(number, bucket):
             raise HopsUseless(f"this engine cannot say what it holds of bucket {number}")

@@ -174,6 +174,51 @@ def test_aborts_are_clean_at_every_bucket(fault: str) -> None:
         asyncio.run(at(number))
 
 
+@pytest.mark.parametrize("fault", ["error", "damaged", "cancelled"])
+def test_aborts_of_hops_are_clean_at_every_blob(fault: str) -> None:
+    """Two hops, a failure at any of their blobs: the base is whole, and a transfer of whole weights is right then."""
+    (first, early), (second, late) = hop_of(0, 1), hop_of(1, 2)
+
+    async def at(number: int) -> None:
+        engine = Engine()
+        alone = Alone(engine)
+        assert await alone.receive(0, FakeInbox(buckets_of(0)))
+        await alone.commit(0)
+        blobs = [*early, *late]
+        reached = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def fail(read: int) -> None:
+            if read == number and fault == "error":
+                raise TransportError("cut")
+            if read == number:
+                loop.call_soon_threadsafe(reached.set)
+
+        if fault == "damaged":
+            blobs[number] = blobs[number][:9] + bytes([blobs[number][9] ^ 8]) + blobs[number][10:]
+        inbox = FakeInbox(blobs, before=fail)
+        task = asyncio.create_task(alone.receive(2, inbox, (first, second)))
+        if fault == "cancelled":
+            await asyncio.wait_for(reached.wait(), 10)
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            assert not await task
+            assert ("delta" in alone.receiver.encodings) == (fault == "error"), (
+                "only a blob at fault asks for the whole"
+            )
+        if not (fault == "cancelled" and alone.receiver._pending is not None):  # else it was faster
+            assert engine.done.count("abort") == 1
+        assert await engine.attest() == manifest_of(0).digest and alone.receiver.version == 0
+        assert await alone.receive(3, FakeInbox(buckets_of(3)))
+        await alone.commit(3)
+        assert [bytes(engine.held[n]) for n in range(len(GROUPS))] == buckets_of(3)
+        until(lambda: inbox.closed == 1, "the inbox is closed", 5)
+
+    for number in range(2 * len(GROUPS)):
+        asyncio.run(at(number))
+
+
 def test_a_delta_from_elsewhere_is_not_even_asked_for() -> None:
     """The hop's base must be what this engine committed, by number and digest; then whole weights are asked for."""
     hop, blobs = hop_of(1, 2)
