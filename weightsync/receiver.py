@@ -264,7 +264,8 @@ class Receiver:
             async with asyncio.timeout(instruction.deadline_s):
                 await self._engine.begin_update(manifest, tensors)
                 inbox = self._transports[instruction.transport](instruction)
-                keep = self._config.relay_fanout > 0 and instruction.transport != "local"
+                pulls = self._config.transport in ("auto", "stream")  # a copy for others costs more than the transfer
+                keep = pulls and self._config.relay_fanout > 0 and instruction.transport != "local"
                 intake = Intake(self._engine, instruction, tensors, inbox, keep=keep)
                 await intake.run()
         except HopsUseless as error:

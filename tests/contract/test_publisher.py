@@ -201,3 +201,4 @@ def test_versions_that_come_while_one_is_sent_supersede_it(
     go_on.set()
     world.committed(7)
     assert sent and all(sent)
+    assert world.receiver._relay is None, "nobody pulls here, so no copy is kept for others"
