@@ -82,7 +82,7 @@ class HFEngine:
         self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
         keys, values = probe(self._model, device=device, where=config.model.path)
         slots = config.producers.slots
-        check_memory(keys, values, slots=slots, max_len=self._max_len)
+        check_memory(keys, values, slots=slots, max_len=self._max_len, beside=self._weights.second_copy)
         store = KVStore(keys, values, slots=slots, max_len=self._max_len)
         table = SlotTable(slots, max_new_tokens=self._max_new, device=device)
         decoder = Decoder(self._model, store, table, recompute=config.producers.kv_at_swap == "recompute")

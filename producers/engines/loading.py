@@ -86,17 +86,20 @@ def probe(model: torch.nn.Module, *, device: torch.device, where: str) -> tuple[
         ) from error  # fmt: skip
 
 
-def check_memory(keys: Tensor, values: Tensor, *, slots: int, max_len: int) -> None:
-    """Raise `config.conflict` with the arithmetic where the K/V store would not fit."""
-    wanted = KVStore.nbytes(keys, values, slots=slots, max_len=max_len)
+def check_memory(keys: Tensor, values: Tensor, *, slots: int, max_len: int, beside: int = 0) -> None:
+    """Raise `config.conflict` with the arithmetic where the K/V store would not fit, with `beside` bytes for a second
+    copy of the weights."""
+    store = KVStore.nbytes(keys, values, slots=slots, max_len=max_len)
     free = free_bytes(keys.device)
-    if wanted > 0.9 * free:
+    if store + beside > 0.9 * free:
         layers, _, heads, _, width = keys.shape
+        copy = f", a second copy of the weights {beside / 2**30:.1f} GiB" if beside else ""
         raise ConfigError(
             "config.conflict",
             f"K/V of producers.slots = {slots} x {max_len} tokens x {layers} layers x {heads} heads x "
-            f"{width} needs {wanted / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on {keys.device}",
-            remedy="lower producers.slots, sampling.max_new_tokens or data.max_prompt_tokens",
+            f"{width} needs {store / 2**30:.1f} GiB{copy}; {free / 2**30:.1f} GiB are free on {keys.device}",
+            remedy="lower producers.slots, sampling.max_new_tokens or data.max_prompt_tokens, or set "
+            "weightsync.in_place = true (generation stands still during a transfer)",
         )
 
 

@@ -271,6 +271,12 @@ class ModelWeights:
         """The parameter of that name."""
         return self._parameters.get(name)
 
+    @property
+    def second_copy(self) -> int:
+        """Bytes that a version beside the current one takes; 0 in place."""
+        values = {id(value): value.nbytes for value in self._parameters.values()}
+        return 0 if self._in_place else sum(values.values())
+
     def linear(self, module: str) -> torch.nn.Parameter | None:
         """The weight of a linear layer; None where there is none of that name, or it shares its weight."""
         parameter = self._parameters.get(f"{module}.weight")

@@ -30,7 +30,7 @@ from test_engines import (
 )  # fmt: skip
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import GenSample
 from asyncrl.versions import expand
 from asyncrl.wire import Manifest
@@ -240,6 +240,22 @@ def test_in_place_stands_still_until_it_is_whole(qwen3: Path) -> None:
         for model, version in ((old, 3), (new, 5)):
             gap = np.abs(plain_logprobs(model, PROMPTS[0], item.token_ids, temperature=1.0) - item.logprobs)
             assert gap[versions == version].max() < 1e-4
+
+
+def test_no_room_for_a_second_copy_is_said_at_the_start(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from producers.engines import loading
+
+    weights = ModelWeights(make(_qwen3(), seed=0))
+    assert weights.second_copy == sum(value.nbytes for value in make(_qwen3(), seed=0).parameters())
+    monkeypatch.setattr(loading, "free_bytes", lambda _: weights.second_copy)
+
+    async def start(engine: HFEngine) -> None:
+        await engine.start()
+
+    with pytest.raises(ConfigError, match="second copy of the weights") as caught:
+        run(config_of(qwen3, slots=1), start, start=False)
+    assert caught.value.code == "config.conflict" and "weightsync.in_place" in caught.value.remedy
+    run(in_place(config_of(qwen3, slots=1)), start, start=False)
 
 
 # ---------------------------------------------------------------- K/V and prefixes

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,3 +308,13 @@ def test_bad_data_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(AsyncRLError) as caught:
         produce(tmp_path, prepare(tmp_path, [{"question": "x"}]), Buffer(1), monkeypatch)
     assert caught.value.code == "config.data"
+
+
+def test_nothing_is_leased_while_the_engine_is_of_no_version() -> None:
+    """An update in place: a lease now would only wait, and lapse."""
+    producer: Any = object.__new__(main.Producer)
+    producer.engine = SimpleNamespace(health=lambda: SimpleNamespace(version=-1))
+    producer.receiver = SimpleNamespace(waiting_for="version 4 by stream")
+    producer.client = None  # asking would fail
+    assert asyncio.run(producer._ask(3)) is False
+    assert producer.waiting_for == "version 4 by stream"
