@@ -223,7 +223,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run, print, write."""
     given = parse(words)
     report: dict[str, Any] = json.loads(given.results.read_text()) if given.results.exists() else {}
-    options = [word for word in (sys.argv[1:] if words is None else words) if "/" not in word]
+    said = list(sys.argv[1:] if words is None else words)
+    paths = {at + step for at, word in enumerate(said) if word in ("--results", "--model") for step in (0, 1)}
+    options = [word for at, word in enumerate(said) if at not in paths]
     about = {
         "command": " ".join(["python benchmarks/bench_delta.py", *options]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -30,6 +30,7 @@ def test_synthetic_figures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(results.read_text())
     assert report["trace"] == {"kept": True}, "what was not run keeps its place"
+    assert report["synthetic"]["command"].endswith("--bucket-bytes 1048576"), "without the paths of this machine"
     kinds = {kind: report["synthetic"][kind] for kind in ("random bits", "last places")}
     for found in kinds.values():
         assert 0.009 < found["changed_elements"] < 0.011 and found["small_enough"]
