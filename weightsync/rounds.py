@@ -349,9 +349,10 @@ class Rounds:
         part.result = why
         if why.startswith(UNUSABLE):
             member.unusable[part.way.transport, part.way.address] = now + UNUSABLE_S
-        if part.round.state != "superseded":  # else the source may have moved on
+        if part.round.state != "superseded":
             member.failures += 1
             member.retry_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (member.failures - 1))
+        if self.target is not None and part.round.target.manifest == self.target.manifest:
             member.whole_only |= bool(part.way.hops)
             if part.way.transport == "stream":
                 member.shunned.add(part.way.source)

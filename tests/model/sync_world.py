@@ -17,7 +17,7 @@ from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Hop, Instruction, Manifest, MemberPoll, Publish, RoundRequest
 from weightsync.digest import whole_digest
-from weightsync.members import Formation, Member, Part, Publisher, Round, State
+from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, State
 from weightsync.plan import TensorSpec, plan_buckets
 from weightsync.rounds import Rounds
 
@@ -104,12 +104,26 @@ def manifest_of(version: int, epoch: int) -> Manifest:
     return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests))
 
 
+def watched(kind: type[Rounds]) -> type[Rounds]:
+    """The same, and at the moment at which a relay is chosen it must serve the target."""
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def _begin(self, member: Member, round_: Round, way: Choice, now: float) -> Part:
+            source = self.members.get(way.source)
+            if source is not None and self.state_of(source) is not State.SERVING:
+                raise Violation(f"{source.name} relays, but is {self.state_of(source)}")
+            part: Part = super()._begin(member, round_, way, now)
+            return part
+
+    return Watched
+
+
 class World:
     """The moves of one case with one kind of state machine."""
 
     def __init__(self, case: Case, kind: type[Rounds] = Rounds) -> None:
         self.case = case
-        self.kind = kind
+        self.kind = watched(kind)
         self.config = WeightSyncConfig(
             transport=case.transport, timeout_s=TIMEOUT_S, member_timeout_s=SILENT_S, relay_fanout=case.fanout
         )
@@ -352,6 +366,8 @@ class World:
             base = learner.staged[0]
             hops = (Hop(base.version, base.digest, (8,)),)
         rounds.hello("learner", Publisher("host", "f"))
+        if rounds.target is None or (rounds.target.epoch, rounds.target.manifest) != (learner.epoch, newest):
+            node = node._replace(failed=frozenset())  # another version: another chance
         ways = dict.fromkeys(HOLD, f"learner-{learner.epoch}")
         published = rounds.publish(
             Publish("learner", learner.epoch, newest, ways, PLAN.tensors, hops), now=node.now
@@ -378,7 +394,9 @@ class World:
         processes = {name: one._replace(held=False, answer=None) for name, one in node.processes.items()}
         rounds = self.kind(self.config, generation=generation)
         rounds._numbers = node.rounds._numbers
-        return node._replace(rounds=rounds, processes=processes, copies=(), faults=node.faults - 1)
+        return node._replace(
+            rounds=rounds, processes=processes, copies=(), faults=node.faults - 1, failed=frozenset()
+        )  # fmt: skip
 
     def tick(self, node: Node) -> Node:
         node = self._fork(node)._replace(now=node.now + 1.0)
@@ -430,9 +448,6 @@ class World:
         fresh = member.part is not None and member.part.deadline == node.now + TIMEOUT_S
         if fresh and key in node.failed:
             raise Violation(f"{name} is sent to {answer.source} again, which failed it for this version")
-        source = rounds.members[answer.source]
-        if fresh and rounds.state_of(source) is not State.SERVING:
-            raise Violation(f"{answer.source} relays, but is {rounds.state_of(source)}")
 
     def check_state(self, node: Node) -> None:
         """Promises about every state."""
