@@ -120,6 +120,9 @@ class BenchEngine:
         self.times = {"version": manifest.version, "begin": time.monotonic(), "apply_s": 0.0}
         await asyncio.to_thread(self._weights.begin, manifest, tensors)
 
+    def bucket_room(self, number: int) -> memoryview | None:
+        return self._weights.bucket_room(number)
+
     async def apply_bucket(self, number: int, data: Any) -> str:
         started = time.monotonic()
         digest = await asyncio.to_thread(self._weights.apply, number, data)

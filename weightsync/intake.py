@@ -8,8 +8,10 @@ Called by the receiver, once per instruction. Guarantees:
 3. with hops the bytes of the base are the engine's own (`read_bucket`); they are decoded in a buffer of this transfer,
    the next bucket while the engine takes this one. The blobs of all hops but the last are kept until their buckets
    are due: a transport hands out hop after hop;
-4. leaving it early, by an error, a deadline or a cancellation, leaves a reading thread with memory of its own: it
-   closes the inbox after its read, and nothing that it reads reaches an engine.
+4. a bucket is read (or decoded) right into the room of an engine that lends it (`bucket_room`), else into memory of
+   the transport (of this transfer), which the engine copies;
+5. leaving it early, by an error, a deadline or a cancellation, leaves a reading thread with memory of its own, or with
+   room that its engine uses no more after the abort: it closes the inbox after its read.
 Every failure is a `TransportError`; `HopsUseless` says that whole weights would help.
 
 Example (3 buckets, 2 hops): blobs 0 1 2 are kept, then blob 3 comes: bucket 0 = base, blob 0, blob 3; and so on.
@@ -43,15 +45,16 @@ class HopsUseless(TransportError):
 class Reading:
     """An inbox on its own thread, one blob ahead."""
 
-    def __init__(self, inbox: Inbox, blobs: int) -> None:
+    def __init__(self, inbox: Inbox, blobs: int, room: Callable[[int], memoryview | None]) -> None:
         self._inbox = inbox
         self._blobs = blobs
+        self._room = room  # where a blob may be put
         self._next = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-read")
         self._ahead: asyncio.Future[memoryview] | None = None
         self.waited_s = 0.0  # time that the work stood still for the transport
 
-    def _run(self, work: Callable[..., T], *args: int) -> asyncio.Future[T]:
+    def _run(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     async def open(self) -> None:
@@ -60,7 +63,9 @@ class Reading:
         self._read_on()
 
     def _read_on(self) -> None:
-        self._ahead = self._run(self._inbox.read, self._next) if self._next < self._blobs else None
+        self._ahead = None
+        if self._next < self._blobs:
+            self._ahead = self._run(self._inbox.read, self._next, self._room(self._next))
         self._next += 1
 
     async def next(self) -> memoryview:
@@ -105,7 +110,8 @@ class Intake:
         self._groups = by_bucket(tensors, len(self._manifest.bucket_bytes))
         self._keep = keep
         self._decode = decode
-        self._reading = Reading(inbox, len(blob_sizes(self._manifest, self._hops)))
+        blobs = len(blob_sizes(self._manifest, self._hops))
+        self._reading = Reading(inbox, blobs, (lambda _: None) if self._hops else self._room)
         self._encoded: list[list[bytes]] = []
         self._buckets: list[bytes] = []
 
@@ -135,6 +141,11 @@ class Intake:
         if self._keep:
             self.taken = HeldVersion(manifest, self._tensors, self._hops, self._buckets, self._encoded)
 
+    def _room(self, number: int) -> memoryview | None:
+        """Room of the engine for this bucket, if it lends any."""
+        lend = getattr(self._engine, "bucket_room", None)
+        return lend(number) if lend is not None else None
+
     async def _take(self, number: int, view: memoryview) -> None:
         held = await self._engine.apply_bucket(number, view)
         failpoint("weightsync.after_bucket")
@@ -163,7 +174,9 @@ class Intake:
     async def _decoded(self, number: int) -> memoryview:
         """The bytes of one bucket: the engine's, changed by the blobs of all hops."""
         last = await self._reading.next()
-        bucket = memoryview(bytearray(self._manifest.bucket_bytes[number]))
+        bucket = self._room(number)
+        if bucket is None:
+            bucket = memoryview(bytearray(self._manifest.bucket_bytes[number]))
         if not await self._engine.read_bucket(number, bucket):
             raise HopsUseless(f"this engine cannot say what it holds of bucket {number}")
         blobs: list[Buffer] = [*(encoded[number] for encoded in self._encoded[:-1]), last]

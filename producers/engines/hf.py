@@ -190,6 +190,10 @@ class HFEngine:
             self._dirty = True
             await self._call(decoder.halt)
 
+    def bucket_room(self, number: int) -> memoryview | None:
+        """Where the bytes of a bucket may be put before they are applied; None where they have to be copied."""
+        return self._held().bucket_room(number)
+
     async def apply_bucket(self, number: int, data: Buffer) -> str:
         """Copy one bucket into the new version; the digest of what is held of it."""
         return await asyncio.to_thread(self._held().apply, number, data)

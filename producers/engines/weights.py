@@ -9,7 +9,10 @@ Called by the hf engine: `begin`, every bucket once by `apply`, `exchange` on th
 3. tensors carry Hugging Face names; every parameter of the model must be in the manifest (a tied one once, under any of
    its names) with its shape, else `sync.plan`; buffers (rotary tables) are not part of a version;
 4. a dtype that the model cannot hold without loss is refused, because the digest could never agree;
-5. after `abort` (also of a copy that still runs in its thread) nothing is written any more.
+5. after `abort` (also of a copy that still runs in its thread) nothing is written any more;
+6. where the model holds the bytes as they are sent (a CPU, the same dtypes) the parameters are views into one storage
+   per bucket, and `room` lends those of the coming version: a transport puts the bytes where they stay, without a copy.
+   Lent room is not used again after an abort, for who has it may still write there.
 The storages of the version before stay as the room for the next one: pages that are there already are filled twice as
 fast. So the weights are held twice at all times; who has no room for that sets `weightsync.in_place`.
 
@@ -43,10 +46,22 @@ _HOLDS = {
 
 
 class Room:
-    """Tensors by name that belong to nobody now: the room for the next version."""
+    """Tensors by name, and storages by bucket, that belong to nobody now: the room for the next version."""
 
     def __init__(self) -> None:
         self._spare: dict[str, torch.Tensor] = {}
+        self._buckets: tuple[torch.Tensor, ...] = ()
+
+    def take_buckets(self, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Storages of these sizes on the CPU, uint8, with any content."""
+        spare, self._buckets = self._buckets, ()
+        if [storage.numel() for storage in spare] == list(sizes):
+            return spare
+        return tuple(torch.empty(size, dtype=torch.uint8) for size in sizes)
+
+    def give_buckets(self, storages: tuple[torch.Tensor, ...]) -> None:
+        """Keep them for the next `take_buckets`; no tensor may be a view into them any more."""
+        self._buckets = storages
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of that form with any content."""
@@ -135,16 +150,36 @@ class FullUpdate:
         self.manifest = manifest
         self.layout = Layout(manifest, tensors)
         self.missing = set(range(len(self.layout.buckets)))
+        self.storages: tuple[torch.Tensor, ...] = ()  # by bucket, where the values are views into them
+        self._lent = False
         self._parameters = parameters
         self._room = room
         self._in_place = in_place
         self._values: dict[str, torch.Tensor] = {}
+        if not in_place and all(plain(parameters[tensor.name].data, DTYPES[tensor.dtype]) for tensor in tensors):
+            self.storages = room.take_buckets(manifest.bucket_bytes)
         for tensor in tensors:
             now = parameters[tensor.name].data
-            self._values[tensor.name] = now if in_place else room.take(tensor.name, now.shape, now.dtype, now.device)
+            if self.storages:
+                part = self.storages[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes]
+                self._values[tensor.name] = part.view(now.dtype).view(now.shape)
+            elif in_place:
+                self._values[tensor.name] = now
+            else:
+                self._values[tensor.name] = room.take(tensor.name, now.shape, now.dtype, now.device)
+
+    def room(self, number: int) -> memoryview | None:
+        """Where the bytes of a bucket may be put; None where they have to be copied or converted."""
+        if not self.storages:
+            return None
+        self._lent = True
+        held: Any = self.storages[number].numpy()
+        return memoryview(held)
 
     def apply(self, number: int, data: Buffer) -> str:
-        """Copy the tensors of one bucket out of its bytes."""
+        """Copy the tensors of one bucket out of its bytes, unless these are in its room."""
+        if self.storages and np.frombuffer(data, np.uint8).ctypes.data == self.storages[number].data_ptr():
+            return self.layout.bucket_digest(number, self.held)
         return self.layout.fill(number, data, self.held)
 
     def held(self, name: str) -> torch.Tensor:
@@ -161,11 +196,15 @@ class FullUpdate:
         for name, value in self._values.items():
             parameter = self._parameters[name]
             old, parameter.data = parameter.data, value
-            self._room.give(name, old)
+            if not self.storages:
+                self._room.give(name, old)
 
     def drop(self) -> None:
         """It will not be exchanged: its storages are free."""
-        if not self._in_place:
+        if self.storages:
+            if not self._lent:
+                self._room.give_buckets(self.storages)
+        elif not self._in_place:
             for name, value in self._values.items():
                 self._room.give(name, value)
 
@@ -180,6 +219,7 @@ class ModelWeights:
         self._device = next(model.parameters()).device
         self._stream: Any = None
         self._room = Room()
+        self._storages: tuple[torch.Tensor, ...] = ()  # of the version in force, where its tensors are views into them
         self._update: Update | None = None
         self._writing = threading.Lock()  # held during a copy: an abort waits for it
         self.layout: Layout | None = None  # of the whole weights that the model holds, or that lie under an adapter
@@ -209,6 +249,11 @@ class ModelWeights:
             raise WorkError("sync.failed", "no update is under way")
         return self._update
 
+    def bucket_room(self, number: int) -> memoryview | None:
+        """Where the bytes of a bucket of the update may be put before `apply`; None: nowhere, hand them to it."""
+        update = self.under_way()
+        return update.room(number) if isinstance(update, FullUpdate) else None
+
     def apply(self, number: int, data: Buffer) -> str:
         """Take the bytes of one bucket; the digest of what is held of it."""
         update = self.under_way()
@@ -230,6 +275,9 @@ class ModelWeights:
         self._update = None
         if isinstance(update, FullUpdate):
             self.layout, self.base, self.adapter, self.kept = update.layout, update.manifest.digest, None, {}
+            if update.storages:
+                self._room.give_buckets(self._storages)
+            self._storages = update.storages
         else:
             self.adapter = update
 

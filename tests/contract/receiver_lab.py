@@ -102,7 +102,7 @@ class FakeInbox:
     def open(self) -> None:
         self.threads.add(threading.get_ident())
 
-    def read(self, number: int) -> memoryview:
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
         self.threads.add(threading.get_ident())
         assert number == len(self.reads) and not self.closed
         started = time.monotonic()

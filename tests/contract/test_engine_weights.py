@@ -88,6 +88,49 @@ def test_versions_are_exchanged_not_copied(qwen3: Path) -> None:
     assert found[0] == found[2] and found[1] == found[3]
 
 
+def test_bytes_are_put_where_they_stay() -> None:
+    """The room that is lent is what the parameters become; an abort in the middle costs the room, not the model."""
+    model = make(_qwen3(), seed=1)
+    tensors, manifest, buckets = layout(model)
+    weights = ModelWeights(make(_qwen3(), seed=2).requires_grad_(False))
+    for version in range(3):
+        weights.begin(with_version(manifest, version), tensors)
+        for number, data in enumerate(buckets):
+            room = weights.bucket_room(number)
+            assert room is not None and room.nbytes == len(data)
+            room[:] = data
+            assert weights.apply(number, room) == manifest.bucket_digests[number]
+            room[0] ^= 1
+            assert weights.apply(number, room) != manifest.bucket_digests[number]  # nobody made a copy
+            room[0] ^= 1
+        weights.exchange()
+        assert weights.digest() == manifest.digest
+        room[tensors[-1].offset] ^= 1
+        assert weights.digest() != manifest.digest
+        room[tensors[-1].offset] ^= 1
+    weights.begin(with_version(manifest, 3), tensors)
+    late = weights.bucket_room(0)
+    assert late is not None
+    weights.abort()
+    weights.begin(with_version(manifest, 4), tensors)
+    for number, data in enumerate(buckets):
+        weights.apply(number, data)
+    late[:] = bytes(late.nbytes)  # a transport that did not hear of the abort
+    weights.exchange()
+    assert weights.digest() == manifest.digest
+
+
+def test_room_is_lent_only_where_bytes_can_stay_as_they_are() -> None:
+    model = make(_qwen3(), seed=1, dtype=torch.bfloat16)
+    tensors, manifest, _ = layout(model)
+    wider = ModelWeights(make(_qwen3(), seed=2).requires_grad_(False))
+    wider.begin(manifest, tensors)
+    assert wider.bucket_room(0) is None
+    same = ModelWeights(model, in_place=True)
+    same.begin(manifest, tensors)
+    assert same.bucket_room(0) is None  # in place an abort could not take it back
+
+
 def test_the_pause_does_not_grow_with_the_model() -> None:
     """Best of several exchanges of 2 MB and of 64 MB in the same number of tensors, beside a copy of the larger."""
     pauses = {}

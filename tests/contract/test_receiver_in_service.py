@@ -93,7 +93,7 @@ def test_an_engine_in_place_that_was_left_in_the_middle_is_filled_again(make_wor
         inbox = makers["local"](instruction)
         read = inbox.read
 
-        def broken(number: int) -> memoryview:
+        def broken(number: int, into: memoryview | None = None) -> memoryview:
             if cut[0] and number == 2:
                 raise TransportError("cut")
             return read(number)

@@ -75,9 +75,10 @@ class Inbox(Protocol):
     def open(self) -> None:
         """Reach the source."""
 
-    def read(self, number: int) -> memoryview:
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """The bytes of blob `number` of `blob_sizes`; called once for every blob, in order. Valid until the next but
-        one is read, or `close`: the receiver reads one ahead while it works on the one before."""
+        one is read, or `close`: the receiver reads one ahead while it works on the one before. `into` has the blob's
+        size: the bytes may be put there, which saves a copy; then it is what is returned."""
 
     def close(self) -> None:
         """Give everything back; any time, also after a failure."""

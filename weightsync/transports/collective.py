@@ -214,12 +214,12 @@ class CollectiveInbox:
             self._failed = True
             raise
 
-    def read(self, number: int) -> memoryview:
-        """Take part in the broadcast of blob `number`."""
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
+        """Take part in the broadcast of blob `number`, right into `into` where there is one."""
         size = self._sizes[number]
-        if len(self._buffers[number % 2]) < size:
+        if into is None and len(self._buffers[number % 2]) < size:
             self._buffers[number % 2] = bytearray(size)
-        view = memoryview(self._buffers[number % 2])[:size]
+        view = into if into is not None else memoryview(self._buffers[number % 2])[:size]
         if size:
             self._do(f"blob {number}", lambda: self._receive(view))
         return view

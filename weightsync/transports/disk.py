@@ -227,24 +227,24 @@ class DiskInbox:
         self._tensors = by_bucket(contents.tensors, len(self._manifest.bucket_bytes))
         self._folders = folders
 
-    def read(self, number: int) -> memoryview:
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """The blob."""
         if self._folders is None:
             raise TransportError("disk: it is closed")
-        data = bytearray(self._sizes[number])
+        data = into if into is not None else memoryview(bytearray(self._sizes[number]))
         try:
             if self._hops:
                 hop, bucket = divmod(number, len(self._manifest.bucket_bytes))
                 start = sum(self._hops[hop].nbytes[:bucket])
-                self._folders.read_into(self._name, f"hop-{self._first + hop:05d}.bin", start, [memoryview(data)])
+                self._folders.read_into(self._name, f"hop-{self._first + hop:05d}.bin", start, [data])
             else:
                 group = self._tensors[number]
-                parts = [memoryview(data)[one.offset : one.offset + one.nbytes] for one in group if one.nbytes]
+                parts = [data[one.offset : one.offset + one.nbytes] for one in group if one.nbytes]
                 file = file_names(self._manifest)[number]
                 self._folders.read_into(self._name, file, len(header_of(group, self._manifest)), parts)
         except OSError as error:
             raise TransportError(f"disk: blob {number} of {self._name}: {error}") from None
-        return memoryview(data)
+        return data
 
     def close(self) -> None:
         """Forget the folder."""

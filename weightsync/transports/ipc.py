@@ -143,7 +143,7 @@ class DeviceInbox:
         start = bucket_starts(self._sizes)[0][number]
         return self._buffer[start : start + self._sizes[number]]
 
-    def read(self, number: int) -> memoryview:
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """A copy of the bucket in host memory."""
         copied: Any = self.tensor(number).cpu().numpy()
         return memoryview(copied)

@@ -75,8 +75,8 @@ class LocalInbox:
             raise TransportUnusable(f"local: {self._path} is not a staging file")
         self._view = self._maps.view(self._path, self._needed)
 
-    def read(self, number: int) -> memoryview:
-        """A view of the bucket in the mapping."""
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
+        """A view of the bucket in the mapping: who takes it copies it once, so `into` would save nothing."""
         assert self._view is not None
         start = self._starts[number]
         return self._view[start : start + self._sizes[number]]

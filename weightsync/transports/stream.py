@@ -257,18 +257,17 @@ class StreamInbox:
             timeout_s = max(0.05, min(self._stall_s, self._deadline - time.monotonic()))
             self._asked.append((piece, loop.start(requester.request(piece, timeout_s=timeout_s))))
 
-    def read(self, number: int) -> memoryview:
-        """The blob; waits for those of its pieces that are still under way."""
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
+        """The blob; waits for those of its pieces that are still under way. A blob of one piece is where it came."""
         size = self._sizes[number]
         if not size:
             return memoryview(b"")
         first = self._take(number, 0)
         if first.nbytes == size:
             return first
-        buffer = self._buffers[number % 2]
-        if len(buffer) < size:
-            buffer = self._buffers[number % 2] = bytearray(size)
-        view = memoryview(buffer)[:size]
+        if into is None and len(self._buffers[number % 2]) < size:
+            self._buffers[number % 2] = bytearray(size)
+        view = into if into is not None else memoryview(self._buffers[number % 2])[:size]
         view[: first.nbytes] = first
         offset = first.nbytes
         while offset < size:
