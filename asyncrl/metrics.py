@@ -112,7 +112,9 @@ CATALOGUE: dict[str, Metric] = {
     "delta_bytes": Metric("bytes", "learner", "size of the last delta that was encoded; 0: dropped, or there was none"),
     "delta_s": Metric("s", "learner", "time to encode it, beside the training"),
     "checkpoint_s": Metric("s", "learner", "time blocked by the checkpoint after the step before"),
-    "checkpoint_failures": Metric("1", "learner", "checkpoints in a row that could not be written (a full disk)"),
+    "checkpoint_failures": Metric(
+        "1", "learner", "checkpoints in a row, before this step, that could not be written (a full disk)"
+    ),
     "step_s": Metric("s", "learner", "wall time of the step"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
     "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),

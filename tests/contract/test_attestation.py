@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buffer_lab import Make, Service, claim
 from receiver_lab import GROUPS, Engine, Member
-from test_buffer_service import Make, Service, claim, make  # noqa: F401  # a fixture
 from test_weightsync_service import PLAN, World, until, weights
 
-from asyncrl import wire
 from asyncrl.errors import WorkError
+from asyncrl.metrics import read_lines
 from asyncrl.plugins import GenRequest
 from asyncrl.wire import Instruction, Manifest, SamplesReply
 from buffers.client import LearnerClient, ProducerClient
-from buffers.dead import read_letter
 from weightsync.digest import bucket_digest
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver, built_in_transports
@@ -67,8 +66,8 @@ class Way:
         inbox = built_in_transports()["local"](instruction)
         right = inbox.read
 
-        def read(number: int) -> memoryview:
-            view = right(number)
+        def read(number: int, into: memoryview | None = None) -> memoryview:
+            view = right(number, into)
             if not self.fault:
                 self.before[number] = bytes(view)
             elif self.fault == "stale adapter":
@@ -132,7 +131,7 @@ def generate(run: Run, member: Member, name: str, groups: int) -> list[SamplesRe
 
 
 @pytest.fixture
-def start(tmp_path: Path, make: Make) -> Iterator[Callable[[], Run]]:  # noqa: F811
+def start(tmp_path: Path, make: Make) -> Iterator[Callable[[], Run]]:
     world = World(tmp_path / "sync", transport="local")
     started: list[Run] = []
 
@@ -228,10 +227,10 @@ def test_a_receiver_that_looks_away_is_found_out_by_the_buffer(start: Callable[[
     for reply in replies:
         assert len(reply.refused) == 2
         for reason in reply.refused.values():
-            assert reason.startswith("poison: digest: bad holds ") and published in reason
-    assert all(reply.accepted for reply in generate(run, good, "good", 2))
-    assert run.buffer.status()["dead"] == {"poison:digest": 3}
-    letters = [wire.decode_samples(read_letter(path)[0]) for path in run.buffer.run.dead.glob("*.frames")]
-    assert [letter.producer for letter in letters] == ["bad"] * 3, "what was refused is kept, with its sender"
+            assert reason.startswith("not published: digest: bad holds ") and published in reason
+    assert all(reply.accepted for reply in generate(run, good, "good", 3)), "the prompts are not at fault"
+    lost = [line for line in read_lines(run.buffer.run.history) if line["e"] == "lost"]
+    assert [(line["producer"], line["why"]) for line in lost] == [("bad", "wrong_digest")] * 3
+    assert run.buffer.status()["dead"] == {}
     status = run.world.status()["members"]
     assert status["bad"]["state"] != "serving" and "holds digest" in status["bad"]["why"], status

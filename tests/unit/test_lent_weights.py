@@ -92,7 +92,7 @@ def test_lent_bytes_are_the_copied_ones_and_storage_is_freed(
 
 
 def _names(backend: Any) -> list[str]:
-    return [name for names in backend._names for name in names]
+    return [name for names in backend._sharded.names for name in names]
 
 
 def test_without_settle_one_unit_is_whole_at_a_time(
