@@ -34,7 +34,7 @@ check: install
 
 test: check redis
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
-		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis

@@ -204,8 +204,11 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def _unknown(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    for kind in TABLES:
-        name, names = chosen(algorithm, kind), known(kind)
+    for kind, table in TABLES.items():
+        name = chosen(algorithm, kind)
+        if name in table:
+            continue  # without a look at every installed package, which takes milliseconds
+        names = known(kind)
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -16,6 +16,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", metavar="FILE", help="write the figures that tests measured to this file too")
 
 
+#: Longest files first: at the end the workers share short ones (`make test` hands out whole files in this order).
+FOLDERS = ("e2e", "distributed", "simulator", "model", "faults", "contract", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by folder."""
+    order = {name: number for number, name in enumerate(FOLDERS)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+
+
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """`figure("20000 schedules, 0 lost")`: one line under the test's name in the summary, also with workers."""
