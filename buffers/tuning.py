@@ -9,6 +9,7 @@ It changes nothing by itself, and it does not know what a learner does with `lea
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -125,6 +126,7 @@ def judged(values: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         raise refused(str(error)) from None
 
 
+@functools.cache  # reading them takes longer than all the rest
 def _fields(kind: type[Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 

@@ -10,24 +10,19 @@ docs/staleness.md. Guarantees:
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from unittest.mock import patch
 
 import msgspec
 from model_checks import Violation
 from model_world import Case, Node, World
 
-import buffers.tuning
 from asyncrl.errors import AsyncRLError
 from buffers.groups import Groups
-
-_fields_once = functools.cache(buffers.tuning._fields)
 
 
 class Found(msgspec.Struct):
@@ -68,10 +63,6 @@ class Search:
 
     def run(self) -> Found:
         """Search; stops at the first violation."""
-        with patch("buffers.tuning._fields", _fields_once):  # reading type hints takes longer than all the rest
-            return self._run()
-
-    def _run(self) -> Found:
         began = time.perf_counter()
         place = 0
         gc.disable()  # nothing here is in a cycle, and the graph of states is large
