@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from asyncrl import config as configuration  # noqa: E402
+from buffers.batches import ClaimedBatch, GroupData, SampleData  # noqa: E402
 from learners import batch as batches  # noqa: E402
 from learners.backends.fsdp2 import FSDP2Backend  # noqa: E402
 from learners.gang import Gang  # noqa: E402
@@ -68,53 +69,24 @@ class Setting(msgspec.Struct, frozen=True):
     layers: int = 3
 
 
-class Sample(msgspec.Struct, frozen=True):
-    """What training reads of a sample."""
-
-    index: int
-    response: Any
-    logprobs: Any
-    reward: float
-    mask: Any = None
-    runs: Any = ((0, 1),)
-    finish: str = "stop"
-    parts: dict[str, float] = {}
-
-
-class Group(msgspec.Struct, frozen=True):
-    """What training reads of a group."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[Sample, ...]
-    bound: int = 4
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """What training reads of a batch."""
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
-
-
-def make_batch(setting: Setting, *, sigma: float, seed: int, vocabulary: int) -> Batch:
+def make_batch(setting: Setting, *, sigma: float, seed: int, vocabulary: int) -> ClaimedBatch:
     """Groups whose responses have lognormal lengths of 1..cap; prompts of 16..64 tokens."""
     rng = np.random.default_rng(seed)
 
-    def sample(index: int) -> Sample:
+    def sample(index: int) -> SampleData:
         length = int(np.clip(rng.lognormal(np.log(setting.median), sigma), 1, setting.cap))
         logprobs = (0.1 * rng.normal(size=length) - np.log(vocabulary)).astype("f4")
-        return Sample(index, rng.integers(3, vocabulary, length).astype("i4"), logprobs, float(rng.integers(0, 2)))
+        response, reward = rng.integers(3, vocabulary, length).astype("i4"), float(rng.integers(0, 2))
+        return SampleData(index, response, logprobs, None, ((0, length),), "stop", reward, {}, {})
 
-    return Batch(1, 0, tuple(
-        Group(number, rng.integers(3, vocabulary, int(rng.integers(16, 65))).astype(np.int32),
-              tuple(sample(index) for index in range(setting.samples)))
-        for number in range(setting.groups)
-    ))  # fmt: skip
+    def group(number: int) -> GroupData:
+        prompt = rng.integers(3, vocabulary, int(rng.integers(16, 65))).astype("i4")
+        return GroupData(number, 4, {}, prompt, tuple(sample(index) for index in range(setting.samples)), {})
+
+    return ClaimedBatch(1, 0, False, tuple(group(number) for number in range(setting.groups)), {})
 
 
-def lengths_of(batch: Batch) -> list[int]:
+def lengths_of(batch: ClaimedBatch) -> list[int]:
     """Tokens of every sequence."""
     return [group.prompt_ids.size + sample.response.size for group in batch.groups for sample in group.samples]
 

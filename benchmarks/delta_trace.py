@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl import config as configuration
 from asyncrl.demo import quickstart, task_settings
 from asyncrl.recipes import tasks
+from buffers.batches import ClaimedBatch, GroupData, SampleData
 from learners import batch as batches
 from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
@@ -43,36 +44,6 @@ class Trace(msgspec.Struct, frozen=True):
     samples: int = 8
     new_tokens: int = 112
     seed: int = 0
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """What training reads of a sample."""
-
-    index: int
-    response: Any
-    logprobs: Any
-    reward: float
-    mask: Any = None
-    runs: Any = ((0, 1),)
-    finish: str = "stop"
-    parts: dict[str, float] = {}
-
-
-class Group(msgspec.Struct, frozen=True):
-    """What training reads of a group."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[Sample, ...]
-    bound: int = 4
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """What training reads of a batch."""
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
 
 
 def task_reward(task: str) -> Reward:
@@ -120,7 +91,7 @@ class Generator:
             parameters[tensor.name].data.copy_(data.view(torch.bfloat16).reshape(tensor.shape))
 
     @torch.no_grad()
-    def batch(self, rows: list[Mapping[str, Any]], trace: Trace, *, step: int, reward: Reward) -> Batch:
+    def batch(self, rows: list[Mapping[str, Any]], trace: Trace, *, step: int, reward: Reward) -> ClaimedBatch:
         """One group per row."""
         texts = [row["prompt"] for row in rows for _ in range(trace.samples)]
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
@@ -137,16 +108,16 @@ class Generator:
             truth = row["reward_model"]["ground_truth"]
             samples = [self._sample(i, new[k], logprobs[k], truth, reward) for i, k in enumerate(at)]
             prompt = np.asarray(self.tokenizer(row["prompt"], add_special_tokens=False)["input_ids"], dtype=np.int32)
-            groups.append(Group(step * len(rows) + number, prompt, tuple(samples)))
-        return Batch(step, step - 1, tuple(groups))
+            groups.append(GroupData(step * len(rows) + number, 4, {}, prompt, tuple(samples), {}))
+        return ClaimedBatch(step, step - 1, False, tuple(groups), {})
 
-    def _sample(self, index: int, ids: torch.Tensor, logprobs: torch.Tensor, truth: str, reward: Reward) -> Sample:
+    def _sample(self, index: int, ids: torch.Tensor, logprobs: torch.Tensor, truth: str, reward: Reward) -> SampleData:
         ends = (ids == self.tokenizer.eos_token_id).nonzero()
         length = int(ends[0]) + 1 if len(ends) else len(ids)
         text = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
-        return Sample(
-            index, ids[:length].numpy().astype(np.int32), logprobs[:length].clamp(max=0.0).numpy(), reward(text, truth),
-            finish="stop" if len(ends) else "length",
+        return SampleData(
+            index, ids[:length].numpy().astype(np.int32), logprobs[:length].clamp(max=0.0).numpy(), None,
+            ((0, length),), "stop" if len(ends) else "length", reward(text, truth), {}, {},
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bare_config import BARE
 
 from asyncrl import wire
 from asyncrl.config import Config, dump
@@ -24,30 +25,16 @@ from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, Producer
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
-TOML = """
-[run]
-name = "t"
-dir = "{dir}"
-[model]
-path = "none"
-[data]
-path = "none.jsonl"
-max_prompt_tokens = 16
-[sampling]
-group_size = 2
-max_new_tokens = 16
-[buffer]
-batch_groups = 2
+TOML = f"""{BARE}
 max_staleness = 1
 lease_timeout_s = 2.0
-store = "{store}"
-{buffer}
+store = "{{store}}"
+{{buffer}}
+[run]
+name = "t"
+dir = "{{dir}}"
 [network]
 max_message_bytes = 1048576
-[learner]
-steps = 4
-[[reward]]
-function = "m:f"
 """
 
 

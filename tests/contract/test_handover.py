@@ -103,7 +103,7 @@ def test_rewards_and_redis_by_place_too(make: base.Make) -> None:
 
 KILLED = """
 import asyncio, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {places!r}
 import buffer_lab as base
 from asyncrl.failpoints import arm
 from buffers.client import ProducerClient
@@ -116,7 +116,7 @@ base.produce({address!r}, 2)
 def test_producer_killed_between_write_and_word(make: base.Make) -> None:
     service = make().start()
     client = base.learner(service.address)
-    program = KILLED.format(tests=str(Path(__file__).parent), address=service.address)
+    program = KILLED.format(places=[str(Path(__file__).parents[up]) for up in (0, 1)], address=service.address)
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=base.ROOT, timeout=60, check=False,
         env={**os.environ, "ASYNCRL_FAILPOINT": "producer.after_place:kill:2", "PYTHONPATH": str(base.ROOT)},

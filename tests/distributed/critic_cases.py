@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import Batch, Group, GroupSample, settings
+from made_batches import a_batch, a_group, a_sample
+from ranks import settings
 
 from asyncrl import config as configuration
 from learners.backends.fsdp2 import FSDP2Backend
@@ -59,12 +60,12 @@ def make_batch(step: int, groups: int = 6) -> Any:
             size = int(rng.integers(2, 14))
             mask = (rng.random(size) < 0.9).astype(np.uint8)
             mask[-1] = 1
-            rows.append(GroupSample(
-                index, rng.integers(3, 20, size).astype(np.int32), -3 * rng.random(size).astype("f4"),
-                float(rng.integers(0, 2)), mask, ((step - 1, size),), "length" if number % 2 else "stop",
+            rows.append(a_sample(
+                index, rng.integers(3, 20, size), -3 * rng.random(size).astype("f4"), rng.integers(0, 2), mask=mask,
+                runs=((step - 1, size),), finish="length" if number % 2 else "stop",
             ))  # fmt: skip
-        made.append(Group(number, rng.integers(3, 20, int(rng.integers(1, 8))).astype(np.int32), tuple(rows)))
-    return Batch(step, step, tuple(made))
+        made.append(a_group(number, rng.integers(3, 20, int(rng.integers(1, 8))), rows))
+    return a_batch(step, step, made)
 
 
 def make_trial(config: configuration.Config, backend: FSDP2Backend, gang: Gang, buried: dict[int, str]) -> Trial:

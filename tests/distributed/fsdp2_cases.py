@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ranks import Batch, Group, GroupSample, settings
+from made_batches import a_batch, a_group, a_sample
+from ranks import settings
 
 from asyncrl import config as configuration
 from learners import update
@@ -149,12 +150,13 @@ def through_a_trial(model: Path, gang: Gang, extra: str) -> dict[str, Any]:
     metrics, by_sample = [], []
     for step in (1, 2):
         rng = np.random.default_rng(step)
-        groups = tuple(Group(n, rng.integers(3, 20, 4).astype(np.int32), tuple(
-            GroupSample(i, rng.integers(3, 20, 3 + n + i).astype(np.int32),
-                        -2.5 - rng.random(3 + n + i).astype("f4"), float(rng.integers(0, 3)))
-            for i in range(3)
-        )) for n in range(6))  # fmt: skip
-        batch = Batch(step, 0, groups)
+        batch = a_batch(step, 0, [
+            a_group(n, rng.integers(3, 20, 4), [
+                a_sample(i, rng.integers(3, 20, 3 + n + i), -2.5 - rng.random(3 + n + i).astype("f4"),
+                            rng.integers(0, 3))
+                for i in range(3)
+            ]) for n in range(6)
+        ])  # fmt: skip
         shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, _ = trial.train(gang.scatter(shares), step=step, batch=given)
@@ -174,11 +176,12 @@ def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
     config = make_config(model)
     backend = FSDP2Backend(config, gang)
     rng = np.random.default_rng(5)
-    groups = tuple(Group(n, rng.integers(3, 20, 4).astype(np.int32), tuple(
-        GroupSample(i, rng.integers(3, 20, 6 + n).astype(np.int32),
-                    np.full(6 + n, MARK if n in (1, 4) and i == 0 else -1.0, np.float32), float(i))
-        for i in range(3)
-    )) for n in range(6))  # fmt: skip
+    groups = [
+        a_group(n, rng.integers(3, 20, 4), [
+            a_sample(i, rng.integers(3, 20, 6 + n), np.full(6 + n, MARK if n in (1, 4) and i == 0 else -1.0), i)
+            for i in range(3)
+        ]) for n in range(6)
+    ]  # fmt: skip
     inner = update.loss_of
 
     def broken(algorithm: Any) -> Any:
@@ -197,7 +200,7 @@ def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
                   bury=lambda step, group, why: found.update({group: why}))  # fmt: skip
     update.loss_of = broken  # type: ignore[assignment]
     try:
-        batch = Batch(1, 0, groups)
+        batch = a_batch(1, 0, groups)
         shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, left = trial.train(gang.scatter(shares), step=1, batch=given)

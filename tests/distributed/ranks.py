@@ -3,7 +3,6 @@
 The case modules (`fsdp2_cases`, `critic_cases`, `supervised_cases`) hold what is trained; each has
 `run_all(model, gang, out)` with results by case. Under torchrun this file runs all of them in one launch and rank 0
 writes `OUT/<module>/results.json`; the tests call the same functions in a process group of one rank as the reference.
-Batches are structs with the fields that training reads, so that no buffer is needed.
 """
 
 from __future__ import annotations
@@ -20,14 +19,19 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from asyncrl import config as configuration
+from learners import update
+from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
 from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 MODULES = ("fsdp2_cases", "critic_cases", "supervised_cases")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
+#: Of the ranks: the library, and what tests share.
+PYTHON_PATH = os.pathsep.join(str(Path(__file__).parents[up]) for up in (2, 1))
 #: Of every case; the rest is the case module's own.
 SETTINGS = """
 model.path = "{model}"
@@ -38,37 +42,6 @@ learner.steps = 3
 learner.micro_batch_tokens = 96
 learner.optim.lr = 1e-3
 """
-
-
-class GroupSample(msgspec.Struct, frozen=True):
-    """What training reads of a sample."""
-
-    index: int
-    response: Any
-    logprobs: Any
-    reward: float
-    mask: Any = None
-    runs: Any = ((0, 1),)
-    finish: str = "stop"
-    parts: dict[str, float] = {}
-
-
-class Group(msgspec.Struct, frozen=True):
-    """What training reads of a group."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[GroupSample, ...]
-    bound: int = 4
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """What training reads of a batch."""
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
-    tuning: str = ""
 
 
 def settings(model: Path, lines: str, extra: str = "") -> configuration.Config:
@@ -105,6 +78,47 @@ def alone() -> Iterator[Gang]:
                 patch.delenv(name, raising=False)
 
 
+def broken(loss: Any, how: str) -> Any:
+    """This loss where it raises, is not a number, or is right and has a gradient beyond float32."""
+
+    def spoiled(*given: Any, **options: Any) -> Any:
+        if how == "raises":
+            raise ValueError("broken")
+        value = loss(*given, **options)
+        if how == "nan":
+            return value._replace(loss=value.loss * float("nan"))
+        current = given[0] if isinstance(given[0], torch.Tensor) else given[0].current
+        steep = (current - current.detach()) * 1e38  # 0 itself
+        return value._replace(loss=value.loss + torch.where(value.loss != 0, steep, 0.0))
+
+    return spoiled
+
+
+def check_no_trace(
+    cases: Any, config: configuration.Config, gang: Gang, *, companion: tuple[Any, str] | None, how: str, says: str
+) -> None:
+    """A step between two good ones whose loss is `broken` is skipped, says so, and changes no bit of either model.
+
+    `cases` makes trial, batches and digest; the loss is that of the policy, or the function of that module and name.
+    """
+    backend, buried = FSDP2Backend(config, gang), dict[int, str]()
+    trial = cases.make_trial(config, backend, gang, buried)
+    cases.train(trial, gang, cases.make_batch(1))
+    before = cases.digest(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        if companion is not None:
+            patch.setattr(*companion, broken(getattr(*companion), how))
+        else:
+            loss_of = update.loss_of
+            patch.setattr(update, "loss_of", lambda algorithm: broken(loss_of(algorithm), how))
+        result = cases.train(trial, gang, cases.make_batch(2))
+    assert result.skipped and result.broken.startswith(says), result.broken
+    assert how != "gradient" or "the norm of the gradient is" in result.broken
+    assert cases.digest(backend) == before and not buried
+    assert not cases.train(trial, gang, cases.make_batch(3)).skipped
+    assert cases.digest(backend) != before
+
+
 def launched(home: Path, model: Path) -> Path:
     """The folder with the results of two ranks, all case modules in one launch; made by whoever comes first.
 
@@ -122,7 +136,7 @@ def launched(home: Path, model: Path) -> Path:
 
 def _launch(model: Path, out: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",

@@ -15,6 +15,7 @@ import numpy as np
 import process_cases as cases
 import pytest
 import torch
+from ranks import PYTHON_PATH, check_no_trace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -56,9 +57,8 @@ def gang() -> Iterator[Gang]:
 def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Results of two ranks, all cases in one launch."""
     out = tmp_path_factory.mktemp("two")
-    root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
          "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
@@ -275,42 +275,12 @@ def test_the_export_can_be_left_out(model: Path, gang: Gang, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("case", ["policy raises", "policy gradient", "process raises", "process nan"])
-def test_what_breaks_in_one_changes_neither(
-    model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch, case: str, order: str
-) -> None:  # fmt: skip
-    from learners import update
-
+def test_what_breaks_in_one_changes_neither(model: Path, gang: Gang, case: str, order: str) -> None:
     who, how = case.split()
-
-    def broken(inner: Any) -> Any:
-        def loss(*given: Any, **options: Any) -> Any:
-            if how == "raises":
-                raise ValueError("broken")
-            value = inner(*given, **options)
-            if how == "nan":
-                return value._replace(loss=value.loss * float("nan"))
-            steep = value.loss - value.loss.detach()  # 0 itself; the norm of its gradient is beyond float32
-            return value._replace(loss=value.loss + steep * 1e38)
-
-        return loss
-
     config = cases.make_config(model, f"learner.process_reward.update={order}")
-    backend = FSDP2Backend(config, gang)
-    trial, buried = common.make_trial(config, backend, gang, {}), dict[int, str]()
-    common.train(trial, gang, common.make_batch(1))
-    before = common.digest(backend)
-    if who == "process":
-        monkeypatch.setattr(step_module, "outcome_losses", broken(step_module.outcome_losses))
-    else:
-        inner = update.loss_of
-        monkeypatch.setattr(update, "loss_of", lambda algorithm: broken(inner(algorithm)))
-    result = common.train(trial, gang, common.make_batch(2))
-    assert result.skipped and result.broken.startswith("process reward: loss" if who == "process" else "loss")
-    assert how != "gradient" or "the norm of the gradient is" in result.broken
-    assert common.digest(backend) == before and not buried
-    monkeypatch.undo()
-    assert not common.train(trial, gang, common.make_batch(3)).skipped
-    assert common.digest(backend) != before
+    companion = (step_module, "outcome_losses") if who == "process" else None
+    says = "process reward: loss" if who == "process" else "loss"
+    check_no_trace(common, config, gang, companion=companion, how=how, says=says)
 
 
 @pytest.mark.parametrize("order", ["after", "before"])

@@ -8,34 +8,21 @@ from __future__ import annotations
 from functools import lru_cache
 
 import msgspec
+from bare_config import BARE
 
 from asyncrl.config import Config, parse
 
-TOML = """
+TOML = f"""{BARE}
+lease_timeout_s = 4.0
+max_poison_rate = 1.0
 [run]
 name = "sim"
 dir = "/nonexistent/sim"
-[model]
-path = "none"
-[data]
-path = "none.jsonl"
-max_prompt_tokens = 16
-[sampling]
-group_size = 2
-max_new_tokens = 16
-[buffer]
-batch_groups = 2
-lease_timeout_s = 4.0
-max_poison_rate = 1.0
 [reward_workers]
 max_failed_groups = 1000
 [network]
 buffer = "tcp://127.0.0.1:1"
 weightsync = "tcp://127.0.0.1:2"
-[learner]
-steps = 4
-[[reward]]
-function = "m:f"
 """
 
 

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from made_batches import a_batch, a_group, a_sample
 from torch import Tensor
 
 from asyncrl.algorithms import ADVANTAGES
 from asyncrl.config import Config, parse
+from buffers.batches import ClaimedBatch
 from learners.algorithms.registry import option_table
 from learners.backends.base import Micro, UpdateInfo, Values, to_device
 from learners.gang import Gang
@@ -34,37 +36,7 @@ WAIT_S = 60.0
 # ---------------------------------------------------------------- a batch
 
 
-class LabSample(msgspec.Struct, frozen=True):
-    """What training reads of a sample."""
-
-    index: int
-    response: Any
-    logprobs: Any
-    reward: float
-    mask: Any
-    runs: Any
-    finish: str
-    parts: dict[str, float]
-
-
-class LabGroup(msgspec.Struct, frozen=True):
-    """What training reads of a group."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[LabSample, ...]
-    bound: int = 4
-
-
-class LabBatch(msgspec.Struct, frozen=True):
-    """What training reads of a batch."""
-
-    step: int
-    version: int
-    groups: tuple[LabGroup, ...]
-
-
-def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False, seed: int = 0) -> LabBatch:
+def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False, seed: int = 0) -> ClaimedBatch:
     """Samples of 1 to 9 tokens with holes in the mask, of two versions, two parts of the reward, some cut short.
 
     Every fifth response has no trained token. `greedy`: sample `size` of each group is its baseline.
@@ -78,18 +50,17 @@ def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False
             mask = (rng.random(length) < (0.0 if rng.random() < 0.2 else 0.8)).astype(np.uint8)
             parts = {"exact": float(rng.integers(0, 3)) / 2, "form": float(rng.random())}
             old = int(rng.integers(0, length + 1))
-            samples.append(LabSample(
-                index, rng.integers(0, VOCABULARY, length).astype(np.int32),
-                -2.5 + rng.normal(size=length).astype(np.float32) / 2, sum(parts.values()), mask,
-                tuple((version, count) for version, count in ((step + 1, old), (step + 3, length - old)) if count),
-                "length" if rng.random() < 0.3 else "stop", parts,
+            samples.append(a_sample(
+                index, rng.integers(0, VOCABULARY, length), -2.5 + rng.normal(size=length).astype(np.float32) / 2,
+                sum(parts.values()), mask=mask, parts=parts,
+                runs=tuple((version, n) for version, n in ((step + 1, old), (step + 3, length - old)) if n),
+                finish="length" if rng.random() < 0.3 else "stop",
             ))  # fmt: skip
-        prompt = rng.integers(0, VOCABULARY, int(rng.integers(1, 6))).astype(np.int32)
-        made.append(LabGroup(10 * step + number, prompt, tuple(samples)))
-    return LabBatch(step, step + 3, tuple(made))
+        made.append(a_group(10 * step + number, rng.integers(0, VOCABULARY, int(rng.integers(1, 6))), samples))
+    return a_batch(step, step + 3, made)
 
 
-def shuffled(batch: LabBatch, *, seed: int, parts: int = 1) -> LabBatch:
+def shuffled(batch: ClaimedBatch, *, seed: int, parts: int = 1) -> ClaimedBatch:
     """The rows of every group, and the groups of each of `parts` slices (the mini-batches), in another order."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -311,7 +282,7 @@ learner.algorithm.minibatches = 2
 
 
 def run_steps(
-    config: Config, batches: Sequence[LabBatch], *, ranks: int = 1, dtype: torch.dtype = torch.float64
+    config: Config, batches: Sequence[ClaimedBatch], *, ranks: int = 1, dtype: torch.dtype = torch.float64
 ) -> Ended:
     """The steps of these batches, on so many ranks; every rank must come to the same parameters."""
     table, found, errors = Table(ranks), [None] * ranks, list[BaseException]()
@@ -337,7 +308,7 @@ def run_steps(
     return result
 
 
-def _rank(config: Config, batches: Sequence[LabBatch], gang: ThreadGang, dtype: torch.dtype) -> Ended:
+def _rank(config: Config, batches: Sequence[ClaimedBatch], gang: ThreadGang, dtype: torch.dtype) -> Ended:
     algorithm = config.learner.algorithm
     known = ADVANTAGES.get(algorithm.advantage)
     backend = LabBackend(gang, dtype=dtype, critic=known is not None and "critic" in known.needs)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from made_batches import a_batch, a_group, a_sample
 
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError, Fenced
@@ -30,52 +31,20 @@ from weightsync.digest import digest_tensors
 from weightsync.plan import TensorSpec, plan_buckets
 
 
-class SampleData(msgspec.Struct, frozen=True):
-    index: int
-    response: Any
-    logprobs: Any
-    mask: Any
-    runs: Any
-    finish: str
-    reward: float
-    parts: dict[str, float]
-    digests: dict[int, str]
-
-
-class GroupData(msgspec.Struct, frozen=True):
-    group: int
-    bound: int
-    row: dict[str, Any]
-    prompt_ids: Any
-    samples: tuple[SampleData, ...]
-    times: dict[str, float]
-
-
-class ClaimedBatch(msgspec.Struct, frozen=True):
-    step: int
-    version: int
-    replayed: bool
-    groups: tuple[GroupData, ...]
-    ledger: dict[str, int]
-    invalid: dict[int, str]
-    lengths: dict[str, float] = {}
-    tuning: str = ""
-
-
 def make_batch(step: int, *, groups: int = 3, replayed: bool = False, invalid: dict[int, str] | None = None) -> Any:
     rng = np.random.default_rng(step)
     made = []
-    for group in range(groups):
+    for number in range(groups):
         prompt = rng.integers(3, 20, rng.integers(2, 6)).astype(np.int32)
         samples = []
         for index in range(4):
             length = int(rng.integers(1, 12))
-            samples.append(SampleData(
-                index, rng.integers(3, 20, length).astype(np.int32), -rng.random(length).astype(np.float32), None,
-                ((max(step - 2, 0), length),), "stop", float(index % 2), {"exact": float(index % 2)}, {},
+            samples.append(a_sample(
+                index, rng.integers(3, 20, length), -rng.random(length), index % 2,
+                runs=((max(step - 2, 0), length),), parts={"exact": float(index % 2)},
             ))  # fmt: skip
-        made.append(GroupData(step * 100 + group, 2, {}, prompt, tuple(samples), {}))
-    return ClaimedBatch(step, step - 1, replayed, tuple(made), {}, invalid or {})
+        made.append(a_group(step * 100 + number, prompt, samples, bound=2))
+    return a_batch(step, step - 1, made, replayed=replayed, invalid=invalid)
 
 
 class FakeBuffer:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from made_batches import a_batch, a_group, a_sample
 
 from asyncrl.config import LearnerConfig, PreferenceConfig
+from buffers.batches import GroupData
 from learners import supervised
 from learners.backends.base import Micro, to_device
 from learners.batch import MicroBatch, Minibatch, Sample, decode_share, encode_share
@@ -17,51 +19,13 @@ from learners.batch import MicroBatch, Minibatch, Sample, decode_share, encode_s
 LN2 = float(np.log(2))
 
 
-class Answer(NamedTuple):
-    """Stands for `buffers.client.SampleData`."""
-
-    index: int
-    response: Any
-    reward: float
-    mask: Any = None
-    finish: str = "stop"
-    parts: Any = {}
-    runs: Any = ()
-
-    @property
-    def logprobs(self) -> Any:
-        return np.zeros(self.response.size, np.float32)
-
-
-class Group(NamedTuple):
-    """Stands for `buffers.client.GroupData`."""
-
-    group: int
-    prompt_ids: Any
-    samples: tuple[Answer, ...]
-    bound: int = 9
-    row: Any = {}
-
-
-class Batch(NamedTuple):
-    """Stands for `buffers.client.ClaimedBatch`."""
-
-    groups: tuple[Group, ...]
-    step: int = 1
-    version: int = 0
-
-
-def tokens(*values: int) -> Any:
-    return np.array(values, np.int32)
-
-
-def pair(number: int, rewards: tuple[float, float], lengths: tuple[int, int] = (2, 3), **row: float) -> Group:
+def pair(number: int, rewards: tuple[float, float], lengths: tuple[int, int] = (2, 3), **row: float) -> GroupData:
     """Prompt token 100 + number; the answers consist of 10 * number + index."""
-    answers = tuple(
-        Answer(i, np.full(length, 10 * number + i, np.int32), reward)
+    answers = [
+        a_sample(i, np.full(length, 10 * number + i), reward=reward)
         for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
-    )
-    return Group(number, tokens(100 + number), answers, row=row)
+    ]
+    return a_group(number, [100 + number], answers, row=dict(row))
 
 
 def learner(mode: str, **settings: Any) -> LearnerConfig:
@@ -76,8 +40,8 @@ def sequences_of(piece: MicroBatch) -> list[list[int]]:
 
 
 def test_the_answer_with_the_higher_reward_comes_first_and_equal_ones_are_left_out() -> None:
-    batch = Batch((pair(1, (1, 0)), pair(2, (0.25, 0.5)), pair(3, (1, 1))))
-    cut = supervised.assemble(batch, learner("dpo"), ranks=1)  # type: ignore[arg-type]
+    given = a_batch(1, 0, [pair(1, (1, 0)), pair(2, (0.25, 0.5)), pair(3, (1, 1))])
+    cut = supervised.assemble(given, learner("dpo"), ranks=1)
     [part] = cut.shares[0]
     [piece] = part.micro
     found = sequences_of(piece)
@@ -90,16 +54,16 @@ def test_the_answer_with_the_higher_reward_comes_first_and_equal_ones_are_left_o
 
 def test_a_margin_is_read_from_the_row() -> None:
     config = learner("reward_model", preference=PreferenceConfig(margin_key="gap"))
-    batch = Batch((pair(1, (1, 0), gap=0.5), pair(2, (1, 0))))
-    [piece] = supervised.assemble(batch, config, ranks=1).shares[0][0].micro  # type: ignore[arg-type]
+    given = a_batch(1, 0, [pair(1, (1, 0), gap=0.5), pair(2, (1, 0))])
+    [piece] = supervised.assemble(given, config, ranks=1).shares[0][0].micro
     by_target = dict(zip(piece.targets.tolist(), piece.advantages.tolist(), strict=True))
     assert by_target == {10: 0.5, 11: 0.0, 20: 0.0, 21: 0.0}
 
 
 def test_a_group_that_is_no_pair_breaks_the_packer_by_name() -> None:
-    lonely = Group(7, tokens(1), (Answer(0, tokens(1), 1.0),))
+    lonely = a_group(7, [1], [a_sample(0, [1], reward=1.0)])
     with pytest.raises(ValueError, match="group 7 has 1 samples"):
-        supervised.assemble(Batch((lonely,)), learner("dpo"), ranks=1)  # type: ignore[arg-type]
+        supervised.assemble(a_batch(1, 0, [lonely]), learner("dpo"), ranks=1)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -107,9 +71,9 @@ def test_a_group_that_is_no_pair_breaks_the_packer_by_name() -> None:
 def test_pairs_stay_together_and_nothing_is_lost(ranks: int, packing: bool) -> None:
     rng = np.random.default_rng(0)
     lengths = [tuple(map(int, rng.integers(1, 12, 2))) for _ in range(13)]
-    groups = tuple(pair(n, (1, 0), size) for n, size in enumerate(lengths))  # type: ignore[arg-type]
+    groups = [pair(n, (1, 0), size) for n, size in enumerate(lengths)]  # type: ignore[arg-type]
     config = learner("dpo", micro_batch_tokens=40, packing=packing)
-    cut = supervised.assemble(Batch(groups), config, ranks=ranks)  # type: ignore[arg-type]
+    cut = supervised.assemble(a_batch(1, 0, groups), config, ranks=ranks)
     shares = [decode_share(encode_share(share)) for share in cut.shares]
     assert len({len(part.micro) for share in shares for part in share}) == 1, "as many collectives on every rank"
     seen = []
