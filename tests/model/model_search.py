@@ -141,18 +141,19 @@ def search(case: Case, *, kind: type[Groups] = Groups, limit: int = 1 << 40, onl
 
 
 def main(cases: Iterable[Case]) -> int:
-    """Print a line per case."""
-    total = Found("all")
+    """Print a line per case; 1 where one of them is not proved."""
+    total, failed = Found("all"), 0
     for case in cases:
         found = search(case)
         print(f"{found.line()} ({found.seconds:.1f} s)", flush=True)
         for label in found.trace:
             print("   ", label)
+        failed += bool(found.violation or found.deadlocks or found.stuck or found.cut)
         total.states += found.states
         total.transitions += found.transitions
         total.seconds += found.seconds
     print(f"{total.states} states, {total.transitions} transitions in {total.seconds:.1f} s")
-    return 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
