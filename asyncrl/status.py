@@ -222,7 +222,8 @@ def _weightsync_words(answer: dict[str, Any]) -> str:
 
 
 def _why(member: dict[str, Any]) -> str:
-    return f" ({member['why']})" if member.get("why") else ""
+    words = dict.fromkeys(str(member[key]) for key in ("why", "said") if member.get(key))
+    return f" ({'; '.join(words)})" if words else ""
 
 
 def _way(member: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What the weight-sync service knows of a generator, of a version and of a round: plain records, no decisions.
 
-Called by `choice`, `rounds` and `standing`; `rounds` alone changes them.
+Called by `choice`, `facts`, `rounds` and `standing`; `rounds` alone changes them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from asyncrl.wire import Hop, Manifest, Tensor
+from asyncrl.wire import Hop, Manifest, MemberPoll, Tensor
 from weightsync.transports.base import blob_sizes
 
 
@@ -50,6 +50,7 @@ class Member:
     part: Part | None = None  # its open part in a round
     last: Part | None = None  # the part that it committed last
     error: str = ""  # the last failure, empty after a success
+    said: str = ""  # what it reported outside of its part in a round, empty after a success
     failures: int = 0  # since the last success
     retry_at: float = 0.0
 
@@ -137,3 +138,11 @@ class Publisher:
 
     host: str
     fingerprint: str
+
+
+def fails(message: MemberPoll, part: Part | None) -> bool:
+    """Whether an error is that of the part: not of an older round, and not beside the word that it succeeded."""
+    if part is None or message.round != part.round.number:
+        return False
+    manifest = part.round.target.manifest
+    return message.state == "prepared" or (message.version, message.digest) != (manifest.version, manifest.digest)

@@ -32,10 +32,10 @@ from asyncrl.wire import Hello, Manifest, Publish, Published, RoundReply, RoundR
 from weightsync.copying import cores
 from weightsync.digest import whole_digest
 from weightsync.encoding import full
+from weightsync.facts import WANTED, mark
 from weightsync.hops import Chain, Staged
 from weightsync.outboxes import Outboxes
 from weightsync.plan import Plan
-from weightsync.rounds import WANTED, mark
 from weightsync.staging import SLOTS, Chunks, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import outbox

@@ -1,7 +1,8 @@
 """The decisions of the weight-sync service: a pure state machine over members, a target and rounds.
 
 Called by `weightsync.service` with decoded messages and the time; no sockets, no clock, no files. How a version comes
-to a member is chosen in `weightsync.choice`; where all stand is told in `weightsync.standing`.
+to a member is chosen in `weightsync.choice`; what is known, without a decision, stands in `weightsync.facts`; where all
+stand is told in `weightsync.standing`.
 
 A member:
 ```
@@ -27,7 +28,8 @@ Guarantees (searched in tests/model/test_sync_search.py):
 7. an older learner epoch is `fenced`; another model is `handshake.mismatch`;
 8. collective: the publisher's question forms the group, from the members that are free at that moment; generation
    numbers never repeat; with `auto` nobody waits for a group longer than `FORM_S`;
-9. a relay serves the target itself, and only readers that it did not fail.
+9. a relay serves the target itself, and only readers that it did not fail;
+10. an error that a member reports outside of its part changes nothing but what is shown of it (`said`, `complaints`).
 
 Example (timeout_s 30, member_timeout_s 20, local): t=0 publish v1 while a and b poll: round 1, both receive. t=1 a is
 prepared: commit; its ack makes it SERVING. b is stopped: t=30 round 1 is committed with a, b is left out ("no answer
@@ -36,47 +38,20 @@ within 30 s") and, silent for longer than 20 s, DEAD. t=60 b polls again: round 
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-
-import msgspec
-
-from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import Fenced, HandshakeError, WorkError
-from asyncrl.wire import Hop, Instruction, MemberPoll, Publish, Published, RoundReply, RoundRequest, Tensor
-from weightsync.choice import UNUSABLE_S, Scene, check_hops, choose, common_hops, holds, near
-from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, State, Target
+from asyncrl.wire import Instruction, MemberPoll, Publish, Published, RoundReply, RoundRequest
+from weightsync.choice import UNUSABLE_S, check_hops, choose, common_hops, holds
+from weightsync.facts import WANTED, Facts, mark
+from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, Target, fails
 from weightsync.plan import check_layout
 from weightsync.transports.base import UNUSABLE
 
 FIRST_PAUSE_S = 0.2  # before a member that failed tries again; doubles
 LONGEST_PAUSE_S = 5.0
-FORM_S = 5.0  # after a publish: who is in no collective group by then goes alone (`auto`)
-#: `RoundReply.rendezvous` of a publisher that must open its collective transport and publish again with the address.
-WANTED = "wanted"
 
 
-class Rounds:
-    """State of one service. `generation` is where collective groups start to count (unique over restarts)."""
-
-    def __init__(self, config: WeightSyncConfig, *, generation: int) -> None:
-        self.config = config
-        self.members: dict[str, Member] = {}
-        self.target: Target | None = None
-        self.epoch = 0
-        self.committed = -1  # newest version that a member acknowledged with its digest
-        self.finished: list[tuple[Round, float]] = []  # decided rounds and their end; the caller logs and empties it
-        self.rounds: dict[int, Round] = {}  # the current one and older ones with open parts
-        self.current: Round | None = None
-        self._offers: dict[str, str] = {}
-        self._hops: tuple[Hop, ...] = ()
-        self._publishers: dict[str, Publisher] = {}
-        self._layout: tuple[str, tuple[Tensor, ...]] = ("", ())
-        self._generation = generation
-        self._formation: Formation | None = None
-        self._together: dict[str, float] = {}  # members that may form a group, and until when
-        self._heard = 0.0  # when the publisher last spoke
-        self._numbers = 0
+class Rounds(Facts):
+    """State of one service, and all that changes it."""
 
     # ------------------------------------------------------------ publisher
 
@@ -133,15 +108,6 @@ class Rounds:
         reply = self._reply(rendezvous=self._form(now))
         return None if mark(reply) == message.seen else reply
 
-    def _lacking(self, now: float) -> dict[str, float]:
-        """The members that a group of `auto` may be formed of, with the time until which they wait for it."""
-        scene = self.scene(now)
-        return {
-            member.name: now + FORM_S for member in self.members.values()
-            if self.config.transport == "auto" and "collective" in member.transports and not member.dead
-            and not holds(member, self.target) and not near(member, scene) and not self.mismatch(member)
-        }  # fmt: skip
-
     def _fence(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise Fenced("fenced", f"learner epoch {epoch}; epoch {self.epoch} has published", where="weightsync")
@@ -166,30 +132,7 @@ class Rounds:
             part.rank, part.world_size, part.generation = ranks[member.name], len(ranks) + 1, self._generation
         return address
 
-    def _reply(self, *, rendezvous: str) -> RoundReply:
-        current, formation = self.current, self._formation
-        assert current is not None
-        shown = formation.round if formation is not None else current
-        errors = [f"{member.name}: {member.error}" for member in self.members.values() if member.error]
-        return RoundReply(
-            shown.number, shown.state, formation.generation if formation else 0,
-            {name: str(self.state_of(member)) for name, member in self.members.items()},
-            dict(formation.ranks) if formation else {}, rendezvous,
-            "; ".join(filter(None, [shown.detail, *errors])), formation.hops if formation else (),
-        )  # fmt: skip
-
     # ------------------------------------------------------------ members
-
-    def is_late(self, message: MemberPoll) -> bool:
-        """A copy of an older question, or of a process that was replaced: nobody waits for its answer.
-
-        Orders of one host can be compared. The doubt ends with `member_timeout_s`: a host that was started again, whose
-        orders begin anew, is heard then.
-        """
-        member = self.members.get(message.member)
-        if member is None or member.dead or member.host != message.host:
-            return False
-        return bool(message.order) and message.order < member.order
 
     def poll(self, message: MemberPoll, *, now: float) -> Instruction | None:
         """Take a member's report; what it does next, None while there is nothing (hold the poll)."""
@@ -203,7 +146,7 @@ class Rounds:
 
     def _take_word(self, member: Member, message: MemberPoll, now: float) -> None:
         member.order, member.unsure, part = message.order, False, member.part
-        if part is not None and message.error and message.round == part.round.number:
+        if message.error and fails(message, part):
             self._fail(member, message.error, now)
         if message.state == "prepared":
             member.received_digest = message.digest
@@ -212,6 +155,9 @@ class Rounds:
         elif (message.version, message.digest) != (member.version, member.digest) or message.state == "serving":
             self._acknowledge(member, message.version, message.digest, now)
         member.reported, member.round_reported = message.state, message.round
+        if message.error and not (part is not None and part.result == message.error) and message.error != member.said:
+            member.said = message.error
+            self.complaints.append((member.name, message.error))
 
     def _seen(self, message: MemberPoll, now: float) -> Member:
         member = self.members.get(message.member)
@@ -231,13 +177,6 @@ class Rounds:
         if mismatch := self.mismatch(member):
             raise HandshakeError("handshake.mismatch", mismatch, where="weightsync")
 
-    def mismatch(self, member: Member) -> str:
-        """Why the member's model is another than the learner's; empty where it is the same."""
-        known = self._publishers.get(self.target.publisher) if self.target is not None else None
-        if known is None or not known.fingerprint or member.fingerprint in ("", known.fingerprint):
-            return ""
-        return f"{member.name} on {member.host} has fingerprint {member.fingerprint}, the learner {known.fingerprint}"
-
     def _acknowledge(self, member: Member, version: int, digest: str, now: float) -> None:
         """The member says what it holds; close its part where that is the part's version."""
         member.version, member.digest = version, digest
@@ -245,7 +184,7 @@ class Rounds:
         if part is not None and part.round.target.manifest.version == version:
             if digest == part.round.target.manifest.digest:
                 part.committed, part.result = True, digest
-                member.error, member.failures, member.part, member.last = "", 0, None, part
+                member.error, member.said, member.failures, member.part, member.last = "", "", 0, None, part
                 if part.round.target.epoch == self.epoch:
                     self.committed = max(self.committed, version)
                 self._settle(part.round, now)
@@ -294,25 +233,7 @@ class Rounds:
         part.whole = part.committing = member.unsure = True
         return Instruction("commit", part.round.number, version=manifest.version)
 
-    def scene(self, now: float) -> Scene:
-        """What choices depend on."""
-        free = [self.members[name] for name in self._together if self.members[name].reported != "prepared"]
-        lack = {member.name for member in free if member.part is None and not holds(member, self.target)}
-        parts = [member.part for member in self.members.values() if member.part is not None]
-        loads = Counter(part.way.source for part in parts if part.way.transport == "stream" and not part.whole)
-        silent = now - self._heard > self.config.member_timeout_s
-        return Scene(self.config, self.target, self._offers, self._hops, self.members, lack, loads, silent, now)
-
-    def _needs(self, member: Member, now: float) -> bool:
-        """Whether the target is to be brought to this member now."""
-        if member.dead or member.part is not None or self.target is None or holds(member, self.target):
-            return False
-        return member.reported != "prepared" and now >= member.retry_at and not self.mismatch(member)
-
     # ------------------------------------------------------------ rounds
-
-    def _took_part(self, member: Member) -> bool:
-        return self.current is not None and member.name in self.current.parts
 
     def _open_round(self, now: float, *, fresh: bool = False) -> Round:
         """The current round; a new one with the same target where that is decided or takes no more members, or has
@@ -382,18 +303,3 @@ class Rounds:
             if member.part is None and not member.dead and now - member.last_seen > self.config.member_timeout_s:
                 member.dead = True
                 self._together.pop(member.name, None)
-
-    def state_of(self, member: Member) -> State:
-        """Where the member stands."""
-        if member.dead:
-            return State.DEAD
-        if member.part is not None:
-            return State.SYNCING
-        if holds(member, self.target):
-            return State.SERVING
-        return State.STALE if member.version >= 0 or self.target is not None else State.JOINING
-
-
-def mark(reply: RoundReply) -> str:
-    """What `RoundRequest.seen` says of a reply that the publisher has."""
-    return hashlib.blake2b(msgspec.msgpack.encode(reply), digest_size=8).hexdigest()

@@ -6,7 +6,7 @@ the producers and to observers. Guarantees:
    publishes its manifest again when it hears that the service does not know it;
 2. a held poll or question is answered when there is something to do, or after its own `wait_s`;
 3. one line per decided round in metrics/weightsync.jsonl: version, digest, bytes carried, and of every member its
-   digest or why not, transport, encoding and source;
+   digest or why not, transport, encoding and source; one for an error that a member reports outside of its round;
 4. one service per run: the second one is `service.duplicate`.
 Weights never pass through it.
 """
@@ -169,6 +169,10 @@ class Service:
             numbers, words = standing.round_line(round_, ended=ended)
             self._log.write(numbers, **words)
         self._rounds.finished.clear()
+        for name, error in self._rounds.complaints:
+            numbers, words = standing.complaint_line(self._rounds, name, error)
+            self._log.write(numbers, **words)
+        self._rounds.complaints.clear()
 
     def _retry_question(self, peer: bytes, held: Held, now: float) -> None:
         message: RoundRequest = held.call.message

@@ -1,7 +1,9 @@
 """Where rounds and members stand, as builtin values: `asyncrl status` and the lines of metrics/weightsync.jsonl. Pure.
 
-Called by `weightsync.service`. Guarantees: every member has a reason in words: why it does not serve, and why its
-weights come the way they come.
+Called by `weightsync.service`. Guarantees:
+1. every member has a reason in words: why it does not serve, and why its weights come the way they come;
+2. an error that a member reports outside of its part in a round (it cannot pass versions on, its weights changed) is
+   shown as `said` until its next success, and is a line of its own in the log (`complaint_line`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def _member(rounds: Rounds, member: Member, now: float) -> dict[str, Any]:
     return {
         "state": str(rounds.state_of(member)), "version": member.version, "digest": member.digest,
         "pid": member.pid, "host": member.host, "silent_s": round(now - member.last_seen, 3),
-        "why": why(rounds, member, now=now), "relay": member.relay, **_way(rounds, member, rounds.scene(now)),
+        "why": why(rounds, member, now=now), "said": member.said, "relay": member.relay,
+        **_way(rounds, member, rounds.scene(now)),
     }  # fmt: skip
 
 
@@ -74,6 +77,12 @@ def _way(rounds: Rounds, member: Member, scene: Scene) -> dict[str, str]:
         "transport": way.transport, "encoding": encoding if way.transport else "", "source": way.source,
         "transport_why": way.why,
     }  # fmt: skip
+
+
+def complaint_line(rounds: Rounds, name: str, error: str) -> tuple[dict[str, float], dict[str, Any]]:
+    """What a member said outside of a round, for the log."""
+    member = rounds.members[name]
+    return {"version": member.version}, {"state": "said", "member": name, "said": error, "digest": member.digest}
 
 
 def round_line(round_: Round, *, ended: float) -> tuple[dict[str, float], dict[str, Any]]:

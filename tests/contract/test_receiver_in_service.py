@@ -143,4 +143,8 @@ def test_bits_that_flip_later_end_the_receiver(make_world: Callable[..., World])
     assert member.error is not None and member.error.code == "engine.broken" and member.error.where == "a"
     assert "have changed since the commit" in member.error.message
     assert member.receiver.digests[0] != publisher.digests[0], "what is still sent carries what is held"
-    assert world.status()["members"]["a"]["state"] != "serving"
+    shown = world.status()["members"]["a"]
+    assert shown["state"] != "serving" and "have changed since the commit" in shown["said"]
+    until(lambda: any(line["state"] == "said" for line in world.lines()), "it is in the log")
+    line = next(line for line in world.lines() if line["state"] == "said")
+    assert (line["member"], line["version"]) == ("a", 0) and line["said"] == shown["said"]

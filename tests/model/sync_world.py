@@ -287,6 +287,7 @@ class World:
         for round_, _ in rounds.finished:
             self.check_finished(round_)
         rounds.finished.clear()
+        rounds.complaints.clear()
         return node
 
     def hear(self, node: Node, name: str, *, spoil: bool = False) -> Node:
@@ -541,7 +542,7 @@ def clone(rounds: Rounds) -> Rounds:
     new.rounds = {number: _round(copies, round_) for number, round_ in rounds.rounds.items()}
     new.current = _round(copies, rounds.current) if rounds.current is not None else None
     new.members = {name: _member(copies, member) for name, member in rounds.members.items()}
-    new.finished = list(rounds.finished)
+    new.finished, new.complaints = list(rounds.finished), list(rounds.complaints)
     new._publishers = dict(rounds._publishers)
     new._together = dict(rounds._together)
     formation = rounds._formation

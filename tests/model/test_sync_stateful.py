@@ -117,7 +117,7 @@ def schedules(kind: type[Rounds], *, examples: int) -> None:
 
 def test_schedules_of_larger_systems(figure: Callable[[str], None]) -> None:
     SEEN.clear()
-    with patch.multiple("weightsync.rounds", FORM_S=1.0):
+    with patch("weightsync.facts.FORM_S", 1.0):
         schedules(Rounds, examples=100)
     figure(", ".join(f"{name} {count}" for name, count in SEEN.most_common()))
     assert SEEN["healed"] > 90

@@ -8,13 +8,15 @@ import pytest
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError
+from asyncrl.status import render
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest
 from weightsync import standing
 from weightsync.choice import choose
 from weightsync.digest import whole_digest
+from weightsync.facts import WANTED, mark
 from weightsync.members import Publisher, Round
 from weightsync.plan import TensorSpec, plan_buckets
-from weightsync.rounds import WANTED, Rounds, mark
+from weightsync.rounds import Rounds
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (2,))], bucket_bytes=16)
@@ -429,3 +431,52 @@ def check(sim: Sim) -> None:
             assert not member.part.result and member.part.round.number in sim.rounds.rounds
     if target is not None:
         assert sim.rounds.committed <= target.manifest.version
+
+
+def test_an_error_outside_of_a_round_is_shown_until_the_next_success() -> None:
+    sim = Sim()
+    sim.publish(0)
+    assert sim.take("a", receive(sim.poll("a"))) is None and sim.state("a") == "serving"
+    before = sim.rounds.members["a"]
+    failures, retry_at = before.failures, before.retry_at
+    sim.tick(1)
+    assert sim.poll("a", error="its weights have changed") is None, "there is nothing to do"
+    shown = standing.status(sim.rounds, now=sim.now)["members"]["a"]
+    assert shown["said"] == "its weights have changed" and shown["state"] == "serving" and shown["why"] == ""
+    assert "a serving version 0 (its weights have changed)" in render(
+        {"weightsync": standing.status(sim.rounds, now=1)}
+    )
+    assert (before.failures, before.retry_at) == (failures, retry_at) and sim.ended() == [(1, "committed")]
+    sim.poll("a", error="its weights have changed")
+    assert sim.rounds.complaints == [("a", "its weights have changed")], "once, however often it is said"
+    numbers, words = standing.complaint_line(sim.rounds, *sim.rounds.complaints[0])
+    assert numbers == {"version": 0} and (words["member"], words["said"]) == ("a", "its weights have changed")
+    sim.publish(1)
+    sim.take("a", receive(sim.poll("a")))
+    assert standing.status(sim.rounds, now=sim.now)["members"]["a"]["said"] == ""
+
+
+def test_an_error_of_an_older_round_does_not_fail_the_newer_one() -> None:
+    sim = Sim()
+    sim.publish(0)
+    old = receive(sim.poll("a"))
+    sim.tick(30)
+    sim.tick(0.2)
+    new = receive(sim.poll("a"))
+    assert new.round > old.round
+    sim.poll("a", round=old.round, error="too slow")
+    member = sim.rounds.members["a"]
+    assert member.part is not None and member.part.round.number == new.round and member.said == "too slow"
+    assert sim.take("a", new) is None and sim.state("a") == "serving" and member.said == ""
+
+
+def test_an_acknowledgement_with_an_error_is_one() -> None:
+    """A generator that took a version and cannot pass it on has it all the same."""
+    sim = Sim()
+    sim.publish(0)
+    instruction = receive(sim.poll("a"))
+    sim.received("a", instruction)
+    sim.held["a"] = (0, manifest_of(0).digest)
+    sim.poll("a", round=instruction.round, error="cannot pass versions on: no port")
+    assert sim.ended() == [(1, "committed")] and sim.state("a") == "serving"
+    assert sim.rounds.members["a"].failures == 0 and sim.rounds.members["a"].said.startswith("cannot pass")

@@ -12,9 +12,10 @@ from asyncrl.wire import Hop, Instruction, Manifest, MemberPoll, Publish, RoundR
 from weightsync import standing
 from weightsync.choice import UNUSABLE_S, choose
 from weightsync.digest import whole_digest
+from weightsync.facts import FORM_S, WANTED
 from weightsync.members import Choice, Publisher
 from weightsync.plan import TensorSpec, plan_buckets
-from weightsync.rounds import FORM_S, WANTED, Rounds
+from weightsync.rounds import Rounds
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (100,)), TensorSpec("b", "F32", (50,))], bucket_bytes=400)
