@@ -3,8 +3,9 @@
 Called through `buffers.groups.Groups`; the layer above `leasing`. Guarantees:
 1. a sample made by an older version than the lease's lowers the deadline, a newer one does not raise it;
 2. an answer under an old token is refused, the same answer twice is acknowledged and changes nothing;
-3. samples of weights that were not published are refused and their prompts issued again; the producer gets no lease
-   under that version for `lease_timeout_s`, so that one wrong generator cannot use up the attempts of all prompts;
+3. samples of weights that were not published, or without the digest where it is known, are refused and their prompts
+   issued again; the producer gets no lease under that version for `lease_timeout_s`, so that one wrong generator cannot
+   use up the attempts of all prompts;
 4. a group is complete with the first `group_size` samples that arrive; with `over_issue` more were asked for: those
    are refused, their generation is cancelled, and nothing downstream sees them;
 5. a group with all rewards goes through the filters before it is READY.
@@ -88,11 +89,16 @@ class Arriving(Leasing):
         return accepted, duplicate, refused
 
     def _wrong_digest(self, head: Samples, now: float) -> str:
-        for version, digest in head.digests.items():
-            known = self.digests.get(version)
-            if known and digest and digest not in known:
+        """Why these are no samples of published weights; where a digest is known for a version, none is a wrong one.
+
+        Versions without a known digest pass: those of the modes without weights, and those not told of yet.
+        """
+        for version in {*head.digests, *(version for item in head.samples for version, _ in item.runs)}:
+            known, digest = self.digests.get(version), head.digests.get(version, "")
+            if known and digest not in known:
                 self.barred[head.producer] = (version, now + self.settings.lease_timeout_s)
-                return f"digest: {head.producer} holds {digest} as version {version}, published was {known[-1]}"
+                held = f"holds {digest} as version {version}" if digest else f"names none for version {version}"
+                return f"digest: {head.producer} {held}, published was {known[-1]}"
         return ""
 
     @staticmethod

@@ -39,7 +39,9 @@ def test_lost_lease_goes_to_another_and_the_late_answer_is_refused(make: Make) -
         await slow.client.hello("model")
         await quick.client.hello("model")
         lease = (await slow.lease(0, 1)).leases[0]
-        await slow.client.submit(lease, prompt_ids=np.array([1], np.int32), samples=[sample(0)], digests={}, row={})
+        await slow.client.submit(
+            lease, prompt_ids=np.array([1], np.int32), samples=[sample(0)], digests={0: "d0"}, row={}
+        )
         again: wire.Lease | None = None
         deadline = time.monotonic() + 8
         while again is None and time.monotonic() < deadline:  # slow is silent for 2 s
@@ -48,7 +50,7 @@ def test_lost_lease_goes_to_another_and_the_late_answer_is_refused(make: Make) -
             await quick.client.heartbeat({})
         assert again is not None and again.missing == (1,) and again.attempt == 1 and again.token > lease.token
         late = await slow.client.submit(
-            lease, prompt_ids=np.array([1], np.int32), samples=[sample(1)], digests={}, row={}
+            lease, prompt_ids=np.array([1], np.int32), samples=[sample(1)], digests={0: "d0"}, row={}
         )
         assert late.refused == {1: "token: the lease was lost"}
         assert (await quick.answer(again)).accepted == (1,)

@@ -117,7 +117,7 @@ def test_kill_and_restart_lose_nothing(make: Make, store: str) -> None:
         assert len(leases.leases) == 2, leases.reason
         head = leases.leases[0]
         await producer.client.submit(
-            head, prompt_ids=np.array([1], np.int32), samples=[sample(0, 1)], digests={}, row={}
+            head, prompt_ids=np.array([1], np.int32), samples=[sample(0, 1)], digests={1: "d1"}, row={}
         )
         before = service.status()["ledger"]
         service.kill()
@@ -125,11 +125,11 @@ def test_kill_and_restart_lose_nothing(make: Make, store: str) -> None:
         assert service.status()["ledger"] == before | {"leased": 2, "claimed": 2, "trained": 2, "issued": 6}
         # the leases are still its own, and a sample sent again is known
         again = await producer.client.submit(
-            head, prompt_ids=np.array([1], np.int32), samples=[sample(0, 1)], digests={}, row={}
+            head, prompt_ids=np.array([1], np.int32), samples=[sample(0, 1)], digests={1: "d1"}, row={}
         )
         assert again.duplicate == (0,)
         rest = await producer.client.submit(
-            head, prompt_ids=np.array([1], np.int32), samples=[sample(1, 1)], digests={}, row={}
+            head, prompt_ids=np.array([1], np.int32), samples=[sample(1, 1)], digests={1: "d1"}, row={}
         )
         assert rest.accepted == (1,)
         producer.client.close()

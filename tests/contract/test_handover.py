@@ -377,7 +377,13 @@ def test_arrays_are_what_was_made(make: base.Make) -> None:
         ]
         masks = {1: np.array([1, 0, 1], np.uint8)}
         reply = await producer.client.submit(
-            lease, prompt_ids=np.arange(4)[::2], samples=made, digests={}, row={}, rewards={0: 1.0, 1: 2.0}, masks=masks
+            lease,
+            prompt_ids=np.arange(4)[::2],
+            samples=made,
+            digests={0: "d0"},
+            row={},
+            rewards={0: 1.0, 1: 2.0},
+            masks=masks,
         )
         assert reply.accepted == (0, 1), reply
         producer.client.close()

@@ -182,7 +182,7 @@ class Producer:
         rng, world = self.rng, self.world
         ended, last = self.version, self.digest
         if world.odd("stale_tokens") and begun > 0:  # a worker that lies about its version: admission must not trust it
-            begun, digest = begun - 1, ""
+            begun, digest = begun - 1, world.weights.digests.get(begun - 1, "")
             world.hits["stale_tokens"] += 1
         heads, responses = [], []
         for index in part:

@@ -29,6 +29,7 @@ class Weights:
     def __init__(self, world: World) -> None:
         self._world = world
         self.target: tuple[int, int, str] | None = None  # epoch, version, digest
+        self.digests: dict[int, str] = {}  # of every version, as it was published last
         self.last = (0, -1)
         self.committed = -1
 
@@ -42,6 +43,7 @@ class Weights:
         if epoch == self.last[0] or learner.process is not self._world.check.learner:
             self._world.check.published(epoch, version, self.last)
         self.last, self.target = (epoch, version), (epoch, version, digest)
+        self.digests[version] = digest
         self.committed = version
 
 

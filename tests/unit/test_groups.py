@@ -251,6 +251,22 @@ def test_weights_that_were_not_published_cost_the_prompt_an_attempt_and_the_prod
     assert run.lease(0, 1) != []  # another process of that name
 
 
+def test_samples_of_known_weights_name_their_digest() -> None:
+    """None is no proof where one is known; versions without a digest (no weights, or not told of yet) need none."""
+    run = Run(max_staleness=90)
+    run.g.note_digest(1, "aa")
+    assert run.lease(0, 1) == [0] and run.send(0, 0, 1, version=0).accepted == (0, 1), "nothing is known of version 0"
+    assert run.lease(1, 1) == [1]
+    for digests in ({}, {1: ""}, {0: "bb"}):
+        run.g.barred.clear()
+        refused = run.send(1, 0, version=1, digests=digests).refused[0]
+        assert refused == "not published: digest: p names none for version 1, published was aa"
+        assert run.lease(1, 1) == [], "and gets no work under that version for a while"
+        run.g.barred.clear()
+        assert run.lease(1, 1) == [1]
+    assert run.send(1, 0, version=1, digests={1: "aa"}).accepted == (0,)
+
+
 def test_inline_rewards_must_be_finite() -> None:
     run = Run()
     run.lease()
