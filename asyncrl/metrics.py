@@ -109,7 +109,7 @@ CATALOGUE: dict[str, Metric] = {
     "train_s": Metric("s", "learner", "time in forward, backward and optimizer"),
     "publish_s": Metric("s", "learner", "time blocked while weights were gathered and copied out, and nothing else"),
     "publish_bytes": Metric("bytes", "learner", "bytes of one copy of the weights, as last copied out"),
-    "delta_bytes": Metric("bytes", "learner", "size of the last delta that was encoded; 0: dropped, or there was none"),
+    "delta_bytes": Metric("bytes", "learner", "size of the last delta that was encoded; 0: dropped, or not needed"),
     "delta_s": Metric("s", "learner", "time to encode it, beside the training"),
     "checkpoint_s": Metric("s", "learner", "time blocked by the checkpoint after the step before"),
     "checkpoint_failures": Metric(

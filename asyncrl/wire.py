@@ -542,6 +542,7 @@ class RoundReply(Message, frozen=True, tag=63):
     rendezvous: str = ""
     detail: str = ""
     hops: tuple[Hop, ...] = ()  # the collective carries these instead of the buckets, where there are any
+    hops_wanted: bool = True  # whether a member is there that could take hops: else they need not be encoded
 
 
 class MemberPoll(Message, frozen=True, tag=64):

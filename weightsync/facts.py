@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.wire import Hop, MemberPoll, RoundReply, Tensor
-from weightsync.choice import Scene, holds, near
+from weightsync.choice import DELTA, Scene, holds, near
 from weightsync.members import Formation, Member, Publisher, Round, State, Target
 
 FORM_S = 5.0  # after a publish: who is in no collective group by then goes alone (`auto`)
@@ -47,7 +47,7 @@ class Facts:
 
     # ------------------------------------------------------------ publisher
 
-    def _reply(self, *, rendezvous: str) -> RoundReply:
+    def _reply(self, now: float, *, rendezvous: str) -> RoundReply:
         current, formation = self.current, self._formation
         assert current is not None
         shown = formation.round if formation is not None else current
@@ -58,7 +58,16 @@ class Facts:
             {name: str(self.state_of(member)) for name, member in self.members.items()},
             dict(formation.ranks) if formation else {}, rendezvous,
             "; ".join(filter(None, [shown.detail, *errors])), formation.hops if formation else (),
+            self._hops_wanted(now),
         )  # fmt: skip
+
+    def _hops_wanted(self, now: float) -> bool:
+        """Whether hops are of use to anybody: to a living member that takes them and is not reached by `local`."""
+        scene = self.scene(now)
+        return any(
+            DELTA in member.encodings and not member.dead and not near(member, scene) and not self.mismatch(member)
+            for member in self.members.values()
+        )
 
     def _lacking(self, now: float) -> dict[str, float]:
         """The members that a group of `auto` may be formed of, with the time until which they wait for it."""

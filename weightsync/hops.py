@@ -79,13 +79,17 @@ class Chain:
         """Size of the last hop; 0 where there is none."""
         return sum(self._steps[-1][0].nbytes) if self._steps else 0
 
-    def extend(self, version: Staged) -> None:
-        """Give a version its hops. A version that was overwritten before it could be encoded changes nothing."""
+    def extend(self, version: Staged, *, wanted: bool = True) -> None:
+        """Give a version its hops; none where they are not wanted: the next hop starts from it all the same.
+
+        A version that was overwritten before it could be encoded changes nothing.
+        """
         with ExitStack() as hold:
             if not hold.enter_context(version.staging.sending(version.slot, version.order)):
                 return
             started = time.monotonic()
-            step = self._step(version) if self._end is not None else None
+            self.why = self.why if wanted else "nobody takes hops"
+            step = self._step(version) if self._end is not None and wanted else None
             self.encode_s = time.monotonic() - started
             self._steps = self._kept(version, [*self._steps, step]) if step is not None else []
             version.hops = tuple(hop for hop, _ in self._steps)

@@ -8,6 +8,7 @@ what changed since the version before (`weightsync.hops`). Guarantees:
 2. a newer version supersedes an older one, whatever is being sent or encoded; what is being sent is not overwritten
    (up to the limit of `weightsync.staging`). With deltas a version is announced once its hop is encoded, or dropped;
    an encoding that takes longer than the time between two versions skips versions, it is not given up for a newer one;
+   nothing is encoded while the service has no generator that could take it (all on this host, say);
 3. a service that does not answer or has forgotten everything is told again, for as long as this object is open;
 4. an error that trying again cannot mend (`fenced`, `handshake.mismatch`) is raised by the next call;
 5. every wait has a deadline.
@@ -174,7 +175,7 @@ class Publisher:
                 try:
                     with self._announcing:
                         self._announce(requester, offer)
-                    self._staging.prepare(offer.slot.size, SLOTS + (self._chain is not None))
+                    self._staging.prepare(offer.slot.size, SLOTS + self._encodes())
                 except (Unavailable, TransportError):  # also: overwritten before it could be offered
                     time.sleep(PAUSE_S)
                 except AsyncRLError as error:
@@ -182,6 +183,10 @@ class Publisher:
                     return
         finally:
             requester.close()
+
+    def _encodes(self) -> bool:
+        """Whether a version more is held, to encode from."""
+        return self._chain is not None and self._reply.round > 0 and self._reply.hops_wanted
 
     def _next_offer(self) -> Staged | None:
         """The newest version that is ready once the service does not know it; None at the end."""
@@ -228,7 +233,7 @@ class Publisher:
         assert self._chain is not None
         try:
             while (offer := self._next_unready()) is not None:
-                self._chain.extend(offer)
+                self._chain.extend(offer, wanted=self._reply.hops_wanted)
                 with self._changed:
                     offer.ready = True
                     self.stats |= {"delta_bytes": float(self._chain.hop_bytes), "delta_s": self._chain.encode_s}

@@ -105,7 +105,7 @@ class Rounds(Facts):
             if message.transport_done != "sent":
                 self._formation.round.detail = message.transport_done
             self._formation = None  # what its members say decides; others may form the next group
-        reply = self._reply(rendezvous=self._form(now))
+        reply = self._reply(now, rendezvous=self._form(now))
         return None if mark(reply) == message.seen else reply
 
     def _fence(self, epoch: int) -> None:

@@ -105,6 +105,22 @@ def test_a_hop_that_is_not_smaller_is_dropped_with_those_before(line: Line) -> N
     assert bases(line.add(3)) == [2], "the next one starts anew"
 
 
+def test_hops_that_nobody_wants_are_not_encoded_and_the_next_one_starts_there(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line.add(0)
+    assert bases(line.add(1)) == [0]
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.hops.encode", None)  # whoever encodes fails
+        for version in (2, 3):
+            staged = line.stage(version)
+            line.chain.extend(staged, wanted=False)
+            assert staged.hops == () and (line.chain.why, line.chain.hop_bytes) == ("nobody takes hops", 0)
+    newest = line.add(4)
+    assert bases(newest) == [3] and line.chain.why == "" and line.followed(newest, 3) == line.kept[4]
+    assert len(list(line.staging._folders[0].iterdir())) == 2
+
+
 def test_another_layout_and_adapters_have_no_hops(line: Line) -> None:
     line.add(0)
     other = plan_buckets([TensorSpec("z", "U8", (1000,))], bucket_bytes=1 << 20)

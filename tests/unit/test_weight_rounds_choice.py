@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import WeightSyncConfig
@@ -12,7 +13,7 @@ from asyncrl.wire import Hop, Instruction, Manifest, MemberPoll, Publish, RoundR
 from weightsync import standing
 from weightsync.choice import UNUSABLE_S, choose
 from weightsync.digest import whole_digest
-from weightsync.facts import FORM_S, WANTED
+from weightsync.facts import FORM_S, WANTED, mark
 from weightsync.members import Choice, Publisher
 from weightsync.plan import TensorSpec, plan_buckets
 from weightsync.rounds import Rounds
@@ -382,3 +383,35 @@ def test_the_log_says_what_was_carried() -> None:
     }  # fmt: skip
     assert words[1]["ways"]["b"]["source"] in ("a", "learner") and words[1]["encoding"] == "full"
     assert words[2]["members"]["c"] == "boom" and words[2]["ways"]["c"]["bytes"] == 0
+
+
+def test_the_publisher_is_told_whether_hops_are_of_use() -> None:
+    sim = Sim(transport="auto")
+    sim.publish(1)
+    assert not sim.ask().hops_wanted, "nobody is there"
+    sim.hosts["near"] = "h"
+    sim.arrive("near", job(sim.poll("near")))
+    assert not sim.ask().hops_wanted, "who maps the slot takes no hops"
+    sim.arrive("far", job(sim.poll("far", transports=("stream",))))
+    assert sim.ask().hops_wanted
+    sim.tick(15)
+    sim.poll("near")
+    sim.tick(10)
+    assert sim.rounds.members["far"].dead and not sim.ask().hops_wanted, "it is gone"
+    sim.encodings = ("full",)
+    sim.poll("far", transports=("stream",))
+    assert not sim.ask().hops_wanted, "it cannot take them"
+    sim.encodings = ("full", "delta")
+    sim.poll("far", transports=("stream",))
+    assert sim.ask().hops_wanted, "it comes again"
+    assert mark(sim.ask()) != mark(msgspec.structs.replace(sim.ask(), hops_wanted=False)), "a change is told at once"
+
+
+def test_who_cannot_map_the_slot_wants_hops() -> None:
+    sim = Sim(transport="auto")
+    sim.hosts["near"] = "h"
+    sim.publish(1)
+    first = job(sim.poll("near"))
+    assert first.transport == "local" and not sim.ask().hops_wanted
+    sim.poll("near", round=first.round, error=f"{UNUSABLE}local: not here")
+    assert sim.ask().hops_wanted
