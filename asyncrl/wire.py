@@ -503,6 +503,14 @@ class Hop(Message, frozen=True):
     nbytes: tuple[int, ...]
 
 
+class BaseOffer(Message, frozen=True):
+    """The whole weights that an adapter is added to, offered beside it to those who lack them."""
+
+    manifest: Manifest
+    offers: dict[str, str]
+    tensors: tuple[Tensor, ...] = ()  # sent once per layout
+
+
 class Publish(Message, frozen=True, tag=60):
     """The learner offers `manifest` on the transports of `offers` (name -> address). Answer: `Published`."""
 
@@ -512,6 +520,7 @@ class Publish(Message, frozen=True, tag=60):
     offers: dict[str, str]
     tensors: tuple[Tensor, ...] = ()  # sent once per layout
     hops: tuple[Hop, ...] = ()  # oldest first; the last one leads to this version, each one to the base of the next
+    base: BaseOffer | None = None  # of an adapter
 
 
 class Published(Message, frozen=True, tag=61):
@@ -543,6 +552,7 @@ class RoundReply(Message, frozen=True, tag=63):
     detail: str = ""
     hops: tuple[Hop, ...] = ()  # the collective carries these instead of the buckets, where there are any
     hops_wanted: bool = True  # whether a member is there that could take hops: else they need not be encoded
+    digest: str = ""  # of the version that the collective carries; empty: no group is formed
 
 
 class MemberPoll(Message, frozen=True, tag=64):
@@ -563,6 +573,7 @@ class MemberPoll(Message, frozen=True, tag=64):
     encodings: tuple[str, ...] = ("full",)
     relay: str = ""  # where it serves the version that it holds to others (transport `stream`)
     order: int = 0  # grows with every poll on its host (a monotonic clock): an older one is a late copy; 0: not told
+    base: str = ""  # digest of the whole weights that it holds, under an adapter where there is one
 
 
 class Instruction(Message, frozen=True, tag=65):

@@ -13,7 +13,9 @@ Called by `weightsync.rounds` with what it knows, and for `asyncrl status`. `aut
    did not fail it; only from the publisher, and never by `local`, where whole weights are only mapped;
 4. a reason in words comes with every choice, also with that of nothing; an offer with an empty address is one that the
    publisher opens when it is chosen first;
-5. nothing is given up for ever: what a member cannot reach is tried again after `UNUSABLE_S`.
+5. an adapter only to a member that holds its base, by digest; who lacks it gets the base first, whole, from the
+   publisher, alone (or by `collective` where that is set);
+6. nothing is given up for ever: what a member cannot reach is tried again after `UNUSABLE_S`.
 
 Example: version 7 of 1 GB, published with hops 5->6 (20 MB) and 6->7 (20 MB). Who holds 6 takes 20 MB, who holds 5
 takes 40 MB in two hops, who holds 4, or another 6, takes 1 GB.
@@ -22,7 +24,7 @@ takes 40 MB in two hops, who holds 4, or another 6, takes 1 GB.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from asyncrl.config import WeightSyncConfig
@@ -33,6 +35,7 @@ from weightsync.members import Choice, Member, Target
 UNUSABLE_S = 60.0  # before an address that a member cannot reach is tried again
 TOGETHER = 2  # members from which on a collective is worth it
 DELTA = "delta"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Scene:
     loads: Mapping[str, int]
     publisher_silent: bool
     now: float
+    base: Scene | None = None  # of the weights under the target, where that is an adapter and they are offered
 
 
 class Source(NamedTuple):
@@ -69,6 +73,13 @@ def holds(member: Member, target: Target | None) -> bool:
     return (member.version, member.digest) == (target.manifest.version, target.manifest.digest)
 
 
+def lacks_base(member: Member, target: Target | None) -> bool:
+    """Whether the target is an adapter of weights that the member does not hold."""
+    if target is None or target.manifest.encoding != ADAPTER or ADAPTER not in member.encodings:
+        return False
+    return not holds(member, target) and member.base != target.manifest.base
+
+
 def choose(member: Member, scene: Scene) -> Choice:
     """The way of the target to this member now."""
     target, mode = scene.target, scene.config.transport
@@ -76,6 +87,8 @@ def choose(member: Member, scene: Scene) -> Choice:
         return Choice("", "nothing published")
     if target.manifest.encoding not in member.encodings:
         return Choice("", f"it cannot take {target.manifest.encoding} weights")
+    if lacks_base(member, target):
+        return _base_first(member, scene, target.manifest.base)
     if near(member, scene):
         return Choice("local", f"same host as the publisher ({target.host})", scene.offers["local"], target.publisher)
     why = _why_not_local(member, target)
@@ -92,6 +105,13 @@ def choose(member: Member, scene: Scene) -> Choice:
             "disk", "set by weightsync.transport", scene.offers["disk"], target.publisher, hops_for(member, scene)
         )
     return Choice("", f"weightsync.transport = {mode!r} does not reach it: {why}")
+
+
+def _base_first(member: Member, scene: Scene, base: str) -> Choice:
+    if scene.base is None:
+        return Choice("", f"it lacks the base {base[:12]} of the adapter, which nobody offers")
+    way = choose(member, scene.base)
+    return replace(way, why=f"the base of the adapter first; {way.why}", base=True)
 
 
 def near(member: Member, scene: Scene) -> bool:

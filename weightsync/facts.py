@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.wire import Hop, MemberPoll, RoundReply, Tensor
-from weightsync.choice import DELTA, Scene, holds, near
+from weightsync.choice import DELTA, Scene, holds, lacks_base, near
 from weightsync.members import Formation, Member, Publisher, Round, State, Target
 
 FORM_S = 5.0  # after a publish: who is in no collective group by then goes alone (`auto`)
@@ -37,6 +37,8 @@ class Facts:
         self.current: Round | None = None
         self._offers: dict[str, str] = {}
         self._hops: tuple[Hop, ...] = ()
+        self._base: Target | None = None  # the weights under the target, where that is an adapter
+        self._base_offers: dict[str, str] = {}
         self._publishers: dict[str, Publisher] = {}
         self._layout: tuple[str, tuple[Tensor, ...]] = ("", ())
         self._generation = generation
@@ -58,7 +60,7 @@ class Facts:
             {name: str(self.state_of(member)) for name, member in self.members.items()},
             dict(formation.ranks) if formation else {}, rendezvous,
             "; ".join(filter(None, [shown.detail, *errors])), formation.hops if formation else (),
-            self._hops_wanted(now),
+            self._hops_wanted(now), formation.round.target.manifest.digest if formation else "",
         )  # fmt: skip
 
     def _hops_wanted(self, now: float) -> bool:
@@ -76,6 +78,7 @@ class Facts:
             member.name: now + FORM_S for member in self.members.values()
             if self.config.transport == "auto" and "collective" in member.transports and not member.dead
             and not holds(member, self.target) and not near(member, scene) and not self.mismatch(member)
+            and not lacks_base(member, self.target)
         }  # fmt: skip
 
     # ------------------------------------------------------------ members
@@ -117,7 +120,10 @@ class Facts:
         parts = [member.part for member in self.members.values() if member.part is not None]
         loads = Counter(part.way.source for part in parts if part.way.transport == "stream" and not part.whole)
         silent = now - self._heard > self.config.member_timeout_s
-        return Scene(self.config, self.target, self._offers, self._hops, self.members, lack, loads, silent, now)
+        base = None  # alone and from the publisher: nobody relays what is no target
+        if self._base is not None:
+            base = Scene(self.config, self._base, self._base_offers, (), {}, (), loads, silent, now)
+        return Scene(self.config, self.target, self._offers, self._hops, self.members, lack, loads, silent, now, base)
 
     def _needs(self, member: Member, now: float) -> bool:
         """Whether the target is to be brought to this member now."""

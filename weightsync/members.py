@@ -37,6 +37,7 @@ class Member:
     has_plan: str = ""
     version: int = -1
     digest: str = ""
+    base: str = ""  # digest of the whole weights that it holds, under an adapter where there is one
     order: int = 0  # of its newest poll
     unsure: bool = False  # it was told to receive and has not spoken since: what it holds now is not known
     reported: str = "joining"  # its own words in the last poll, for `round_reported`
@@ -64,6 +65,7 @@ class Choice:
     address: str = ""
     source: str = ""
     hops: tuple[Hop, ...] = ()
+    base: bool = False  # of the weights under the target, which is an adapter
 
 
 @dataclass

@@ -11,9 +11,10 @@ what changed since the version before (`weightsync.hops`). Guarantees:
    nothing is encoded while the service has no generator that could take it (all on this host, say);
 3. a service that does not answer or has forgotten everything is told again, for as long as this object is open;
 4. an error that trying again cannot mend (`fenced`, `handshake.mismatch`) is raised by the next call;
-5. every wait has a deadline.
-Memory: two copies of the weights; with deltas three, and less than one more for the hops; up to four while older ones
-are read.
+5. every wait has a deadline;
+6. the base of adapters stays in its slot while adapters of it are published, and is offered beside each.
+Memory: two copies of the weights (of adapters: and one of their base); with deltas three, and less than one more for
+the hops; up to four while older ones are read.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Unavailable, WorkError
 from asyncrl.failpoints import failpoint
 from asyncrl.sockets import Keys, Requester
-from asyncrl.wire import Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
+from asyncrl.wire import BaseOffer, Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
 from weightsync.copying import cores
 from weightsync.digest import whole_digest
 from weightsync.encoding import full
@@ -72,6 +76,7 @@ class Publisher:
             self._chain = Chain(limit=config.delta_chain, deadline_s=config.timeout_s, threads=cores() // 2)
         self._epoch = 0
         self._offers: list[Staged] = []  # at most one per slot, oldest first
+        self._base: Staged | None = None  # the weights that the adapters are added to; its slot is pinned
         self._announced: Staged | None = None
         self._reply = RoundReply(0, "unknown")
         self._life = 0  # grows when the service is found not to know us: rounds of before mean nothing then
@@ -104,8 +109,10 @@ class Publisher:
 
     def publish(self, version: int, plan: Plan, chunks: Chunks, *, base: str = "", adapter: str = "") -> Manifest:
         """Copy the weights out; the round runs behind. `chunks` are all tensors of the plan in its order, kept as
-        `weightsync.staging.Staging.fill` asks for. `base` and `adapter` as in a manifest, for an adapter."""
+        `weightsync.staging.Staging.fill` asks for. `base` and `adapter` as in a manifest, for an adapter: generators
+        without the base get it first, where it was published or given by `stage_base`."""
         self._raise_error()
+        self._keep_base(base)
         slot, digests = self._staging.fill(plan, chunks)
         failpoint("weightsync.staged")
         whole = whole_digest(digests, base=base, adapter=adapter)
@@ -119,6 +126,32 @@ class Publisher:
             self._offers = [*kept, Staged(manifest, plan, self._staging, slot, slot.order, ready=ready)]
             self._changed.notify_all()
         return manifest
+
+    def stage_base(self, version: int, plan: Plan, chunks: Chunks) -> Manifest:
+        """Copy out the weights that the adapters to come are added to, without making them the target: for a learner
+        that goes on with adapters after a restart. `version`: by which these weights were published."""
+        self._raise_error()
+        slot, digests = self._staging.fill(plan, chunks)
+        manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole_digest(digests))
+        self._pin(Staged(manifest, plan, self._staging, slot, slot.order, ready=True))
+        return manifest
+
+    def _keep_base(self, digest: str) -> None:
+        """Before the slot of these weights can be overwritten; other ones are let go."""
+        if self._base is not None and self._base.manifest.digest == digest:
+            return
+        known = [offer for offer in self._offers if digest and offer.manifest.digest == digest]
+        self._pin(known[-1] if known else None)
+
+    def _pin(self, base: Staged | None) -> None:
+        old = self._base
+        if base is not None and not self._staging.pin(base.slot, base.order):
+            base = None
+        with self._changed:
+            # without its hops: who lacks the base needs all of it
+            self._base = replace(base, hops=(), encoded=()) if base is not None else None
+        if old is not None and (base is None or old.slot is not base.slot):
+            self._staging.unpin(old.slot)
 
     def settle(self) -> None:
         """Copy all chunks that were given so far: for an iterator of chunks that takes their bytes back."""
@@ -200,8 +233,9 @@ class Publisher:
         return ready[-1] if ready else self._announced
 
     def _announce(self, requester: Requester, offer: Staged) -> None:
+        base = self._base_of(offer)
         ways = self._outboxes.ways(offer)
-        answer = self._tell(requester, offer, ways, with_tensors=False)
+        answer = self._tell(requester, offer, ways, base, with_tensors=False)
         if answer.needs_tensors:
             self._hello(requester, REQUEST_S)
             with self._changed:
@@ -209,16 +243,27 @@ class Publisher:
                 for known in self._offers:
                     known.round = 0
                 self._reply = RoundReply(0, "unknown")
-            answer = self._tell(requester, offer, ways, with_tensors=True)
+            answer = self._tell(requester, offer, ways, base, with_tensors=True)
         with self._changed:
             offer.round = answer.round
             if offer.round:
                 self._announced = offer
             self._changed.notify_all()
 
-    def _tell(self, requester: Requester, offer: Staged, ways: dict[str, str], *, with_tensors: bool) -> Published:
+    def _base_of(self, offer: Staged) -> BaseOffer | None:
+        """The base of an adapter, with where it can be fetched; the transports see it before the adapter."""
+        base = self._base
+        if base is None or offer.manifest.base != base.manifest.digest:
+            return None
+        return BaseOffer(base.manifest, self._outboxes.ways(base), base.tensors)
+
+    def _tell(
+        self, requester: Requester, offer: Staged, ways: dict[str, str], base: BaseOffer | None, *, with_tensors: bool
+    ) -> Published:  # fmt: skip
         tensors = offer.tensors if with_tensors else ()
-        message = Publish(self._name, self._epoch, offer.manifest, ways, tensors, offer.hops)
+        if base is not None and not with_tensors:
+            base = msgspec.structs.replace(base, tensors=())
+        message = Publish(self._name, self._epoch, offer.manifest, ways, tensors, offer.hops, base)
         answer: Published = requester.request(message, timeout_s=REQUEST_S).message
         return answer
 
@@ -295,7 +340,7 @@ class Publisher:
             self._changed.notify_all()
 
     def _send(self, reply: RoundReply) -> str:
-        offer = self._offer_of(reply.round)
+        offer = self._offer_of(reply.round, reply.digest)
         if offer is None:
             return "failed: the version was superseded"
         with offer.blobs(reply.hops) as blobs:
@@ -307,9 +352,11 @@ class Publisher:
                 return f"failed: {error.message}"
         return "sent"
 
-    def _offer_of(self, round_: int) -> Staged | None:
-        """The version that a round carries: the newest that was announced no later."""
+    def _offer_of(self, round_: int, digest: str) -> Staged | None:
+        """The version that a round carries: the base, or the newest that was announced no later."""
         with self._announcing, self._changed:
+            if self._base is not None and self._base.manifest.digest == digest:
+                return self._base
             known = [offer for offer in self._offers if 0 < offer.round <= round_]
             return max(known, key=lambda offer: offer.round, default=None)
 

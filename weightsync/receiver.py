@@ -88,6 +88,7 @@ class Receiver:
         self._layout: tuple[str, tuple[Tensor, ...]] = ("", ())
         self._fingerprint = ""
         self._pending: Manifest | None = None  # received whole, waiting for the word to commit
+        self._base = ""  # digest of the whole weights that the engine holds, under an adapter where there is one
         self._held: tuple[Manifest, tuple[Tensor, ...]] | None = None  # what was committed
         self._without: set[str] = set()  # encodings that are of no use until the next commit
         self._unreadable = False  # the engine cannot say what it holds
@@ -194,7 +195,7 @@ class Receiver:
             MemberPoll(
                 self._name, os.getpid(), socket.gethostname(), self._fingerprint, state, version, digest,
                 self._round, wait_s, tuple(self._transports), self._layout[0], self._error, self.encodings,
-                "" if self.dirty else self._relay_address, time.monotonic_ns(),
+                "" if self.dirty else self._relay_address, time.monotonic_ns(), "" if self.dirty else self._base,
             ),
             timeout_s=wait_s + ANSWER_S, wait_s=wait_s,
         )  # fmt: skip
@@ -301,6 +302,7 @@ class Receiver:
         self._check_held(manifest, digest)
         self.digests[manifest.version] = digest
         self._held = (manifest, self._layout[1])
+        self._base = manifest.base or manifest.digest
         self._without.clear()
         self.dirty = False
         async with self._advanced:

@@ -29,7 +29,8 @@ Guarantees (searched in tests/model/test_sync_search.py):
 8. collective: the publisher's question forms the group, from the members that are free at that moment; generation
    numbers never repeat; with `auto` nobody waits for a group longer than `FORM_S`;
 9. a relay serves the target itself, and only readers that it did not fail;
-10. an error that a member reports outside of its part changes nothing but what is shown of it (`said`, `complaints`).
+10. who lacks the base of an adapter gets that in a round of its own, then the adapter;
+11. an error that a member reports outside of its part changes nothing but what is shown of it (`said`, `complaints`).
 
 Example (timeout_s 30, member_timeout_s 20, local): t=0 publish v1 while a and b poll: round 1, both receive. t=1 a is
 prepared: commit; its ack makes it SERVING. b is stopped: t=30 round 1 is committed with a, b is left out ("no answer
@@ -38,8 +39,10 @@ within 30 s") and, silent for longer than 20 s, DEAD. t=60 b polls again: round 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from asyncrl.errors import Fenced, HandshakeError, WorkError
-from asyncrl.wire import Instruction, MemberPoll, Publish, Published, RoundReply, RoundRequest
+from asyncrl.wire import Instruction, MemberPoll, Publish, Published, RoundReply, RoundRequest, Tensor
 from weightsync.choice import UNUSABLE_S, check_hops, choose, common_hops, holds
 from weightsync.facts import WANTED, Facts, mark
 from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, Target, fails
@@ -66,21 +69,23 @@ class Rounds(Facts):
         manifest = message.manifest
         tensors = message.tensors or (self._layout[1] if self._layout[0] == manifest.plan else ())
         publisher = self._publishers.get(message.publisher)
-        if publisher is None or not tensors:
+        base_tensors = self._base_tensors(message)
+        if publisher is None or not tensors or (message.base is not None and not base_tensors):
             return Published(0, needs_tensors=True)
         check_layout(manifest, tensors)
         check_hops(manifest, message.hops)
         self._layout = (manifest.plan, tensors)
+        base = self._base_target(message, base_tensors, publisher.host)
         old = self.target
         if old is not None and self.current is not None and (old.epoch, old.manifest) == (message.epoch, manifest):
-            self._offers, self._hops = message.offers, message.hops
+            self._take_offers(message, base)
             return Published(self.current.number)
         if old is not None and old.epoch == message.epoch and manifest.version < old.manifest.version:
             raise WorkError("sync.failed", f"version {manifest.version} published after {old.manifest.version}")
         if message.epoch > self.epoch:
             self.committed = -1  # a learner that went back may publish lower versions
         self.epoch = message.epoch
-        self._offers, self._hops = message.offers, message.hops
+        self._take_offers(message, base)
         self.target = Target(message.epoch, manifest, tensors, message.publisher, publisher.host)
         self._supersede(now)
         current = self._open_round(now)
@@ -91,6 +96,28 @@ class Rounds(Facts):
         self._together = self._lacking(now) if "collective" in message.offers else {}
         self._settle(current, now)
         return Published(current.number)
+
+    def _base_tensors(self, message: Publish) -> tuple[Tensor, ...]:
+        """The layout of the base: told now or before; empty where it is neither."""
+        if message.base is None:
+            return ()
+        known = self._base is not None and self._base.manifest.plan == message.base.manifest.plan
+        return message.base.tensors or (self._base.tensors if known and self._base is not None else ())
+
+    @staticmethod
+    def _base_target(message: Publish, tensors: tuple[Tensor, ...], host: str) -> Target | None:
+        """The weights under an adapter as a target. Raises `sync.plan` and `sync.failed` where they are not that."""
+        if message.base is None:
+            return None
+        manifest = message.base.manifest
+        if (manifest.encoding, manifest.digest) != ("full", message.manifest.base):
+            raise WorkError("sync.failed", f"version {manifest.version} is not the base of {message.manifest.version}")
+        check_layout(manifest, tensors)
+        return Target(message.epoch, manifest, tensors, message.publisher, host)
+
+    def _take_offers(self, message: Publish, base: Target | None) -> None:
+        self._offers, self._hops = message.offers, message.hops
+        self._base, self._base_offers = base, message.base.offers if message.base is not None else {}
 
     def ask(self, message: RoundRequest, *, now: float) -> RoundReply | None:
         """The answer to the publisher; None where it knows it already (hold the question).
@@ -123,12 +150,14 @@ class Rounds(Facts):
             return WANTED if any(way.transport and not way.address for _, way in ways) else ""
         address = self._offers["collective"]
         self._generation += 1
-        current = self._open_round(now, fresh=True)
+        bases = [(member, way) for member, way in waiting if way.base]  # one group carries one version: the base first
+        waiting = bases or waiting
+        current = self._base_round(now) if bases else self._open_round(now, fresh=True)
         ranks = {member.name: rank for rank, (member, _) in enumerate(waiting, start=1)}
         hops = common_hops([way.hops for _, way in waiting])
         self._formation = Formation(current, self._generation, ranks, hops)
         for member, way in waiting:
-            part = self._begin(member, current, Choice("collective", way.why, address, way.source, hops), now)
+            part = self._begin(member, current, replace(way, address=address, hops=hops), now)
             part.rank, part.world_size, part.generation = ranks[member.name], len(ranks) + 1, self._generation
         return address
 
@@ -170,7 +199,7 @@ class Rounds(Facts):
         member.last_seen = now
         member.dead = False
         member.transports, member.encodings = message.transports, message.encodings
-        member.has_plan, member.relay = message.has_plan, message.relay
+        member.has_plan, member.relay, member.base = message.has_plan, message.relay, message.base
         return member
 
     def _check_fingerprint(self, member: Member) -> None:
@@ -185,7 +214,7 @@ class Rounds(Facts):
             if digest == part.round.target.manifest.digest:
                 part.committed, part.result = True, digest
                 member.error, member.said, member.failures, member.part, member.last = "", "", 0, None, part
-                if part.round.target.epoch == self.epoch:
+                if part.round.target.epoch == self.epoch and not part.way.base:
                     self.committed = max(self.committed, version)
                 self._settle(part.round, now)
             elif part.committing:
@@ -207,7 +236,8 @@ class Rounds(Facts):
             way = choose(member, self.scene(now))
             if not way.address or way.transport == "collective":
                 return None
-            self._begin(member, self._open_round(now, fresh=self._took_part(member)), way, now)
+            round_ = self._base_round(now) if way.base else self._open_round(now, fresh=self._took_part(member))
+            self._begin(member, round_, way, now)
         part = member.part
         if part is None or part.committing or member.round_reported == part.round.number:  # it is at it
             return None
@@ -246,10 +276,17 @@ class Rounds(Facts):
             return self.current
         return current
 
+    def _base_round(self, now: float) -> Round:
+        """A round of its own for the weights under the target."""
+        assert self._base is not None
+        self._numbers += 1
+        self.rounds[self._numbers] = Round(self._numbers, self._base, now)
+        return self.rounds[self._numbers]
+
     def _supersede(self, now: float) -> None:
         self._formation = None
         self.current = None
-        for round_ in list(self.rounds.values()):
+        for round_ in [one for one in self.rounds.values() if one.target != self._base]:  # that is needed as before
             round_.state = "superseded"
             self._settle(round_, now)
 

@@ -2,7 +2,8 @@
 
 Called by the publisher. A slot is a file under /dev/shm (where there is no room: in the run's scratch folder), mapped
 by this process; the local transport lets members map it too, other transports send from it. Guarantees:
-1. the newest version is never overwritten, nor one that is being sent or encoded; of the others the oldest one is;
+1. the newest version is never overwritten, nor one that is being sent or encoded; of the others the oldest one is; one
+   that is pinned (the base of adapters) stays, and counts for none of the numbers below;
 2. two slots, where those are held up to `limit` (so many copies of the weights, given back by `close`); where even
    these are all held, or there is no room for one more, the oldest one that is held is overwritten: what still reads it
    sees wrong digests, and `sending` says that it is not intact;
@@ -51,6 +52,7 @@ class Slot:
         self.view = memoryview(mapping)
         self.order = 0
         self.senders = 0
+        self.pinned = False
 
     def buckets(self, sizes: Sequence[int]) -> list[memoryview]:
         """Views of the buckets."""
@@ -111,7 +113,7 @@ class Staging:
         Where there is no room nothing happens: `fill` will say so."""
         while True:
             with self._lock:
-                if len(self._slots) >= min(count, self._limit):
+                if len(self._unpinned()) >= min(count, self._limit):
                     return
             try:
                 slot = self._make(size)
@@ -136,19 +138,34 @@ class Staging:
 
     def _victim(self, size: int) -> Slot | None:
         """The slot whose content goes; None where there is to be one more. Holds the lock."""
-        if len(self._slots) < SLOTS:
+        slots = self._unpinned()
+        if len(slots) < SLOTS:
             return None
-        others = sorted(self._slots, key=lambda slot: slot.order)[:-1]  # the newest stays
+        others = sorted(slots, key=lambda slot: slot.order)[:-1]  # the newest stays
         free = [slot for slot in others if not slot.senders]
         if free:
             return free[0]
-        if len(self._slots) < self._limit:
+        if len(slots) < self._limit:
             try:
                 self._slots.append(self._make(size))
             except Unavailable:
                 return others[0]
             return self._slots[-1]
         return others[0]
+
+    def _unpinned(self) -> list[Slot]:
+        return [slot for slot in self._slots if not slot.pinned]
+
+    def pin(self, slot: Slot, order: int) -> bool:
+        """Keep what the slot holds until `unpin`; False where it no longer holds what it held at `order`."""
+        with self._lock:
+            slot.pinned = slot.order == order
+            return slot.pinned
+
+    def unpin(self, slot: Slot) -> None:
+        """It may be overwritten again."""
+        with self._lock:
+            slot.pinned = False
 
     def _make(self, size: int) -> Slot:
         problem = "no folder"

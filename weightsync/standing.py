@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl.wire import Instruction
 from weightsync.choice import DELTA, Scene, choose
+from weightsync.encoding.full import NAME as FULL
 from weightsync.members import Member, Round, State
 from weightsync.rounds import Rounds
 
@@ -73,6 +74,7 @@ def _way(rounds: Rounds, member: Member, scene: Scene) -> dict[str, str]:
     else:
         way = choose(member, scene)
         encoding = DELTA if way.hops else scene.target.manifest.encoding if scene.target is not None else ""
+        encoding = FULL if way.base else encoding
     return {
         "transport": way.transport, "encoding": encoding if way.transport else "", "source": way.source,
         "transport_why": way.why,

@@ -10,6 +10,9 @@ SHORT = (
     Case(members=1, delta=True),
     Case(members=1, in_place=True, says_dirty=True),
     Case(members=1, transport="collective"),
+    # adapters: who lacks the base gets it first
+    Case(members=1, versions=1, adapter=True),
+    Case(members=1, versions=1, transport="collective", adapter=True),
     # two members, one source at a time: relays
     Case(versions=1, kinds=("transfer",)),
     Case(members=1, versions=1, transport="auto", spread=True),
@@ -17,6 +20,10 @@ SHORT = (
 LONG = (
     Case(members=1, faults=2),
     Case(members=1, in_place=True),
+    Case(members=1, adapter=True),
+    Case(members=1, versions=1, faults=2, adapter=True),
+    Case(members=2, versions=1, adapter=True, kinds=("transfer",)),
+    Case(members=2, versions=1, transport="auto", spread=True, adapter=True, faults=0),
     Case(members=1, faults=2, in_place=True, says_dirty=True),
     Case(members=1, faults=2, transport="collective"),
     Case(versions=1, kinds=("crash", "learner")),

@@ -180,6 +180,24 @@ class HopsByVersion(Rounds):
             return super().instruct(name, now=now)
 
 
+class AdapterWithoutBase(Rounds):
+    """Nobody is asked for the base."""
+
+    def instruct(self, name: str, *, now: float) -> Instruction | None:
+        with patch.object(weightsync.choice, "lacks_base", lambda member, target: False):
+            return super().instruct(name, now=now)
+
+
+class BaseOfTheProcessBefore(Rounds):
+    """Who held the base once is believed to hold it, also after a restart."""
+
+    def _seen(self, message: MemberPoll, now: float) -> Member:
+        before = self.members.get(message.member)
+        member = super()._seen(message, now)
+        member.base = member.base or (before.base if before is not None else "")
+        return member
+
+
 class Mutant(NamedTuple):
     """A wrong rule, a case in which it shows, words of the violation."""
 
@@ -207,5 +225,7 @@ MUTANTS = (
     Mutant(RelayWithoutLimit, PAIR._replace(faults=0), "at once"),
     Mutant(PublisherGivenUp, ONE._replace(kinds=("transfer",)), "not healed"),
     Mutant(AnyMemberRelays, Case(faults=0), "relays, but is"),
+    Mutant(AdapterWithoutBase, ONE._replace(faults=0, adapter=True), "gets an adapter"),
+    Mutant(BaseOfTheProcessBefore, ONE._replace(kinds=("crash",), adapter=True), "gets an adapter"),
     Mutant(HopsByVersion, TWO._replace(delta=True, kinds=("spoil",)), "hops"),
 )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.wire import Hop, Instruction, Manifest, MemberPoll, Publish, RoundRequest
+from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundRequest
 from weightsync.digest import whole_digest
 from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, State
 from weightsync.plan import TensorSpec, plan_buckets
@@ -43,10 +43,11 @@ class Case(NamedTuple):
     in_place: bool = False
     says_dirty: bool = False  # in place: says so in a poll of its own before the first byte
     spread: bool = False  # members on hosts of their own
+    adapter: bool = False  # versions are adapters of `BASE`, which the learner offers beside them
 
     def __str__(self) -> str:
         words = [f"{self.transport}", f"{self.members} members", f"{self.versions} versions", f"{self.faults} faults"]
-        words += [word for word in ("delta", "in_place", "says_dirty", "spread") if getattr(self, word)]
+        words += [word for word in ("delta", "in_place", "says_dirty", "spread", "adapter") if getattr(self, word)]
         return " ".join([*words, *([f"fanout {self.fanout}"] if self.transport == "stream" else []), *self.kinds])
 
 
@@ -57,6 +58,7 @@ class Process(NamedTuple):
     alive: bool = True
     version: int = -1
     digest: str = ""
+    base: str = ""  # digest of the whole weights that it holds
     job: Instruction | None = None  # it receives
     pending: Manifest | None = None
     round: int = 0
@@ -99,9 +101,13 @@ class Move(NamedTuple):
     good: bool
 
 
-def manifest_of(version: int, epoch: int) -> Manifest:
+def manifest_of(version: int, epoch: int, *, base: str = "") -> Manifest:
     digests = (f"v{version}e{epoch}",)
-    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests))
+    whole = whole_digest(digests, base=base)
+    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole, "adapter" if base else "full", base)
+
+
+BASE = manifest_of(0, 0)
 
 
 def watched(kind: type[Rounds]) -> type[Rounds]:
@@ -195,9 +201,11 @@ class World:
         if not learner.alive:
             yield Move("learner starts", self.start_learner(node), True)
             return
-        newest = learner.staged[-1].version if learner.staged else -1
-        if newest + 1 < self.case.versions:
-            more = (*learner.staged[-1:], manifest_of(newest + 1, learner.epoch))
+        first = int(self.case.adapter)  # the base is version 0
+        newest = learner.staged[-1].version if learner.staged else first - 1
+        if newest + 1 < self.case.versions + first:
+            base = BASE.digest if self.case.adapter else ""
+            more = (*learner.staged[-1:], manifest_of(newest + 1, learner.epoch, base=base))
             yield Move(f"publish {newest + 1}", self._learn(node, staged=more, told=False), False)
         if learner.staged and not learner.told:
             yield Move("announce", self.announce(node), True)
@@ -244,9 +252,14 @@ class World:
         return MemberPoll(
             name, process.pid, self.host(name), "f", state, process.version,
             pending.digest if pending is not None else process.digest, process.round, 2.0, HOLD, process.plan,
-            process.error, ("full", "delta") if self.case.delta and not self.case.in_place else ("full",),
-            f"at-{name}-{process.pid}" if process.version >= 0 else "", max(orders, default=0) + 1,
+            process.error, self._encodings(), f"at-{name}-{process.pid}" if process.version >= 0 else "",
+            max(orders, default=0) + 1, process.base,
         )  # fmt: skip
+
+    def _encodings(self) -> tuple[str, ...]:
+        if self.case.adapter:
+            return ("full", "adapter")
+        return ("full", "delta") if self.case.delta and not self.case.in_place else ("full",)
 
     def _deliver(self, node: Node, message: MemberPoll) -> Node:
         """What `Service._hold_poll` does with a question."""
@@ -297,16 +310,17 @@ class World:
         assert answer is not None
         process = process._replace(answer=None, poll=None, held=False, error="")
         if answer.action == "receive" and self.case.says_dirty and process.version >= 0:
-            process = process._replace(version=-1, digest="")
+            process = process._replace(version=-1, digest="", base="")
         elif answer.action == "receive" and answer.manifest is not None:
             process = process._replace(job=answer, round=answer.round, plan=answer.manifest.plan)
             if self.case.in_place:
-                process = process._replace(version=-1, digest="")
+                process = process._replace(version=-1, digest="", base="")
         elif answer.action == "commit" and process.pending is not None:
             if answer.round != process.round or answer.version != process.pending.version:
                 raise Violation(f"{name} is told to commit {answer.version} in round {answer.round}, it holds another")
             digest = "bad" if spoil else process.pending.digest
-            process = process._replace(version=process.pending.version, digest=digest, pending=None)
+            base = process.pending.base or digest
+            process = process._replace(version=process.pending.version, digest=digest, base=base, pending=None)
         elif answer.action == "abort":
             process = process._replace(pending=None)
         return self._set(node, name, process, fault=spoil)
@@ -316,10 +330,12 @@ class World:
         job = node.processes[name].job
         assert job is not None and job.manifest is not None
         learner = node.learner
+        if job.manifest.base and job.manifest.base != node.processes[name].base:
+            return False  # its engine refuses
         if job.transport == "collective":
             return learner.alive and job.generation in (learner.leading, learner.sent)
         if job.source == "learner":
-            return learner.alive and job.manifest in learner.staged
+            return learner.alive and job.manifest in (*learner.staged, BASE)
         source = node.processes[job.source]
         here = job.address == f"at-{job.source}-{source.pid}"
         return source.alive and here and (source.version, source.digest) == (job.manifest.version, job.manifest.digest)
@@ -370,8 +386,9 @@ class World:
         if rounds.target is None or (rounds.target.epoch, rounds.target.manifest) != (learner.epoch, newest):
             node = node._replace(failed=frozenset())  # another version: another chance
         ways = dict.fromkeys(HOLD, f"learner-{learner.epoch}")
+        base = BaseOffer(BASE, ways, PLAN.tensors) if self.case.adapter else None
         published = rounds.publish(
-            Publish("learner", learner.epoch, newest, ways, PLAN.tensors, hops), now=node.now
+            Publish("learner", learner.epoch, newest, ways, PLAN.tensors, hops, base), now=node.now
         )  # fmt: skip
         node = self._learn(node, told=True, round=published.round)
         return self.advance(node)
@@ -429,6 +446,11 @@ class World:
             holds = (process.version, process.digest)
             if (answer.hops[0].base, answer.hops[0].base_digest) != holds:
                 raise Violation(f"{name} gets hops from {answer.hops[0]}, it holds {holds}")
+        ready = process.alive and process.pid == message.pid and process.job is None
+        if ready and answer.manifest.base not in ("", process.base):
+            raise Violation(f"{name} gets an adapter of {answer.manifest.base}, it holds {process.base or 'none'}")
+        if answer.manifest == BASE and answer.source != "learner":
+            raise Violation(f"{name} gets the base from {answer.source}")
         if answer.transport == "stream":
             self._check_source(node, name, answer)
 
@@ -622,7 +644,7 @@ def key(node: Node) -> tuple[Any, ...]:
 
 
 def _poll_key(poll: MemberPoll, rank: dict[int, int]) -> tuple[Any, ...]:
-    return (poll.pid, poll.state, poll.version, poll.digest, rank[poll.round], poll.error, poll.has_plan)
+    return (poll.pid, poll.state, poll.version, poll.digest, poll.base, rank[poll.round], poll.error, poll.has_plan)
 
 
 def _member_key(
@@ -636,7 +658,7 @@ def _member_key(
         seen.add(member.order)
     order = orders[name] = sorted(seen)
     here = (
-        process.pid, process.alive, process.version, process.digest,
+        process.pid, process.alive, process.version, process.digest, process.base,
         process.pending.digest if process.pending is not None else "", rank[process.round], process.error,
         (order.index(process.poll.order), _poll_key(process.poll, rank)) if process.poll is not None else None,
         process.held, process.plan,
@@ -646,7 +668,8 @@ def _member_key(
         return here
     part, now = member.part, node.now
     return (
-        *here, member.pid, member.version, member.digest, order.index(member.order), member.unsure, member.reported,
+        *here, member.pid, member.version, member.digest, member.base, order.index(member.order), member.unsure,
+        member.reported,
         rank[member.round_reported], member.received_digest if member.reported == "prepared" else "", member.has_plan,
         min(now - member.last_seen, SILENT_S + 1), member.dead, tuple(sorted(member.shunned)), member.whole_only,
         bool(member.error), max(0.0, member.retry_at - now), member.relay,

@@ -32,13 +32,18 @@ class System(RuleBasedStateMachine):
 
     @initialize(
         transport=st.sampled_from(["stream", "stream", "auto", "collective", "local"]), members=st.integers(2, 4),
-        fanout=st.integers(0, 2), delta=st.booleans(), place=st.integers(0, 2), spread=st.booleans(),
+        fanout=st.integers(0, 2), carries=st.sampled_from(["full", "delta", "adapter"]), place=st.integers(0, 2),
+        spread=st.booleans(),
     )  # fmt: skip
     def begin(  # noqa: PLR0917
-        self, transport: str, members: int, fanout: int, delta: bool, place: int, spread: bool
+        self, transport: str, members: int, fanout: int, carries: str, place: int, spread: bool
     ) -> None:
         spread = spread and transport != "local"
-        case = Case(transport, members, 5, 1 << 20, (), fanout, delta, place > 0, place > 1, spread)
+        place = 0 if carries == "adapter" else place
+        case = Case(
+            transport, members, 5, 1 << 20, (), fanout, carries == "delta", place > 0, place > 1, spread,
+            carries == "adapter",
+        )  # fmt: skip
         self.world = World(case, self.kind)
         self.node = self.world.start()
 

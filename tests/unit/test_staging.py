@@ -268,3 +268,22 @@ def test_stale_slots_of_dead_pids_go_those_of_live_ones_stay(tmp_path: Path) -> 
     staging.close()
     Staging(tmp_path, folders=[tmp_path]).remove_stale()
     assert {name: (tmp_path / name).exists() for name in names} == names
+
+
+def test_a_pinned_slot_stays_and_counts_for_nothing(tmp_path: Path) -> None:
+    staging = Staging(tmp_path, folders=[tmp_path])
+    base, _ = staging.fill(PLAN, chunks(1))
+    kept = bytes(base.view)
+    assert staging.pin(base, base.order)
+    for value in range(2, 9):
+        slot = staging.fill(PLAN, chunks(value))[0]
+        with staging.sending(slot, slot.order):
+            staging.fill(PLAN, chunks(value + 100))
+            staging.fill(PLAN, chunks(value + 200))
+    assert bytes(base.view) == kept and base.order == 1
+    assert len(staging._slots) == 4 and not staging.pin(base, 2), "it does not hold that"
+    staging.unpin(base)
+    for version in range(20, 24):
+        staging.fill(PLAN, chunks(version))
+    assert base.order != 1, "it is one like the others again"
+    staging.close()

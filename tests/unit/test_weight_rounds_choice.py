@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.status import render
-from asyncrl.wire import Hop, Instruction, Manifest, MemberPoll, Publish, RoundReply, RoundRequest
+from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundReply, RoundRequest, Tensor
 from weightsync import standing
 from weightsync.choice import UNUSABLE_S, choose
 from weightsync.digest import whole_digest
@@ -42,11 +42,17 @@ class Sim:
         self.held: dict[str, int] = {}
         self.hosts: dict[str, str] = {}
         self.encodings: tuple[str, ...] = ("full", "delta", "adapter")
+        self.base: Manifest | None = None  # what an adapter is published with
+        self.bases: dict[str, str] = {}  # what members say that they hold under it
         self.offers = {"local": "/dev/shm/x", "collective": "h:1", "stream": "tcp://h:2", "disk": "/d"}
 
     def publish(self, version: int, *hops: Hop, encoding: str = "full") -> None:
         self.rounds.hello("learner", Publisher("h", "f"))
-        message = Publish("learner", 1, manifest_of(version, encoding=encoding), self.offers, PLAN.tensors, hops)
+        manifest, offered = manifest_of(version, encoding=encoding), None
+        if self.base is not None:
+            manifest = msgspec.structs.replace(manifest, base=self.base.digest)
+            offered = BaseOffer(self.base, {**self.offers, "local": "/dev/shm/base"}, PLAN.tensors)
+        message = Publish("learner", 1, manifest, self.offers, PLAN.tensors, hops, offered)
         self.rounds.publish(message, now=self.now)
 
     def poll(self, name: str, *, transports: Sequence[str] = ALL, **more: Any) -> Instruction | None:
@@ -56,6 +62,7 @@ class Sim:
             name, 1, self.hosts.get(name, name), "f", more.get("state", "serving" if version >= 0 else "joining"),
             version, more.get("digest", digest), more.get("round", 0), 2.0, tuple(transports), PLAN.digest,
             more.get("error", ""), self.encodings, f"at-{name}" if version >= 0 else "", more.get("order", 0),
+            self.bases.get(name, ""),
         )  # fmt: skip
         return self.rounds.poll(message, now=self.now)
 
@@ -415,3 +422,73 @@ def test_who_cannot_map_the_slot_wants_hops() -> None:
     assert first.transport == "local" and not sim.ask().hops_wanted
     sim.poll("near", round=first.round, error=f"{UNUSABLE}local: not here")
     assert sim.ask().hops_wanted
+
+
+def test_who_lacks_the_base_of_an_adapter_gets_it_first_in_a_round_of_its_own() -> None:
+    sim = Sim(transport="auto")
+    sim.hosts["near"] = "h"
+    sim.base = manifest_of(0)
+    sim.bases["has"] = sim.base.digest
+    sim.publish(4, encoding="adapter")
+    assert job(sim.poll("has")).manifest == msgspec.structs.replace(
+        manifest_of(4, encoding="adapter"), base=sim.base.digest
+    )
+    first = job(sim.poll("near"))
+    assert (first.manifest, first.transport, first.address) == (sim.base, "local", "/dev/shm/base")
+    far = job(sim.poll("far"))
+    assert (far.manifest, far.transport, far.source) == (sim.base, "stream", "learner")
+    assert len({first.round, far.round}) == 2
+    assert sim.told("far")["transport_why"].startswith("the base of the adapter first; on far")
+    assert sim.told("far")["encoding"] == "full"
+    sim.publish(5, encoding="adapter")
+    sim.bases["far"] = sim.base.digest
+    second = job(sim.arrive("far", far))
+    assert second.manifest is not None and second.manifest.version == 5, "the base is needed whatever version is newest"
+    ended = [(round_.target.manifest.version, round_.state) for round_, _ in sim.rounds.finished]
+    assert (0, "committed") in ended and sim.rounds.committed == -1, "the base alone is no version that is held"
+    answer = sim.poll("far", state="prepared", round=second.round, digest=second.manifest.digest)
+    assert answer is not None and answer.action == "commit"
+    sim.held["far"] = 5
+    sim.poll("far", digest=second.manifest.digest)
+    assert sim.told("far")["state"] == "serving" and sim.rounds.committed == 5
+
+
+def test_a_base_that_fails_is_tried_again_and_by_nobody_that_relays() -> None:
+    sim = Sim(relay_fanout=2)
+    sim.base = manifest_of(0)
+    sim.publish(4, encoding="adapter")
+    sim.bases["has"] = sim.base.digest
+    sim.held["has"] = 0  # it serves the base itself to others, as it is
+    sim.poll("has", round=7)
+    first = job(sim.poll("a"))
+    assert first.source == "learner"
+    sim.poll("a", round=first.round, error="wrong bytes")
+    sim.tick(0.3)
+    again = job(sim.poll("a"))
+    assert (again.manifest, again.source) == (sim.base, "learner") and again.round > first.round
+
+
+def test_a_base_is_whole_and_that_of_the_adapter_or_refused() -> None:
+    sim = Sim()
+    sim.base = manifest_of(0, encoding="adapter")
+    with pytest.raises(AsyncRLError, match="is not the base"):
+        sim.publish(4, encoding="adapter")
+    sim.base = None
+    sim.publish(4, encoding="adapter")
+    sim.poll("a")
+    assert "which nobody offers" not in sim.told("a")["why"], "an adapter that names no base is for all"
+
+
+def test_the_layout_of_a_base_is_told_once() -> None:
+    sim = Sim()
+    sim.base = manifest_of(0)
+    sim.rounds.hello("learner", Publisher("h", "f"))
+
+    def told(version: int, tensors: tuple[Tensor, ...]) -> bool:
+        assert sim.base is not None
+        manifest = msgspec.structs.replace(manifest_of(version, encoding="adapter"), base=sim.base.digest)
+        offer = BaseOffer(sim.base, sim.offers, tensors)
+        message = Publish("learner", 1, manifest, sim.offers, PLAN.tensors, (), offer)
+        return not sim.rounds.publish(message, now=sim.now).needs_tensors
+
+    assert not told(1, ()) and told(1, PLAN.tensors) and told(2, ())
