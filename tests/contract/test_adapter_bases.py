@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from receiver_lab import Engine, Member, buckets_of
+from test_engine_weights import ALPHA, RANK, TARGETS, adapter_of, merged
+from test_engines import _llama, config_of, make, run, save
 from test_weightsync_service import PLAN, World, until, weights
 
 from asyncrl.errors import WorkError
 from asyncrl.wire import Manifest, Tensor
+from producers.engines.hf import HFEngine
+from weightsync.encoding.adapter import AdapterConfig, config_text, plan_adapter
 from weightsync.plan import Plan, TensorSpec, plan_buckets
 from weightsync.publisher import Publisher
-from weightsync.receiver import built_in_transports
+from weightsync.receiver import Receiver, built_in_transports
 
 SMALL = plan_buckets([TensorSpec("q.lora_A", "F32", (2, 16)), TensorSpec("q.lora_B", "F32", (8, 2))], bucket_bytes=100)
 ADAPTER = '{"r":2,"lora_alpha":2}'
@@ -132,3 +138,36 @@ def test_a_base_that_nobody_offers_is_said(make_world: Callable[..., World]) -> 
     adapter(publisher, 2, other)
     publisher.wait_committed(2, members=1, timeout_s=15)
     assert member.engine.taken == [("full", 0), ("adapter", 2)]
+
+
+def packed(tensors: dict[str, torch.Tensor], plan: Plan) -> list[tuple[str, Any]]:
+    return [(one.name, tensors[one.name].detach().flatten().view(torch.uint8).numpy()) for one in plan.tensors]
+
+
+def test_the_hf_engine_that_joins_late_holds_base_and_adapter(make_world: Callable[..., World], tmp_path: Path) -> None:
+    """What it holds in the end is W0 + (alpha / r) B A, to float32."""
+    world = make_world(transport="stream")
+    folder = save(tmp_path / "llama", _llama())
+    model, settings = make(_llama(), seed=1), AdapterConfig(RANK, ALPHA, TARGETS)
+    held, pairs = dict(model.named_parameters()), adapter_of(model, seed=5)
+    whole = plan_buckets([TensorSpec(n, "F32", tuple(p.shape)) for n, p in held.items()], bucket_bytes=4096)
+    small = plan_adapter(
+        [TensorSpec(n, "F32", tuple(t.shape)) for n, t in pairs.items()], settings, bucket_bytes=2048
+    )  # fmt: skip
+
+    async def body(engine: HFEngine) -> None:
+        publisher = await asyncio.to_thread(world.publisher, fingerprint=engine.fingerprint())
+        base = publisher.stage_base(0, whole, packed(held, whole)).digest
+        version = publisher.publish(3, small, packed(pairs, small), base=base, adapter=config_text(settings))
+        receiver = Receiver(world.address, engine=engine, name="late", keys=None, config=world.config.weightsync)
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(receiver.run(stop))
+        await asyncio.to_thread(publisher.wait_committed, 3, members=1, timeout_s=30)
+        assert receiver.digests == {0: base, 3: version.digest} and await engine.attest() == version.digest
+        weights = dict(engine._model.named_parameters())  # type: ignore[union-attr]
+        for name, value in merged(1, pairs).named_parameters():
+            assert torch.allclose(weights[name], value, rtol=0, atol=2e-6), name
+        stop.set()
+        await running
+
+    run(config_of(folder, slots=2), body)
