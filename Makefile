@@ -50,6 +50,7 @@ bench: redis
 	$(BIN)/python benchmarks/bench_logprobs.py
 	$(BIN)/python benchmarks/bench_packing.py
 	$(BIN)/python benchmarks/bench_weightsync.py
+	$(BIN)/python benchmarks/bench_delta.py
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -67,6 +67,12 @@ class Engine(Protocol):
     An update is `begin_update`, every bucket once, `commit_update` or `abort_update`. Nothing of it is visible to
     samples before the commit, which happens between two decode steps. A failure after the commit began raises
     `engine.broken`: the engine must be rebuilt.
+
+    What an engine may leave out: `in_place` (then it is taken for False) and `attest` of `Attesting` (then what it
+    holds is read by `read_bucket` and digested outside of it). One that answers False to `read_bucket` gets whole
+    weights alone; where `apply_bucket` answers "", the digest of what it was handed counts. `begin_update` of a
+    manifest with `encoding = "adapter"` keeps the whole weights that were committed last, whose digest is
+    `manifest.base`, and raises `sync.failed` where it holds others.
     """
 
     async def start(self) -> None:
@@ -107,6 +113,15 @@ class Engine(Protocol):
 
     def fingerprint(self) -> str:
         """Model, tokenizer and dtype as a short digest; both ends of a run must agree."""
+
+
+class Attesting(Protocol):
+    """What an engine may offer besides: to digest its weights where they lie."""
+
+    async def attest(self) -> str:
+        """The digest of what the model holds now, read anew, laid out as in the manifest of the last commit: that
+        manifest's digest unless the weights have changed since; empty before the first commit. Called now and then
+        between commits, beside generation (`weightsync.attest`)."""
 
 
 RewardFunction = Callable[..., Any]
