@@ -61,6 +61,7 @@ LOOK_S = 0.25  # how often a wait for an answer asks whether to go on
 DAMAGED = frozenset({"wire.prefix", "wire.schema", "wire.size", "wire.checksum"})
 BELIEVED = 3
 MUTE = 2  # times that a request stays without an answer until its connection is made anew
+HEARTBEAT_MS, SILENT_MS = 2000, 6000  # of every connection of a service; longest silence on one
 LINGER_MS = 2000  # what was sent gets this long to leave; nothing where nobody answered
 KEPT_BYTES = 64 << 20  # of freed memory that a process with `keep_memory` does not give back
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -188,12 +189,21 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 def _tune(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)
     # Credits bound what is under way (requests per asker), so the marks need not: a drop at a mark would be silent.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+
+
+def _beat(socket: zmq.Socket[bytes]) -> None:
+    """Heartbeats, of the answering side alone: each says for how long the other end may wait for the next, so that both
+    notice a peer that is gone.
+
+    A DEALER must not send any: libzmq (4.3.5) aborts its process where one is due on a connection that broke after the
+    socket was closed, or disconnected, with requests still to leave and answers still to come.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)
 
 
 def _connect(
@@ -596,6 +606,7 @@ class Responder:
         self._authenticator = _authenticate(self._context, keys) if keys is not None else None
         socket = self._context.socket(zmq.ROUTER)
         _tune(socket, max_bytes)
+        _beat(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)

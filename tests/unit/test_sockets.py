@@ -4,6 +4,8 @@ import asyncio
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -292,3 +294,110 @@ def test_a_request_that_was_damaged_under_way_is_sent_again(address: str, times:
             blocking.request(wire.Ok("sync"), timeout_s=30)
     blocking.close()
     service.close()
+
+
+#: Closes, or disconnects, with requests that cannot leave while answers still come; then the service is killed.
+ABANDONS = """
+import subprocess, sys, time, zmq
+from asyncrl import sockets
+
+server = '''
+import sys, time, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.setsockopt(zmq.RCVHWM, 1)
+socket.bind(sys.argv[1])
+peer = socket.recv_multipart()[0]
+while True:
+    socket.send_multipart([peer, b"x" * 100])
+    time.sleep(0.005)
+'''
+address, way = sys.argv[1:]
+service = subprocess.Popen([sys.executable, "-c", server, address])
+context = zmq.Context()
+socket, connections = sockets._connect(context, address, None, 1 << 30)
+socket.send(b"hello")
+socket.recv()
+for _ in range(200):
+    socket.send(bytes(1_000_000))
+if way == "close":
+    socket.disable_monitor()
+    connections.close(0)
+    socket.close(5000)
+else:
+    socket.disconnect(address)
+time.sleep(0.3)
+service.kill()
+service.wait()
+time.sleep(2.3)
+print("alive", flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["close", "disconnect"])
+def test_who_leaves_a_service_that_is_killed_is_not_aborted(address: str, way: str) -> None:
+    """libzmq aborted the process, by the heartbeat of a connection that was closed and broken."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDONS, address, way], env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+class Line:
+    """TCP to a service; `cut` lets the connections of now carry nothing any more, without closing them."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._cut: set[int] = set()
+        self._number = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            there = socket.create_connection(("127.0.0.1", self._port))
+            self._number += 1
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(*pair, self._number), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, number: int) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if number not in self._cut:
+                    target.sendall(data)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        self._cut = set(range(1, self._number + 1))
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_the_heartbeats_of_a_service_tell_its_client_that_the_line_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sends none itself, and makes a new connection all the same; what it asked is asked again there."""
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "SILENT_MS", 400)
+    service = Echo("tcp://127.0.0.1:*")
+    line = Line(int(service.responder.address.rpartition(":")[2]))
+    requester = sockets.Requester(line.address, resend_s=60.0)
+    try:
+        requester.request(wire.StatusRequest(), timeout_s=10)
+        time.sleep(0.3)  # a heartbeat has come
+        line.cut()
+        started = time.monotonic()
+        requester.request(wire.StatusRequest(), timeout_s=30)
+        assert time.monotonic() - started < 8
+    finally:
+        requester.close()
+        service.close()
+        line.close()
