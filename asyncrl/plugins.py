@@ -68,9 +68,9 @@ class Engine(Protocol):
     samples before the commit, which happens between two decode steps. A failure after the commit began raises
     `engine.broken`: the engine must be rebuilt.
 
-    What an engine may leave out: `in_place` (then it is taken for False) and `attest` of `Attesting` (then what it
-    holds is read by `read_bucket` and digested outside of it). One that answers False to `read_bucket` gets whole
-    weights alone; where `apply_bucket` answers "", the digest of what it was handed counts. `begin_update` of a
+    What an engine may leave out: `in_place` (then it is taken for False), `attest` of `Attesting` (then what it
+    holds is read by `read_bucket` and digested outside of it), and `bucket_room` of `Lending`. One that answers False
+    to `read_bucket` gets whole weights alone; where `apply_bucket` answers "", the digest of what it was handed counts. `begin_update` of a
     manifest with `encoding = "adapter"` keeps the whole weights that were committed last, whose digest is
     `manifest.base`, and raises `sync.failed` where it holds others.
     """
@@ -122,6 +122,15 @@ class Attesting(Protocol):
         """The digest of what the model holds now, read anew, laid out as in the manifest of the last commit: that
         manifest's digest unless the weights have changed since; empty before the first commit. Called now and then
         between commits, beside generation (`weightsync.attest`)."""
+
+
+class Lending(Protocol):
+    """What an engine may offer besides: room for a bucket where its bytes can stay, which saves a copy."""
+
+    def bucket_room(self, number: int) -> memoryview | None:
+        """Where the bytes of this bucket of the update under way may be written, of the bucket's size, before
+        `apply_bucket` gets that very memory; None: nowhere. After `abort_update` somebody may still write there for a
+        moment, so an engine must not use it again then."""
 
 
 RewardFunction = Callable[..., Any]
