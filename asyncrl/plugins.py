@@ -68,11 +68,11 @@ class Engine(Protocol):
     samples before the commit, which happens between two decode steps. A failure after the commit began raises
     `engine.broken`: the engine must be rebuilt.
 
-    What an engine may leave out: `in_place` (then it is taken for False), `attest` of `Attesting` (then what it
-    holds is read by `read_bucket` and digested outside of it), and `bucket_room` of `Lending`. One that answers False
-    to `read_bucket` gets whole weights alone; where `apply_bucket` answers "", the digest of what it was handed counts. `begin_update` of a
-    manifest with `encoding = "adapter"` keeps the whole weights that were committed last, whose digest is
-    `manifest.base`, and raises `sync.failed` where it holds others.
+    What an engine may leave out: `in_place` (then it is taken for False), `attest` of `Attesting` (then what it holds
+    is read by `read_bucket` and digested outside of it), and `bucket_room` of `Lending`. One that answers False to
+    `read_bucket` gets whole weights alone; where `apply_bucket` answers "", the digest of what it was handed counts.
+    `begin_update` of a manifest with `encoding = "adapter"` keeps the whole weights that were committed last, whose
+    digest is `manifest.base`, and raises `sync.failed` where it holds others.
     """
 
     async def start(self) -> None:
