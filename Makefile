@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 # A run that hangs ends with what it found so far.
 TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1

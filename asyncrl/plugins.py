@@ -130,7 +130,8 @@ class Lending(Protocol):
     def bucket_room(self, number: int) -> memoryview | None:
         """Where the bytes of this bucket of the update under way may be written, of the bucket's size, before
         `apply_bucket` gets that very memory; None: nowhere. After `abort_update` somebody may still write there for a
-        moment, so an engine must not use it again then."""
+        moment, so an engine must not use it again then. After the commit it holds the bucket until the
+        `begin_update` that follows the next commit: a generator passes versions on from there."""
 
 
 RewardFunction = Callable[..., Any]

@@ -160,9 +160,11 @@ def member(config_path: str, name: str, gib: float) -> None:
             print(json.dumps(line), flush=True)
 
     def listen() -> None:
+        held: list[Any] = []
         for line in sys.stdin:
             command = json.loads(line)
-            say(broadcast_all(command, sizes=[spec.nbytes for spec in specs]))
+            say(broadcast_all(command, sizes=[spec.nbytes for spec in specs], held=held))
+            del held[:-1]
         os._exit(0)
 
     async def follow() -> None:
@@ -186,8 +188,11 @@ def member(config_path: str, name: str, gib: float) -> None:
 # ---------------------------------------------------------------- baselines
 
 
-def broadcast_all(command: dict[str, Any], *, sizes: Sequence[int], source: Any = None) -> dict[str, Any]:
-    """Take part in one flat and one per-tensor broadcast; the seconds of each."""
+def broadcast_all(
+    command: dict[str, Any], *, sizes: Sequence[int], source: Any = None, held: list[Any]
+) -> dict[str, Any]:
+    """Take part in one flat and one per-tensor broadcast; the seconds of each. `held` takes the group: who leaves the
+    last barrier first must not end it under the others."""
     import torch
     import torch.distributed
 
@@ -195,6 +200,7 @@ def broadcast_all(command: dict[str, Any], *, sizes: Sequence[int], source: Any 
     rank, size, limit = command["rank"], command["size"], timedelta(seconds=LIMIT_S)
     store = dist.TCPStore("127.0.0.1", command["port"], None, False, timeout=limit)
     group = dist.ProcessGroupGloo(dist.PrefixStore(str(command["number"]), store), rank, size, limit)
+    held.append(group)
     flat = torch.from_numpy(source) if source is not None else torch.zeros(sum(sizes), dtype=torch.uint8)
     flat += 0  # its pages are there before the clock runs
     found = {}
@@ -218,7 +224,8 @@ def baselines(world: World, weights: Weights, number: int) -> dict[str, float]:
     command = {"port": store.port, "size": len(world.members) + 1, "number": number}
     for rank, process in enumerate(world.members, start=1):
         process.tell({**command, "rank": rank})
-    mine = broadcast_all({**command, "rank": 0}, sizes=weights.sizes, source=weights.data)
+    held: list[Any] = []
+    mine = broadcast_all({**command, "rank": 0}, sizes=weights.sizes, source=weights.data, held=held)
     for process in world.members:
         process.answer("flat_s", LIMIT_S)
     return {name: float(value) for name, value in mine.items()}

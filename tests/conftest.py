@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +17,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", metavar="FILE", help="write the figures that tests measured to this file too")
 
 
-#: Longest files first: at the end the workers share short ones (`make test` hands out whole files in this order).
-FOLDERS = ("e2e", "distributed", "simulator", "model", "faults", "contract", "unit")
+#: Folders whose tests compute, and those whose tests wait (for deadlines, for processes): their files take turns, so
+#: that the workers do not all do the same; the short ones come last, so that no worker begins a long one at the end.
+COMPUTE, WAIT = ("e2e", "distributed", "simulator", "model"), ("faults", "contract")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by folder."""
-    order = {name: number for number, name in enumerate(FOLDERS)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    """Sort by file (`make test` hands out whole files in this order)."""
+    files = {item.path: None for item in items}
+    compute, wait = ([path for path in files if path.parent.name in names] for names in (COMPUTE, WAIT))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(compute, wait))
+    order = {path: number for number, path in enumerate(path for path in turns if path is not None)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture

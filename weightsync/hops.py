@@ -47,6 +47,10 @@ class Staged:
     def __post_init__(self) -> None:
         self.tensors = self.plan.tensors
 
+    def gone(self) -> bool:
+        """Never while a reader is served: `blobs` keeps the slot."""
+        return False
+
     @contextmanager
     def blobs(self, hops: Sequence[Hop]) -> Iterator[list[memoryview] | None]:
         """See `transports.base.Version`. Where all slots are held the oldest is overwritten all the same: digests

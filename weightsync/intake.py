@@ -113,7 +113,8 @@ class Intake:
         blobs = len(blob_sizes(self._manifest, self._hops))
         self._reading = Reading(inbox, blobs, (lambda _: None) if self._hops else self._room)
         self._encoded: list[list[bytes]] = []
-        self._buckets: list[bytes] = []
+        self._buckets: list[Buffer] = []
+        self._lent: dict[int, memoryview] = {}  # room of the engine, by bucket
 
     @property
     def waited_s(self) -> float:
@@ -143,8 +144,11 @@ class Intake:
 
     def _room(self, number: int) -> memoryview | None:
         """Room of the engine for this bucket, if it lends any."""
-        lend = getattr(self._engine, "bucket_room", None)
-        return lend(number) if lend is not None else None
+        lend: Callable[[int], memoryview | None] | None = getattr(self._engine, "bucket_room", None)
+        room = lend(number) if lend is not None else None
+        if room is not None:
+            self._lent[number] = room
+        return room
 
     async def _take(self, number: int, view: memoryview) -> None:
         held = await self._engine.apply_bucket(number, view)
@@ -155,7 +159,8 @@ class Intake:
             kind = HopsUseless if self._hops else TransportError
             raise kind(f"bucket {number} of version {self._manifest.version} has another digest than published")
         if self._keep:
-            self._buckets.append(await asyncio.to_thread(bytes, view))
+            room = self._lent.get(number)  # the engine's own bytes, wherever these came from
+            self._buckets.append(room if room is not None else await asyncio.to_thread(bytes, view))
 
     async def _take_decoded(self) -> None:
         """Every bucket by hops; the next one is decoded while the engine takes this one."""

@@ -98,7 +98,8 @@ class Receiver:
         self._make_relay = relay or (lambda: outbox("stream", config, run_dir=Path(), keys=keys, insecure=insecure))
         self._relay: Outbox | None = None
         self._relay_address = ""
-        self._taken: HeldVersion | None = None  # host copy of the pending version
+        self._taken: HeldVersion | None = None  # what is passed on of the pending version
+        self._passed_on: list[HeldVersion] = []  # offered to others, and not ended
         self._round = 0
         self._error = ""
         self._advanced = asyncio.Condition()
@@ -262,6 +263,7 @@ class Receiver:
     async def _take(self, instruction: Instruction, manifest: Manifest, tensors: tuple[Tensor, ...]) -> bool:
         """True where the engine has every bucket with its digest."""
         try:
+            self._end_older()
             async with asyncio.timeout(instruction.deadline_s):
                 await self._engine.begin_update(manifest, tensors)
                 inbox = self._transports[instruction.transport](instruction)
@@ -318,12 +320,21 @@ class Receiver:
                 f"{manifest.digest}", where=self._name,
             )  # fmt: skip
 
+    def _end_older(self) -> None:
+        """Before the engine makes room: end what is passed on, but for the version in force."""
+        now = self._held[0].digest if self._held is not None else ""
+        last = [version for version in self._passed_on[-1:] if version.manifest.digest == now]
+        for version in self._passed_on[: len(self._passed_on) - len(last)]:
+            version.end()
+        self._passed_on = last
+
     async def _pass_on(self) -> None:
         """Serve the committed version to others, where there is a host copy of it."""
         taken, self._taken = self._taken, None
         self._relay_address = ""
         if taken is None:
             return
+        self._passed_on.append(taken)
         if self._relay is None:
             self._relay = self._make_relay()
         try:

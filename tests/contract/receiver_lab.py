@@ -68,6 +68,34 @@ class Engine(_toy.ToyEngine):  # type: ignore[misc]
         return digest
 
 
+class Lends(Engine):
+    """Its buckets stay where they are received; two rooms take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: list[dict[int, bytearray]] = [{}, {}]
+        self.turn = 0
+
+    async def begin_update(self, manifest: Manifest, tensors: Any) -> None:
+        await super().begin_update(manifest, tensors)
+        self._staged = self.rooms[self.turn]
+        for number, size in enumerate(manifest.bucket_bytes):
+            room = self._staged.setdefault(number, bytearray(size))
+            room[:] = b"\xdd" * size  # whoever still read the version before the last sees other bytes from now on
+
+    def bucket_room(self, number: int) -> memoryview:
+        return memoryview(self._staged[number])
+
+    async def apply_bucket(self, number: int, data: Any) -> str:
+        self._staged[number][:] = data
+        self._missing.discard(number)
+        return bucket_digest(GROUPS[number], self._staged[number])
+
+    async def commit_update(self) -> str:
+        self.turn = 1 - self.turn
+        return await super().commit_update()
+
+
 def buckets_of(version: int) -> list[bytes]:
     buckets = [bytearray(size) for size in PLAN.bucket_bytes]
     for tensor, (_, data) in zip(PLAN.tensors, weights(version), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from receiver_lab import GROUPS, Engine, Member
+from receiver_lab import GROUPS, Engine, Lends, Member, buckets_of
 from test_weightsync_service import PLAN, World, until, weights
 
 from asyncrl.wire import Instruction, Manifest
@@ -148,3 +148,27 @@ def test_bits_that_flip_later_end_the_receiver(make_world: Callable[..., World])
     until(lambda: any(line["state"] == "said" for line in world.lines()), "it is in the log")
     line = next(line for line in world.lines() if line["state"] == "said")
     assert (line["member"], line["version"]) == ("a", 0) and line["said"] == shown["said"]
+
+
+def test_versions_are_passed_on_from_where_the_engine_holds_them(make_world: Callable[..., World]) -> None:
+    """No copy for others; the version before goes as soon as its room is needed, and late ones get whole weights."""
+    world = make_world(transport="stream", relay_fanout=1)
+    publisher, first = world.publisher(), Member(world, "first", Lends())
+    ended = []
+    for version in range(4):
+        publisher.publish(version, PLAN, weights(version))
+        publisher.wait_committed(version, members=1, timeout_s=15)
+        until(lambda: first.receiver._relay_address, "it is offered")
+        held = first.receiver._passed_on
+        assert [item.manifest.version for item in held] == list(range(max(0, version - 1), version + 1))
+        with held[-1].blobs(()) as blobs:
+            assert blobs is not None and [bytes(blob) for blob in blobs] == buckets_of(version)
+            assert all(blob.obj is first.engine.held[number] for number, blob in enumerate(blobs))
+        assert [item.gone() for item in ended] == [True] * max(0, version - 1)
+        ended.append(held[0]) if version else None
+    until(lambda: world.status()["members"]["first"]["relay"], "the service knows the relay")
+    publisher.close()
+    late = Member(world, "late", Lends())
+    until(lambda: late.receiver.version == 3, "it has the version from the relay")
+    assert [bytes(late.engine.held[number]) for number in range(len(GROUPS))] == buckets_of(3)
+    assert world.status()["members"]["late"]["source"] == "first"

@@ -219,6 +219,17 @@ def test_a_version_is_kept_for_who_is_in_the_middle_and_no_longer(
     wait_for("the newest to be given up", lambda: newest.opened == newest.closed, 3)
 
 
+def test_a_version_that_ends_is_not_served_any_more(rig: StreamRig, asker: Requester) -> None:
+    """Its holder will write over the bytes: also who is in the middle of it is told."""
+    fetch = Fetch(rig.manifest.digest, "", 0, 0, 10)
+    asker.request(fetch, timeout_s=5)
+    assert rig.held.opened - rig.held.closed == 1
+    rig.held.ended = True
+    with pytest.raises(AsyncRLError, match="gone"):
+        asker.request(fetch, timeout_s=5)
+    wait_for("the views to be given back", lambda: rig.held.opened == rig.held.closed, 1)
+
+
 def test_read_to_the_end_gives_the_version_up(rig: StreamRig) -> None:
     assert run_round(rig, 3, 1) == [rig.expected()] * 3
     wait_for("it to be given up", lambda: rig.held.opened == rig.held.closed, 1.5)

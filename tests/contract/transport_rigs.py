@@ -50,12 +50,18 @@ class Held:
         self.steps = [bytearray(random.bytes(n)) for size in sizes for n in size]
         self.opened = self.closed = 0
         self._staging, self._slot, self._order = staging, slot, slot.order
+        self.ended = False
+
+    def gone(self) -> bool:
+        return self.ended
 
     @contextmanager
     def blobs(self, hops: Sequence[Hop]) -> Iterator[list[memoryview] | None]:
         self.opened += 1
         try:
-            if hops:
+            if self.ended:
+                yield None
+            elif hops:
                 known = tuple(hops) == self.hops[len(self.hops) - len(hops) :]
                 first = (len(self.hops) - len(hops)) * len(self.manifest.bucket_bytes)
                 yield [memoryview(step) for step in self.steps[first:]] if known else None
