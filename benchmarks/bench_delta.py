@@ -204,10 +204,13 @@ def run_trace(given: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+PARTS = ("synthetic", "trace")
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="*", choices=("synthetic", "trace"), default=["synthetic", "trace"])
+    parser.add_argument("what", nargs="*", help="synthetic, trace; both where none is named")
     for name, default in msgspec.structs.asdict(Synthetic()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--task", default="running_sum")
@@ -216,7 +219,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in (("steps", 50), ("prompts", 16), ("samples", 8), ("new-tokens", 112)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    given.what = given.what or list(PARTS)
+    if unknown := set(given.what) - set(PARTS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return given
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -78,3 +78,16 @@ def test_changes_are_counted_without_the_encoder() -> None:
             int(np.count_nonzero(a.view("<u2") != b.view("<u2"))) for a, b in zip(made.old, made.new, strict=True)
         )
         assert differs == made.changed > 0
+
+
+def test_both_parts_run_where_none_is_named() -> None:
+    assert run("nonsense").returncode == 2
+    spec = importlib.util.spec_from_file_location("bench_delta", BENCH)
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    sys.modules["bench_delta"] = bench  # its structs look their annotations up there
+    try:
+        spec.loader.exec_module(bench)
+        assert bench.parse([]).what == ["synthetic", "trace"] and bench.parse(["trace"]).what == ["trace"]
+    finally:
+        del sys.modules["bench_delta"]
