@@ -145,7 +145,7 @@ class Crew:
             self._running += 1
         try:
             pieces.set(number, _copy_piece(target, source, held=self._held))
-        except BaseException as error:
+        except BaseException as error:  # `settle` raises it on the thread that gave the piece
             with self._changed:
                 self._error = error
         finally:

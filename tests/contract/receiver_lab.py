@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from test_weightsync_service import PLAN, World, weights
+from test_weightsync_service import Member as PlainMember
 
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, WeightSyncConfig
-from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Hop, Manifest
 from weightsync.digest import bucket_digest, whole_digest
 from weightsync.encoding import delta
 from weightsync.plan import by_bucket
-from weightsync.receiver import Receiver
 
 _spec = importlib.util.spec_from_file_location("toy_engine", Path(__file__).parents[1] / "faults" / "toy_engine.py")
 assert _spec is not None and _spec.loader is not None
@@ -150,42 +149,13 @@ class FakeInbox:
         self.closed += 1
 
 
-class Member:
-    """A receiver on its own event loop in a thread."""
+class Member(PlainMember):
+    """A member with one of the engines above; the world closes it."""
 
-    def __init__(
-        self, world: World, name: str, engine: Engine, *, kind: type[Receiver] = Receiver, **settings: Any
-    ) -> None:
-        self.engine = engine
-        self.error: AsyncRLError | None = None
-        self.receiver = kind(
-            world.address, engine=engine, name=name, keys=None, config=world.config.weightsync, **settings
-        )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    def __init__(self, world: World, name: str, engine: Engine, **settings: Any) -> None:
+        super().__init__(world, name, engine, **settings)
         world.cleanups.append(self.close)
-
-    def _run(self) -> None:
-        async def main() -> None:
-            stop = asyncio.Event()
-            running = asyncio.ensure_future(self.receiver.run(stop))
-            while not running.done():
-                if self._stop.is_set():
-                    stop.set()
-                await asyncio.sleep(0.01)
-            await running
-
-        try:
-            asyncio.run(main())
-        except AsyncRLError as error:
-            self.error = error
 
     def holds(self, version: int) -> bool:
         held = [bytes(self.engine.held.get(n, b"")) for n in range(len(GROUPS))]
         return self.receiver.version == version and held == buckets_of(version)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(10)
-        assert not self._thread.is_alive(), "the receiver does not stop"

@@ -94,14 +94,13 @@ class Member:
     """A receiver in a thread with its own event loop."""
 
     def __init__(
-        self, world: "World", name: str, engine: ArrayEngine | None = None, transports: Any = None
+        self, world: "World", name: str, engine: Any = None, *, kind: type[Receiver] = Receiver, **settings: Any
     ) -> None:  # fmt: skip
         self.engine: Any = engine or ArrayEngine()
-        self.receiver = Receiver(
-            world.address, engine=self.engine, name=name, keys=world.keys, config=world.config.weightsync,
-            transports=transports,
+        self.receiver = kind(
+            world.address, engine=self.engine, name=name, keys=world.keys, config=world.config.weightsync, **settings
         )  # fmt: skip
-        self.error: BaseException | None = None
+        self.error: AsyncRLError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -169,7 +168,7 @@ class World:
         return publisher
 
     def member(self, name: str, engine: ArrayEngine | None = None, transports: Any = None) -> Member:
-        member = Member(self, name, engine, transports)
+        member = Member(self, name, engine, transports=transports)
         self.cleanups.append(member.close)
         return member
 

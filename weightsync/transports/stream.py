@@ -76,7 +76,7 @@ class StreamOutbox:
             loop = LoopThread("serve")
             try:
                 self._responder = loop.call(self._listen, timeout_s=CALL_S)
-            except BaseException:
+            except BaseException:  # whatever it is, the thread does not outlive it
                 loop.close(lambda: None)
                 raise
             self._loop = loop
