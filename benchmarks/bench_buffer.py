@@ -38,7 +38,7 @@ import stages  # noqa: E402
 
 from asyncrl import wire  # noqa: E402
 from asyncrl.config import Config, dump, parse  # noqa: E402
-from asyncrl.plugins import GenSample  # noqa: E402
+from asyncrl.engine import GenDelta  # noqa: E402
 from asyncrl.rundir import RunDir, endpoint  # noqa: E402
 from asyncrl.sockets import keep_memory  # noqa: E402
 from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, group_data  # noqa: E402
@@ -71,7 +71,7 @@ function = "m:f"
 """
 
 
-def make_groups(size: str, count: int = 32) -> list[tuple[Any, list[GenSample]]]:
+def make_groups(size: str, count: int = 32) -> list[tuple[Any, list[GenDelta]]]:
     """Ready-made groups, so that making them is not measured."""
     generator = np.random.default_rng(0)
     median, sigma = SIZES[size]
@@ -79,7 +79,7 @@ def make_groups(size: str, count: int = 32) -> list[tuple[Any, list[GenSample]]]
     for _ in range(count):
         lengths = np.minimum(np.exp(generator.normal(np.log(median), sigma, 8)), max(4096, median)).astype(int)
         samples = [
-            GenSample(str(i), i, generator.integers(0, 32000, n).astype(np.int32),
+            GenDelta(str(i), i, generator.integers(0, 32000, n).astype(np.int32),
                       -generator.random(n, dtype=np.float32), ((0, int(n)),), "stop")
             for i, n in enumerate(np.maximum(1, lengths))
         ]  # fmt: skip
@@ -181,7 +181,7 @@ def buffer_producer(address: str, size: str, count: int, by_place: bool, queue: 
             for lease in leases.leases:
                 prompt, made = groups[lease.group % len(groups)]
                 samples = [
-                    GenSample(s.id, s.index, s.token_ids, s.logprobs, ((version, s.token_ids.size),), s.finish)
+                    GenDelta(s.id, s.index, s.token_ids, s.logprobs, ((version, s.token_ids.size),), s.finish)
                     for s in made
                 ]
                 await credits.acquire()

@@ -98,8 +98,6 @@ class Decoding:
 class BenchEngine:
     """The weights of the hf engine with random content, and their times of the last update."""
 
-    in_place = False
-
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         import torch
 

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from asyncrl import wire
+from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable, WireError
 from asyncrl.failpoints import failpoint
-from asyncrl.plugins import GenSample
 from asyncrl.sockets import AsyncRequester, Keys, Requester
 from asyncrl.wire import Buffer, IntArray
 from buffers.batches import ClaimedBatch as ClaimedBatch  # noqa: PLC0414 - this module is the door
@@ -139,7 +139,7 @@ class ProducerClient(_AsyncClient):
             return  # the service is gone: the leases expire there
 
     async def submit(
-        self, lease: wire.Lease, *, prompt_ids: IntArray, samples: Sequence[GenSample], digests: Mapping[int, str],
+        self, lease: wire.Lease, *, prompt_ids: IntArray, samples: Sequence[GenDelta], digests: Mapping[int, str],
         row: Mapping[str, Any], rewards: Mapping[int, float] | None = None,
         masks: Mapping[int, Any] | None = None,
     ) -> wire.SamplesReply:  # fmt: skip

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
+from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.fingerprint import model_fingerprint
 from asyncrl.modes import DATA_PREFIX, answer_keys, is_paired
-from asyncrl.plugins import EngineHealth, GenRequest, GenSample
 from asyncrl.wire import Buffer, Lease, Leases, Manifest, Tensor
 from buffers.client import ProducerClient
 from producers.main import Producer
@@ -56,6 +56,16 @@ class DatasetEngine:
     async def close(self, *, grace_s: float) -> None:
         """Nothing is held."""
 
+    def capabilities(self) -> EngineCapabilities:
+        """A row at a time, as long as it is."""
+        return EngineCapabilities("dataset", max_samples=1, max_tokens=0, kv=())
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Nothing is under way."""
+
+    async def resume(self) -> None:
+        """See `pause`."""
+
     def health(self) -> EngineHealth:
         """Always alive and never busy."""
         return EngineHealth(True, self.version, 0, 0)
@@ -64,7 +74,7 @@ class DatasetEngine:
         """That of the model whose tokenizer is used."""
         return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
 
-    def generate(self, request: GenRequest) -> AsyncIterator[GenSample]:
+    def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
         """Rows are read, not generated."""
         raise AsyncRLError("internal", "the dataset engine generates nothing")
 
@@ -75,11 +85,6 @@ class DatasetEngine:
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         """No weights come here."""
         raise AsyncRLError("internal", "the dataset engine takes no weights")
-
-    @property
-    def in_place(self) -> bool:
-        """See `begin_update`."""
-        return False
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
         """See `begin_update`."""
@@ -153,10 +158,10 @@ class DatasetProducer(Producer):
         await self._stop_work(reply.cancelled, but=lease)
 
 
-def sample_of(lease: Lease, index: int, tokens: Tokens, version: int) -> GenSample:
+def sample_of(lease: Lease, index: int, tokens: Tokens, version: int) -> GenDelta:
     """One answer as a finished sample."""
     logprobs = np.zeros(tokens.size, np.float32)
-    return GenSample(f"{lease.group}:{lease.token}", index, tokens, logprobs, ((version, tokens.size),), "stop")
+    return GenDelta(f"{lease.group}:{lease.token}", index, tokens, logprobs, ((version, tokens.size),), "stop")
 
 
 def reward_of(index: int, answers: int) -> float:

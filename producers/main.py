@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
+from asyncrl.engine import Engine, GenRequest
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.failpoints import failpoint
 from asyncrl.modes import streams
-from asyncrl.plugins import Engine, GenRequest, find
+from asyncrl.plugins import find
 from asyncrl.signs import Sign
 from asyncrl.sockets import keep_memory
 from asyncrl.wire import Lease, Leases

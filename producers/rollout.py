@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from asyncrl.config import SamplingConfig
-from asyncrl.plugins import Engine, GenRequest, GenSample
+from asyncrl.engine import Engine, GenDelta, GenRequest
 from producers.patience import Bell
 
 #: The engine ends its iterator in every case, which rings too: a wait this long is only a net below that promise.
@@ -26,7 +26,7 @@ LOOK_S = 5.0
 class Finished(NamedTuple):
     """A finished sample, and its reward where the environment scores itself."""
 
-    sample: GenSample
+    sample: GenDelta
     reward: float | None = None
 
 

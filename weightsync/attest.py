@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncrl.plugins import Engine
+from asyncrl.engine import Engine
 from asyncrl.wire import Manifest, Tensor
 from weightsync.digest import bucket_digest, whole_digest
 from weightsync.plan import by_bucket

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from asyncrl.engine import Engine
 from asyncrl.failpoints import failpoint
-from asyncrl.plugins import Engine
 from asyncrl.wire import Buffer, Instruction, Manifest, Tensor
 from weightsync.digest import bucket_digest, whole_digest
 from weightsync.held import HeldVersion

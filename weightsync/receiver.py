@@ -30,9 +30,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.config import WeightSyncConfig
+from asyncrl.engine import Engine
 from asyncrl.errors import AsyncRLError, Unavailable, WorkError
 from asyncrl.failpoints import failpoint
-from asyncrl.plugins import Engine
 from asyncrl.sockets import AsyncRequester, Keys
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Tensor
 from weightsync.attest import EVERY_S, SHARE, held_digest
@@ -106,7 +106,7 @@ class Receiver:
 
     @property
     def _in_place(self) -> bool:
-        return bool(getattr(self._engine, "in_place", False))
+        return self._engine.capabilities().in_place
 
     @property
     def encodings(self) -> tuple[str, ...]:
@@ -114,7 +114,8 @@ class Receiver:
         if self._in_place:
             return ("full",)
         without = self._without | ({"delta"} if self._unreadable else set())
-        return tuple(name for name in ("full", "delta", "adapter") if name not in without)
+        takes = (*self._engine.capabilities().encodings, "delta")
+        return tuple(name for name in ("full", "delta", "adapter") if name in takes and name not in without)
 
     async def wait_version(self, at_least: int, timeout_s: float) -> int:
         """Wait until this version or a newer one was committed and digested, and no commit is under way.

@@ -9,7 +9,7 @@ rows, one forward over the live rows, one token per row, hand out the finished o
 3. tokens of a sample depend on (weights, prompt, seed, index) alone, up to the float noise of another batch shape;
 4. `swap` runs between two steps; with `recompute` all live K/V is made again under the new weights; a shared prefill
    of before is never used after it, also where the version keeps its number;
-5. after `halt` nothing is decoded until the next `swap`.
+5. after `halt` nothing is decoded until the next `swap`, nor while `paused`; while `draining` nobody new gets a row.
 It raises what torch raises; the engine turns that into `engine.broken`.
 """
 
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.plugins import GenRequest, GenSample
+from asyncrl.engine import GenDelta, GenRequest
 from producers.engines.kv import CaptureCache, KVStore, SlotCache
 from producers.engines.sampling import sample
 from producers.engines.slots import LAST, POSITION, TOP_K, SlotTable
@@ -67,7 +67,9 @@ class Decoder:
         self.steps = 0
         self.generated_tokens = 0
         self.busy_s = 0.0
-        self.halted = False
+        self.halted = False  # until the next swap: the weights are being overwritten
+        self.paused = False
+        self.draining = False  # seat nobody
         self._era = 0  # swaps so far: a version number may come again with other weights
         self._recompute = recompute
         self._waiting: deque[Waiting] = deque()
@@ -85,11 +87,14 @@ class Decoder:
     @property
     def idle(self) -> bool:
         """True where a step would do nothing."""
-        return self.halted or (not self.table.live and not self._waiting)
+        return self.halted or self.paused or (not self.table.live and (self.draining or not self._waiting))
 
     def submit(self, request: GenRequest) -> None:
-        """Queue a request behind the others."""
-        self._waiting.append(Waiting(request))
+        """Queue a request behind the others of its priority."""
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].request.priority > request.priority:
+            place -= 1
+        self._waiting.insert(place, Waiting(request))
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[str] | None) -> int:
@@ -103,25 +108,27 @@ class Decoder:
         return len(rows) + sum(len(entry.todo) for entry in gone)
 
     @torch.inference_mode()
-    def step(self) -> list[GenSample]:
-        """One token for every live sample; the samples that finished with it."""
-        if self.halted:
+    def step(self) -> list[GenDelta]:
+        """One token for every live sample; what is to be handed out after it: ended samples and deltas that are due."""
+        if self.halted or self.paused:
             return []
         started = time.perf_counter()
         self._admit()
         live = self.table.live
-        finished: list[GenSample] = []
+        deltas: list[GenDelta] = []
         if live:
             state = self.table.state[:live]
             tokens, logprobs = self._sample(self._forward(state, live), state, live)
             rows = self.table.record(state, tokens, logprobs)
             self.steps += 1
             self.generated_tokens += live
+            if due := self.table.due(rows):
+                deltas = self.table.collect(due, self._eras, ended=False)
             if rows:
-                finished = self.table.collect(rows, self._eras)
+                deltas += self.table.collect(rows, self._eras)
                 self._release(rows)
         self.busy_s += time.perf_counter() - started
-        return finished
+        return deltas
 
     @torch.inference_mode()
     def swap(self, version: int, change: Callable[[], None]) -> float:
@@ -187,8 +194,8 @@ class Decoder:
     # ------------------------------------------------------------ rows
 
     def _admit(self) -> None:
-        """Seat waiting samples, first come first served, while rows are free."""
-        while self.table.free and self._waiting:
+        """Seat waiting samples, first come first served within a priority, while rows are free."""
+        while not self.draining and self.table.free and self._waiting:
             entry = self._waiting[0]
             if entry.prefix is None or entry.prefix.era != self._era:
                 self._prefill_ahead()

@@ -1,6 +1,6 @@
 """The default engine: a slot sampler on the transformers forward. It runs wherever torch does, a laptop's CPU included.
 
-Called by `producers.main` through `asyncrl.plugins.Engine`. The decode loop owns the model and runs in one thread; the
+Called by `producers.main` through `asyncrl.engine.Engine`. The decode loop owns the model and runs in one thread; the
 event loop talks to it by a queue of closures and gets finished samples back by `call_soon_threadsafe`. Guarantees:
 1. samples of a request come as they finish; those of one step are handed over together;
 2. weights change between two decode steps, by an exchange of storages (`weights`); the digests of the buckets, and of
@@ -23,9 +23,9 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.device import Device
+from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.fingerprint import model_fingerprint
-from asyncrl.plugins import EngineHealth, GenRequest, GenSample
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.decoder import Decoder
 from producers.engines.kv import KVStore
@@ -35,6 +35,7 @@ from producers.engines.slots import SlotTable
 from producers.engines.weights import ModelWeights
 
 T = TypeVar("T")
+DRAIN_LOOK_S = 0.005
 IDLE_WAIT_S = 1.0  # of the decode thread for a command when there is nothing to decode
 SWAP_LIMIT_S = 120.0  # a decode step that takes longer than this is a broken engine
 
@@ -44,7 +45,7 @@ class _Outbox:
 
     def __init__(self, request: GenRequest) -> None:
         self.left = len(request.indices)
-        self.queue: asyncio.Queue[GenSample | AsyncRLError | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[GenDelta | AsyncRLError | None] = asyncio.Queue()
 
 
 class HFEngine:
@@ -108,7 +109,17 @@ class HFEngine:
             alive=self._failure is None, version=-1 if self._dirty else decoder.version,
             running=decoder.table.live, waiting=decoder.waiting,
             generated_tokens=decoder.generated_tokens, busy_s=decoder.busy_s, swap_s=self._swap_s,
-            detail=self._failure.message if self._failure else "",
+            detail=self._failure.message if self._failure else "", kv_used=decoder.table.live / decoder.table.slots,
+            paused=decoder.paused,
+        )  # fmt: skip
+
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can do with its configuration."""
+        slots = self._config.producers.slots
+        return EngineCapabilities(
+            "hf", max_samples=slots, max_tokens=self._max_len, kv_tokens=slots * self._max_len,
+            encodings=("full",) if self.in_place else ("full", "adapter"), in_place=self.in_place, continues=True,
+            priority=True,
         )  # fmt: skip
 
     def fingerprint(self) -> str:
@@ -117,8 +128,8 @@ class HFEngine:
 
     # ------------------------------------------------------------ samples
 
-    async def generate(self, request: GenRequest) -> AsyncIterator[GenSample]:
-        """The samples of the request, each as soon as it has finished.
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
+        """Deltas of the samples of the request; each sample ends as soon as it has finished.
 
         Raises:
             WorkError: the request does not fit the engine's limits (`sample.invalid`).
@@ -136,7 +147,7 @@ class HFEngine:
                     raise item
                 if item is None:  # aborted
                     return
-                outbox.left -= 1
+                outbox.left -= bool(item.finish)
                 yield item
         finally:
             self._outboxes.pop(request.id, None)
@@ -148,10 +159,12 @@ class HFEngine:
         problem = ""
         if request.id in self._outboxes:
             problem = f"request id {request.id!r} is in use"
-        elif not 1 <= len(prompt) <= config.data.max_prompt_tokens:
-            problem = f"prompt of {len(prompt)} tokens, data.max_prompt_tokens = {config.data.max_prompt_tokens}"
-        elif not 1 <= request.max_new_tokens <= self._max_new:
-            problem = f"max_new_tokens = {request.max_new_tokens}, sampling.max_new_tokens = {self._max_new}"
+        elif not 1 <= len(prompt) - request.begun <= config.data.max_prompt_tokens:
+            problem = (f"prompt of {len(prompt) - request.begun} tokens, data.max_prompt_tokens = "
+                       f"{config.data.max_prompt_tokens}")  # fmt: skip
+        elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
+            problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
+                       f"sampling.max_new_tokens = {self._max_new}")  # fmt: skip
         elif request.temperature <= 0 or not request.indices:
             problem = "temperature must be above 0 and indices not empty"
         elif int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab():
@@ -173,6 +186,27 @@ class HFEngine:
             if name in self._outboxes:
                 self._outboxes[name].queue.put_nowait(None)
         return count
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Decode nothing from now on; see `asyncrl.engine.Engine`."""
+        decoder = self._require()
+        if mode == "abort":
+            await self.abort(None)
+        if mode == "wait":
+            await self._call(lambda: setattr(decoder, "draining", True))
+            while decoder.draining and decoder.table.live:  # bounded: every sample has a largest length
+                await asyncio.sleep(DRAIN_LOOK_S)
+                self._require()
+        await self._call(lambda: setattr(decoder, "paused", True))
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        decoder = self._require()
+
+        def go_on() -> None:
+            decoder.paused = decoder.draining = False
+
+        await self._call(go_on)
 
     # ------------------------------------------------------------ weights
 
@@ -275,7 +309,7 @@ class HFEngine:
                 self._require()
         return answer.result()
 
-    def _deliver(self, samples: list[GenSample]) -> None:
+    def _deliver(self, samples: list[GenDelta]) -> None:
         for item in samples:
             outbox = self._outboxes.get(item.id)
             if outbox is not None:

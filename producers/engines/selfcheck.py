@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
-from asyncrl.plugins import GenRequest, GenSample
 from producers.engines.decoder import Decoder
 
 TOKENS = 4  # per sample
@@ -30,7 +30,7 @@ def check_decoder(decoder: Decoder, *, vocab: int, max_prompt: int, max_new: int
     decoder.swap(0, lambda: None)
     for request in requests:
         decoder.submit(request)
-    samples: list[GenSample] = []
+    samples: list[GenDelta] = []
     while not decoder.idle:
         samples += decoder.step()
     decoder.reset()
@@ -44,7 +44,7 @@ def check_decoder(decoder: Decoder, *, vocab: int, max_prompt: int, max_new: int
 
 
 @torch.inference_mode()
-def _gap(model: torch.nn.Module, prompt: npt.NDArray[np.int32], item: GenSample) -> float:
+def _gap(model: torch.nn.Module, prompt: npt.NDArray[np.int32], item: GenDelta) -> float:
     device = next(model.parameters()).device
     ids = torch.from_numpy(np.concatenate([prompt, item.token_ids]).astype(np.int64)).to(device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]

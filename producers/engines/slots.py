@@ -5,7 +5,8 @@ numbers) and a row (its place in the packed front of the K/V store). Guarantees:
 1. rows `0..live` are exactly the live samples: when rows finish, the last live rows are moved into the holes, so a
    step costs what is alive (`release` says which rows moved, the K/V store follows);
 2. every live sample gets exactly one token per step, so a token's version follows from its step: no per-token record;
-3. the random numbers of a sample are a function of (seed, index) alone: `uniforms_of`.
+3. the random numbers of a sample are a function of (seed, index) alone: `uniforms_of`. A sample that was begun
+   elsewhere goes on in the same stream, at the place of its next token.
 It knows no model and no weights.
 
 Example with capacity 4 and live samples a b c d in rows 0..3: b and c finish. One hole below the new front (row 1)
@@ -22,10 +23,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.plugins import GenRequest, GenSample
+from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.versions import Runs
 
 NO_TOKEN = -1
+NEVER = np.iinfo(np.int64).max
 _MASK = (1 << 64) - 1
 
 # Columns of the integer state of a row.
@@ -33,7 +35,7 @@ LANE, LAST, POSITION, COUNT, LIMIT, TOP_K, STOP = range(7)
 
 
 class Occupant(NamedTuple):
-    """The sample of a lane; `start` is the step that made, or will make, its first token."""
+    """The sample of a lane; `start` is the step that made, or will make, its first token of this request."""
 
     request: GenRequest
     sample: int  # its index in the group
@@ -82,10 +84,12 @@ class SlotTable:
         self.tokens = torch.zeros((slots, max_new_tokens), dtype=torch.int32, device=device)
         self.logprobs = torch.zeros((slots, max_new_tokens), dtype=torch.float32, device=device)
         self.positions = np.zeros(slots, dtype=np.int64)  # host mirror of state[:, POSITION]
+        self._due = np.full(slots, NEVER, dtype=np.int64)  # by row: position from which a delta is to be handed out
         self.lanes: list[int] = []  # lane of each live row
         self.occupants: dict[int, Occupant] = {}  # by lane
         self._free = list(range(slots))
         self._cuts: set[int] = set()  # lanes that use top-k or top-p
+        self._sent: dict[int, int] = {}  # tokens of a lane that were handed out in deltas
 
     @property
     def free(self) -> int:
@@ -109,9 +113,11 @@ class SlotTable:
         rows = slice(first, first + count)
         self.state[rows] = torch.tensor([[lane, *common] for lane in lanes], device=self.state.device)
         self.knobs[rows] = torch.tensor([request.temperature, request.top_p], device=self.knobs.device)
-        numbers = np.stack([uniforms_of(request.seed, index, request.max_new_tokens) for index in indices])
-        self.uniforms[lanes, : request.max_new_tokens] = torch.from_numpy(numbers).to(self.uniforms.device)
+        begun, length = request.begun, request.max_new_tokens
+        numbers = np.stack([uniforms_of(request.seed, index, begun + length)[begun:] for index in indices])
+        self.uniforms[lanes, :length] = torch.from_numpy(numbers).to(self.uniforms.device)
         self.positions[rows] = len(prompt) - 1
+        self._due[rows] = len(prompt) - 1 + request.delta_tokens if request.delta_tokens else NEVER
         for lane, index in zip(lanes, indices, strict=True):
             self.occupants[lane] = Occupant(request, index, step)
             if request.top_k or request.top_p < 1.0:
@@ -141,18 +147,27 @@ class SlotTable:
         rows: list[int] = ended.nonzero()[:, 0].tolist()
         return rows
 
-    def collect(self, rows: list[int], eras: list[tuple[int, int]]) -> list[GenSample]:
-        """The finished samples of these rows, before they are released."""
-        samples = []
+    def due(self, ended: list[int]) -> list[int]:
+        """Rows whose next delta is due, without those that have ended."""
+        rows = np.nonzero(self.positions[: self.live] >= self._due[: self.live])[0].tolist()
+        return [row for row in rows if row not in ended] if rows else rows
+
+    def collect(self, rows: list[int], eras: list[tuple[int, int]], *, ended: bool = True) -> list[GenDelta]:
+        """What is new of the samples of these rows. Of ended ones before they are released."""
+        deltas = []
         for row, count in zip(rows, self.state[rows, COUNT].tolist(), strict=True):
             lane = self.lanes[row]
             request, index, start = self.occupants[lane]
-            tokens = self.tokens[lane, :count].cpu().numpy().copy()
-            logprobs = self.logprobs[lane, :count].cpu().numpy().copy()
-            finish = "stop" if int(tokens[-1]) in request.stop_ids else "length"
-            runs = runs_between(eras, start, start + count)
-            samples.append(GenSample(request.id, index, tokens, logprobs, runs, finish))
-        return samples
+            sent = self._sent.get(lane, 0)
+            tokens = self.tokens[lane, sent:count].cpu().numpy().copy()
+            logprobs = self.logprobs[lane, sent:count].cpu().numpy().copy()
+            finish = "" if not ended else "stop" if int(tokens[-1]) in request.stop_ids else "length"
+            runs = runs_between(eras, start + sent, start + count)
+            deltas.append(GenDelta(request.id, index, tokens, logprobs, runs, finish, sent))
+            if not ended:
+                self._sent[lane] = count
+                self._due[row] += request.delta_tokens
+        return deltas
 
     def sequence(self, row: int) -> npt.NDArray[np.int32]:
         """Prompt and response tokens of a row without the last one: what its K/V must hold, i4 `[position]`."""
@@ -176,11 +191,13 @@ class SlotTable:
             lane = self.lanes[row]
             del self.occupants[lane]
             self._cuts.discard(lane)
+            self._sent.pop(lane, None)
             self._free.append(lane)
         if holes:
             self.state[holes] = self.state[sources]
             self.knobs[holes] = self.knobs[sources]
             self.positions[holes] = self.positions[sources]
+            self._due[holes] = self._due[sources]
             for source, hole in zip(sources, holes, strict=True):
                 self.lanes[hole] = self.lanes[source]
         del self.lanes[left:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from asyncrl.plugins import Engine, GenRequest
+from asyncrl.engine import Engine, GenRequest
 from producers.rollout import Finished
 
 

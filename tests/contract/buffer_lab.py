@@ -18,8 +18,8 @@ from bare_config import BARE
 
 from asyncrl import wire
 from asyncrl.config import Config, dump
+from asyncrl.engine import GenDelta
 from asyncrl.metrics import read_lines
-from asyncrl.plugins import GenSample
 from asyncrl.rundir import RunDir, endpoint
 from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient
 
@@ -93,8 +93,8 @@ class Service:
 Make = Callable[..., Service]
 
 
-def sample(index: int, version: int = 0, tokens: int = 3, logprob: float = -0.5) -> GenSample:
-    return GenSample(
+def sample(index: int, version: int = 0, tokens: int = 3, logprob: float = -0.5) -> GenDelta:
+    return GenDelta(
         str(index),
         index,
         np.arange(tokens, dtype=np.int32) + index,

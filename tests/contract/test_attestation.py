@@ -18,9 +18,9 @@ from buffer_lab import Make, Service, claim
 from receiver_lab import GROUPS, Engine, Member
 from test_weightsync_service import PLAN, World, until, weights
 
+from asyncrl.engine import GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.metrics import read_lines
-from asyncrl.plugins import GenRequest
 from asyncrl.wire import Instruction, Manifest, SamplesReply
 from buffers.client import LearnerClient, ProducerClient
 from weightsync.digest import bucket_digest

@@ -30,8 +30,8 @@ from test_engines import (
 )  # fmt: skip
 
 from asyncrl.config import Config
+from asyncrl.engine import GenDelta
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.plugins import GenSample
 from asyncrl.versions import expand
 from asyncrl.wire import Manifest
 from producers.engines.hf import HFEngine
@@ -248,7 +248,7 @@ def test_in_place_stands_still_until_it_is_whole(qwen3: Path) -> None:
     old, torn, new = (make(_qwen3(), seed=seed) for seed in (1, 2, 3))
     tensors, manifest, buckets = layout(torn)
 
-    async def body(engine: HFEngine) -> dict[int, GenSample]:
+    async def body(engine: HFEngine) -> dict[int, GenDelta]:
         assert engine.in_place
         await push(engine, old, 3)
         before = places(engine)
@@ -317,7 +317,7 @@ def test_tokens_after_a_swap_against_a_fresh_engine(qwen3: Path, kv: str, tmp_pa
         field: getattr(config, field) for field in config.__struct_fields__ if field != "data"
     }, data=config.data.__class__(path="unused.jsonl", max_prompt_tokens=96))  # fmt: skip
 
-    async def swapped(engine: HFEngine) -> GenSample:
+    async def swapped(engine: HFEngine) -> GenDelta:
         await push(engine, old, 0)
         await stage(engine, new, 1)
         going = asyncio.create_task(all_of(engine, greedy("x", PROMPTS[0], 60)))
@@ -329,7 +329,7 @@ def test_tokens_after_a_swap_against_a_fresh_engine(qwen3: Path, kv: str, tmp_pa
     assert [version for version, _ in item.runs] == [0, 1], "the swap came in the middle"
     so_far = item.runs[0][1]
 
-    async def fresh(engine: HFEngine) -> GenSample:
+    async def fresh(engine: HFEngine) -> GenDelta:
         await push(engine, new, 1)
         prompt = [*PROMPTS[0], *item.token_ids[:so_far].tolist()]
         return (await all_of(engine, greedy("y", prompt, 60 - so_far)))[0]
@@ -350,7 +350,7 @@ def test_a_shared_prefill_is_not_used_over_a_swap_that_keeps_the_number(qwen3: P
     """A learner that went back publishes other weights as the same version: waiting samples must not see old K/V."""
     old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
 
-    async def body(engine: HFEngine) -> dict[int, GenSample]:
+    async def body(engine: HFEngine) -> dict[int, GenDelta]:
         await push(engine, old, 7)
         await stage(engine, new, 7)
         wanted = request("x", PROMPTS[0], tuple(range(6)), max_new_tokens=16, stop_ids=())

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models
 from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
 from asyncrl.config import Config, parse
+from asyncrl.engine import GenDelta, GenRequest, joined
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.plugins import GenRequest, GenSample, find
+from asyncrl.plugins import find
 from asyncrl.versions import expand
 from asyncrl.wire import Manifest, Tensor
 from producers.engines.hf import HFEngine
@@ -130,7 +131,7 @@ async def tokens_made(engine: HFEngine, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def all_of(engine: HFEngine, wanted: GenRequest) -> dict[int, GenSample]:
+async def all_of(engine: HFEngine, wanted: GenRequest) -> dict[int, GenDelta]:
     return {item.index: item async for item in engine.generate(wanted)}
 
 
@@ -165,7 +166,7 @@ PROMPTS = [[3, 4, 5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22
 def test_logprobs_equal_a_plain_forward(folders: dict[str, Path], family: str) -> None:
     model = make(SHAPES[family](), seed=1)
 
-    async def body(engine: HFEngine) -> list[dict[int, GenSample]]:
+    async def body(engine: HFEngine) -> list[dict[int, GenDelta]]:
         await push(engine, model, 0)
         wanted = [request(f"g{n}", prompt, (0, 1, 2), temperature=0.7) for n, prompt in enumerate(PROMPTS)]
         return list(await asyncio.gather(*(all_of(engine, item) for item in wanted)))
@@ -186,11 +187,11 @@ def test_logprobs_equal_a_plain_forward(folders: dict[str, Path], family: str) -
 def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path]) -> None:
     model = make(_qwen3(), seed=1)
 
-    async def alone(engine: HFEngine) -> dict[int, GenSample]:
+    async def alone(engine: HFEngine) -> dict[int, GenDelta]:
         await push(engine, model, 0)
         return await all_of(engine, request("x", PROMPTS[0], (2,), seed=77))
 
-    async def crowded(engine: HFEngine) -> tuple[dict[int, GenSample], dict[int, GenSample]]:
+    async def crowded(engine: HFEngine) -> tuple[dict[int, GenDelta], dict[int, GenDelta]]:
         await push(engine, model, 0)
         others = [request(f"o{n}", prompt, tuple(range(4)), seed=n) for n, prompt in enumerate(PROMPTS)]
         other_seed = request("y", PROMPTS[0], (2,), seed=78)
@@ -212,7 +213,7 @@ def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path]) -> None
 def test_top_k_and_top_p_cut_what_is_drawn_but_not_the_logprob(folders: dict[str, Path]) -> None:
     model = make(_qwen3(), seed=1)
 
-    async def body(engine: HFEngine) -> list[dict[int, GenSample]]:
+    async def body(engine: HFEngine) -> list[dict[int, GenDelta]]:
         await push(engine, model, 0)
         return list(await asyncio.gather(
             all_of(engine, request("k", PROMPTS[0], tuple(range(8)), top_k=2, stop_ids=())),
@@ -251,10 +252,10 @@ def _inside_top_p(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray)
 # ---------------------------------------------------------------- weights
 
 
-def _swap_in_flight(folder: Path, kv: str) -> tuple[PreTrainedModel, PreTrainedModel, dict[int, GenSample], list[Any]]:
+def _swap_in_flight(folder: Path, kv: str) -> tuple[PreTrainedModel, PreTrainedModel, dict[int, GenDelta], list[Any]]:
     old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
 
-    async def body(engine: HFEngine) -> tuple[dict[int, GenSample], list[Any]]:
+    async def body(engine: HFEngine) -> tuple[dict[int, GenDelta], list[Any]]:
         digests = [await push(engine, old, 3)]
         sent = await stage(engine, new, 4)  # beforehand, so that on a busy machine the swap comes in time
         wanted = request("x", PROMPTS[0], tuple(range(6)), max_new_tokens=64, stop_ids=())
@@ -329,7 +330,7 @@ def test_bfloat16_engine_holds_what_was_sent(tmp_path: Path) -> None:
     folder = save(tmp_path / "m", _qwen3(), dtype=torch.bfloat16)
     model = make(_qwen3(), seed=1, dtype=torch.bfloat16)
 
-    async def body(engine: HFEngine) -> tuple[tuple[str, str], dict[int, GenSample]]:
+    async def body(engine: HFEngine) -> tuple[tuple[str, str], dict[int, GenDelta]]:
         return await push(engine, model, 0), await all_of(engine, request("x", PROMPTS[0], (0, 1)))
 
     (sent, held), group = run(config_of(folder, slots=2, dtype="bfloat16"), body)
@@ -509,3 +510,124 @@ def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------- deltas, continued samples, priorities, pauses
+
+
+def test_deltas_follow_each_other_and_give_the_whole_sample(folders: dict[str, Path]) -> None:
+    """Deltas of some tokens, over a swap, joined: what the engine gives whole."""
+    old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
+
+    async def body(engine: HFEngine) -> tuple[list[GenDelta], dict[int, GenDelta]]:
+        await push(engine, old, 3)
+        await stage(engine, new, 4)
+        deltas: list[GenDelta] = []
+        wanted = request("x", PROMPTS[0], tuple(range(6)), max_new_tokens=50, stop_ids=(), delta_tokens=8)
+        async for delta in engine.generate(wanted):
+            deltas.append(delta)
+            if len(deltas) == 10:
+                await engine.commit_update()
+        return deltas, await all_of(engine, request("y", PROMPTS[0], (0,), max_new_tokens=20, stop_ids=()))
+
+    deltas, later = run(config_of(folders["qwen3"], slots=4), body)
+    for index in range(6):
+        parts = [delta for delta in deltas if delta.index == index]
+        assert [part.finish for part in parts] == ["", "", "", "", "", "", "length"]
+        assert [(part.start, len(part.token_ids)) for part in parts] == [*((8 * n, 8) for n in range(6)), (48, 2)]
+        whole = joined(parts)
+        versions = expand(whole.runs)
+        assert len(versions) == len(whole.token_ids) == 50
+        before = plain_logprobs(old, PROMPTS[0], whole.token_ids, temperature=1.0)
+        assert np.abs(before - whole.logprobs)[versions == 3].max(initial=0.0) < 1e-4
+    assert any(len(joined(part for part in deltas if part.index == index).runs) == 2 for index in range(6))
+    assert later[0].start == 0 and later[0].finish == "length"
+
+
+def test_a_continued_sample_is_the_one_without_a_break(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> tuple[dict[int, GenDelta], dict[int, GenDelta]]:
+        await push(engine, model, 0)
+        whole = await all_of(engine, request("a", PROMPTS[0], (0, 1, 2), max_new_tokens=40, stop_ids=()))
+        rest = {}
+        for index, item in whole.items():
+            prompt = [*PROMPTS[0], *item.token_ids[:25].tolist()]
+            again = request(f"b{index}", prompt, (index,), max_new_tokens=15, stop_ids=(), begun=25)
+            rest |= await all_of(engine, again)
+        return whole, rest
+
+    whole, rest = run(config_of(folders["qwen3"], slots=3), body)
+    for index, item in whole.items():
+        assert rest[index].token_ids.tolist() == item.token_ids[25:].tolist()
+        assert np.abs(rest[index].logprobs - item.logprobs[25:]).max() < 1e-4
+
+
+def test_the_urgent_come_first_and_a_pause_stands_still(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> tuple[list[str], list[int], Any]:
+        await push(engine, model, 0)
+        ended: list[str] = []
+
+        async def one(name: str, priority: int) -> None:
+            await all_of(engine, request(name, PROMPTS[0], max_new_tokens=30, stop_ids=(), priority=priority))
+            ended.append(name)
+
+        tasks = [asyncio.create_task(one(f"late{n}", 1)) for n in range(3)]
+        await tokens_made(engine, 3)
+        tasks += [asyncio.create_task(one("urgent", 0))]
+        await tokens_made(engine, 6)
+        await engine.pause()
+        made = [engine.health().generated_tokens]
+        paused = engine.health().paused
+        await asyncio.sleep(0.2)
+        made.append(engine.health().generated_tokens)
+        await engine.resume()
+        await asyncio.gather(*tasks)
+        return ended, made, paused
+
+    ended, made, paused = run(config_of(folders["qwen3"], slots=1), body)
+    assert ended == ["late0", "urgent", "late1", "late2"]
+    assert paused and made[0] == made[1] < 4 * 30
+
+
+def test_a_pause_can_wait_for_what_is_decoded_or_give_it_up(folders: dict[str, Path]) -> None:
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> list[Any]:
+        await push(engine, model, 0)
+        wanted = request("x", PROMPTS[0], (0, 1, 2), max_new_tokens=30, stop_ids=())
+        going = asyncio.create_task(all_of(engine, wanted))
+        await tokens_made(engine, 4)
+        await engine.pause("wait")
+        first = engine.health()
+        await engine.resume()
+        whole = await going
+        cut = asyncio.create_task(all_of(engine, wanted))
+        await tokens_made(engine, 3 * 30 + 4)
+        await engine.pause("abort")
+        given_up = await cut
+        await engine.resume()
+        return [first, whole, given_up, await all_of(engine, request("y", PROMPTS[0]))]
+
+    first, whole, given_up, later = run(config_of(folders["qwen3"], slots=2), body)
+    assert first.running == 0 and first.waiting == 1 and first.generated_tokens == 2 * 30
+    assert sorted(whole) == [0, 1, 2] and all(len(item.token_ids) == 30 for item in whole.values())
+    assert len(given_up) < 3 and sorted(later) == [0]
+
+
+def test_deltas_that_do_not_follow_each_other_are_refused() -> None:
+    def delta(start: int, count: int, finish: str = "") -> GenDelta:
+        return GenDelta(
+            "x", 0, np.arange(count, dtype=np.int32), np.zeros(count, np.float32), ((1, count),), finish, start
+        )
+
+    assert joined([delta(0, 3), delta(3, 2, "stop")]).runs == ((1, 5),)
+    for wrong in (
+        [delta(0, 3), delta(4, 2, "stop")],
+        [delta(1, 3, "stop")],
+        [delta(0, 3, "stop"), delta(3, 1, "stop")],
+    ):
+        with pytest.raises(AsyncRLError, match="a delta starts at"):
+            joined(wrong)

@@ -16,8 +16,8 @@ import pytest
 import test_buffer_service as whole
 
 from asyncrl import wire
+from asyncrl.engine import GenDelta
 from asyncrl.errors import AsyncRLError
-from asyncrl.plugins import GenSample
 from buffers.client import ClaimedBatch, LearnerClient, ProducerClient
 from buffers.handover import FAILURES, PlaceWriter
 from buffers.layout import GUEST, NONCE
@@ -372,8 +372,8 @@ def test_arrays_are_what_was_made(make: base.Make) -> None:
         await producer.client.hello("model")
         lease = (await producer.lease(0, 1)).leases[0]
         made = [
-            GenSample("0", 0, [5, 6], [-1.0, -2.0], ((0, 2),), "stop"),  # type: ignore[arg-type]
-            GenSample("1", 1, np.arange(6)[::2], np.full(3, -0.5), ((0, 3),), "length"),
+            GenDelta("0", 0, [5, 6], [-1.0, -2.0], ((0, 2),), "stop"),  # type: ignore[arg-type]
+            GenDelta("1", 1, np.arange(6)[::2], np.full(3, -0.5), ((0, 3),), "length"),
         ]
         masks = {1: np.array([1, 0, 1], np.uint8)}
         reply = await producer.client.submit(

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl import role
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig
+from asyncrl.engine import EngineCapabilities
 from asyncrl.metrics import read_lines
 from asyncrl.rundir import RunDir, endpoint
 from weightsync import hops
@@ -28,11 +29,12 @@ WAIT_S = 20.0
 class ArrayEngine:
     """Buckets as bytes."""
 
-    in_place = False
-
     def __init__(self) -> None:
         self.model: dict[int, bytes] = {}
         self._new: dict[int, bytes] = {}
+
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities("arrays", max_samples=1, max_tokens=64, encodings=("full", "adapter"))
 
     def fingerprint(self) -> str:
         return "model-a"

@@ -18,6 +18,7 @@ import pytest
 
 from asyncrl import role
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig, dump
+from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, Unavailable, WorkError
 from asyncrl.metrics import read_lines
 from asyncrl.rundir import RunDir, endpoint
@@ -54,6 +55,9 @@ class ArrayEngine:
         self._fingerprint = fingerprint
         self._staged: dict[str, bytes] = {}
         self._tensors: tuple[Tensor, ...] = ()
+
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities("arrays", max_samples=1, max_tokens=64, encodings=("full", "adapter"))
 
     def fingerprint(self) -> str:
         return self._fingerprint

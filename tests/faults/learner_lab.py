@@ -26,10 +26,10 @@ import pytest
 
 from asyncrl.audit import audit_file
 from asyncrl.config import Config, dump, parse
+from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable
 from asyncrl.fingerprint import model_fingerprint
 from asyncrl.metrics import read_lines
-from asyncrl.plugins import GenSample
 from asyncrl.rundir import RunDir, endpoint
 from buffers.client import ObserverClient, ProducerClient
 
@@ -293,14 +293,14 @@ class Lab:
         assert {name: getattr(audit, name) for name in expected} == expected
 
 
-def group_of(number: int, version: int = 0) -> tuple[Any, list[GenSample]]:
+def group_of(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
     """The prompt and the samples of a group; made from its number."""
     rng = np.random.default_rng(number)
     prompt = rng.integers(3, 20, int(rng.integers(2, 6))).astype(np.int32)
     samples = []
     for index in range(G):
         length = int(rng.integers(2, 12))
-        samples.append(GenSample(
+        samples.append(GenDelta(
             f"{number}:{index}", index, rng.integers(3, 20, length).astype(np.int32),
             -rng.random(length).astype(np.float32), ((version, length),), "stop",
         ))  # fmt: skip

@@ -23,6 +23,7 @@ import weightsync.transports.disk
 import weightsync.transports.stream
 from asyncrl import failpoints, role
 from asyncrl.config import Config, load
+from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.rundir import RunDir, endpoint
 from asyncrl.wire import Buffer, Manifest, Tensor
@@ -129,6 +130,11 @@ class GatedEngine:
 
     def fingerprint(self) -> str:
         return "model"
+
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            "gated", max_samples=1, max_tokens=64, encodings=("full", "adapter"), in_place=self.in_place
+        )
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         self._groups = by_bucket(tensors, len(manifest.bucket_bytes))

@@ -21,8 +21,8 @@ import zmq
 from plant import Plant
 
 from asyncrl import wire
+from asyncrl.engine import GenDelta
 from asyncrl.errors import WireError
-from asyncrl.plugins import GenSample
 from asyncrl.sockets import Requester
 from buffers.client import ProducerClient
 
@@ -36,11 +36,11 @@ def start_buffer(folder: Path, *extra: str) -> Plant:
     return plant
 
 
-def sample_of(group: int, index: int) -> GenSample:
+def sample_of(group: int, index: int) -> GenDelta:
     rng = np.random.default_rng([group, index])
     length = int(rng.integers(2, 9))
     tokens = rng.integers(3, 12, length).astype(np.int32)
-    return GenSample("", index, tokens, -rng.random(length).astype(np.float32), ((0, length),), "stop")
+    return GenDelta("", index, tokens, -rng.random(length).astype(np.float32), ((0, length),), "stop")
 
 
 def frames_of(lease: wire.Lease, name: str, request: int) -> list[bytes]:

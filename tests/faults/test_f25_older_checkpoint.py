@@ -17,6 +17,7 @@ import pytest
 from learner_lab import Lab, Recorded, group_of
 
 from asyncrl.audit import audit_file
+from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.fingerprint import model_fingerprint
 from asyncrl.metrics import read_lines
@@ -37,6 +38,9 @@ class Engine:
         self._fingerprint = fingerprint
         self._staged: dict[str, bytes] = {}
         self._tensors: tuple[Any, ...] = ()
+
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities("bytes", max_samples=1, max_tokens=64, encodings=("full", "adapter"))
 
     def fingerprint(self) -> str:
         return self._fingerprint

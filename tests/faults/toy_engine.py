@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest
 from asyncrl.fingerprint import model_fingerprint
-from asyncrl.plugins import EngineHealth, GenRequest, GenSample
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.digest import bucket_digest, whole_digest
 from weightsync.plan import by_bucket
@@ -49,7 +49,7 @@ class ToyEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(True, -1 if self._dirty else self._version, self._running, 0, self._tokens)
 
-    async def generate(self, request: GenRequest) -> AsyncIterator[GenSample]:
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
         self._running += len(request.indices)
         try:
             for index in request.indices:
@@ -70,7 +70,7 @@ class ToyEngine:
         while self._dirty:
             await asyncio.sleep(STILL_S)
 
-    def _sample(self, request: GenRequest, index: int, first: int, second: int) -> GenSample:
+    def _sample(self, request: GenRequest, index: int, first: int, second: int) -> GenDelta:
         rng = np.random.default_rng([request.seed, index])
         length = int(rng.integers(2, request.max_new_tokens + 1))
         tokens = rng.integers(3, 12, length).astype(np.int32)
@@ -81,7 +81,7 @@ class ToyEngine:
         logprobs = -rng.random(length).astype(np.float32)
         if os.environ.get("TOY_POISON"):
             logprobs[0] = np.nan
-        return GenSample(request.id, index, tokens, logprobs, runs, "stop")
+        return GenDelta(request.id, index, tokens, logprobs, runs, "stop")
 
     async def abort(self, ids: Sequence[str] | None) -> int:
         self._given_up |= set(ids or ())
@@ -91,6 +91,10 @@ class ToyEngine:
     def in_place(self) -> bool:
         """As the configuration says."""
         return self._config.weightsync.in_place
+
+    def capabilities(self) -> EngineCapabilities:
+        slots, longest = self._config.producers.slots, self._config.sampling.max_new_tokens
+        return EngineCapabilities("toy", slots, longest, encodings=("full", "adapter"), in_place=self.in_place)
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         groups = by_bucket(tensors, len(manifest.bucket_bytes))

@@ -17,8 +17,8 @@ import pytest
 from asyncrl import algorithm_notes, algorithms, check, presets
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config import Config, LearnerConfig, dump, parse
+from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
-from asyncrl.plugins import GenRequest
 from buffers.filters import filters_of
 from buffers.groups import Groups
 from buffers.ledger import settings_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.plugins import GenRequest
+from asyncrl.engine import GenRequest
 from asyncrl.versions import expand, runs_of
 from producers.engines import decoder as decoder_module
 from producers.engines.decoder import Decoder

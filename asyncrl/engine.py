@@ -1,0 +1,202 @@
+"""The contract between producers and engines: token ids in; token ids, behaviour log-probs and version runs out.
+
+Implemented by `producers.engines` and by third parties (entry-point group `asyncrl.engines`), used by producers and by
+the receiver of weight sync. Guarantees that every engine keeps, and that one suite checks on all of them:
+1. the deltas of a sample follow each other without gap or overlap; `len(token_ids) == len(logprobs)` and the runs cover
+   just these tokens. A token belongs to the version whose weights made its logits;
+2. weights change between two decode steps; no token is lost or made twice by it. After it, K and V of samples under way
+   stay (`keep`) or are computed again under the new weights (`recompute`: exact against a fresh engine). A new request
+   never meets K and V of older weights, not from a prefix cache either;
+3. log-probs are those of the full softmax after temperature (float32); top-p and top-k cut what is drawn, not what is
+   recorded. An engine that cannot do so for a request refuses it (`sample.invalid`);
+4. a failure before the commit leaves the old weights in force (but `in_place`); one from the beginning of the commit on
+   raises `engine.broken` at once and in every later call: the process must be replaced, its prompts are leased again.
+
+Example: a sample of 5 tokens with `delta_tokens = 2`, new weights after the third token: deltas (start 0, 2 tokens,
+runs ((7, 2),)), (start 2, runs ((7, 1), (8, 1))), (start 4, 1 token, runs ((8, 1),), finish stop).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.errors import WorkError
+from asyncrl.versions import Runs
+from asyncrl.wire import Buffer, Manifest, Tensor
+
+KV = Literal["keep", "recompute"]
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class GenRequest(msgspec.Struct, frozen=True):
+    """Generate some samples of one group. Sample `i` draws from its own stream, seeded by (`seed`, `i`).
+
+    With `begun` the sample was begun elsewhere: the last `begun` of `prompt_ids` are tokens of the response, and the
+    stream goes on at that place where the engine's numbers are counted (`EngineCapabilities.continues`).
+    """
+
+    id: str
+    prompt_ids: npt.NDArray[np.int32]  # [P]
+    indices: tuple[int, ...]
+    seed: int
+    max_new_tokens: int  # beyond `prompt_ids`
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    stop_ids: tuple[int, ...] = ()
+    begun: int = 0
+    delta_tokens: int = 0  # a delta whenever about that many tokens are new; 0: one delta, at the end
+    priority: int = 0  # smaller first, where the engine can; else as they come
+
+
+class GenDelta(msgspec.Struct, frozen=True):
+    """New tokens of one sample: `token_ids` i4 `[T]` (a stop token is among them), `logprobs` f4 `[T]`, `runs` of
+    versions over `[0, T)`, `start` the place of the first among the tokens of this request.
+
+    `finish`: empty while more will come, else stop (a stop token), length (`max_new_tokens`) or abort."""
+
+    id: str
+    index: int
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    runs: Runs
+    finish: str
+    start: int = 0
+
+
+class EngineHealth(msgspec.Struct, frozen=True):
+    """How an engine is: `running` samples being decoded, `waiting` samples without a slot."""
+
+    alive: bool
+    version: int
+    running: int
+    waiting: int
+    generated_tokens: int = 0
+    busy_s: float = 0.0  # time spent in forward passes since the start
+    swap_s: float = 0.0  # length of the last swap: how long decoding stood still
+    detail: str = ""
+    kv_used: float = 0.0  # share of the K/V capacity
+    paused: bool = False
+    preempted: int = 0  # samples thrown out for want of K/V, to be computed again, since the start
+
+
+class EngineCapabilities(msgspec.Struct, frozen=True):
+    """What an engine can do; fixed after `start`."""
+
+    name: str
+    max_samples: int  # decoded at once
+    max_tokens: int  # of prompt and response together
+    kv_tokens: int = 0  # tokens of K/V that all samples together may hold; 0: not known
+    kv: tuple[KV, ...] = ("keep", "recompute")
+    encodings: tuple[str, ...] = ("full",)  # of manifests: full, adapter
+    in_place: bool = False  # an update overwrites the weights: samples stand still from `begin_update` to the commit,
+    # and after an abort too, until a whole version came
+    continues: bool = False  # a sample with `begun` gets the very tokens that it would have got without a break
+    priority: bool = False
+    seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
+
+
+class Engine(Protocol):
+    """See the module. An update is `begin_update`, every bucket once, `commit_update` or `abort_update`.
+
+    What an engine may leave out: `attest` of `Attesting` (then what it holds is read by `read_bucket` and digested
+    outside of it), and `bucket_room` of `Lending`. One that answers False to `read_bucket` gets whole weights alone;
+    where `apply_bucket` answers "", the digest of what it was handed counts. `begin_update` of a manifest with
+    `encoding = "adapter"` keeps the whole weights that were committed last, whose digest is `manifest.base`, and raises
+    `sync.failed` where it holds others.
+    """
+
+    async def start(self) -> None:
+        """Load the model; the version is -1 until the first update is committed."""
+
+    async def close(self, *, grace_s: float) -> None:
+        """Stop decoding; samples under way end with an error."""
+
+    def capabilities(self) -> EngineCapabilities:
+        """After `start`; cheap."""
+
+    def health(self) -> EngineHealth:
+        """Cheap; any thread."""
+
+    def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
+        """Deltas of the request's samples, in order within a sample."""
+
+    async def abort(self, ids: Sequence[str] | None) -> int:
+        """Give up these requests (None: all): their iterators end without what is missing. How many samples."""
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Decode nothing from now on; returns once the step under way is done. `keep`: samples stay where they are;
+        `wait`: they are finished first, new ones wait; `abort`: as `abort(None)`."""
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped."""
+
+    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Prepare room for a version."""
+
+    async def apply_bucket(self, number: int, data: Buffer) -> str:
+        """Take the bytes of one bucket (copied before this returns); the digest of what is held of it now
+        (`weightsync.digest.bucket_digest`), or the empty string from an engine that cannot say."""
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        """Write the bytes of this bucket of the version in force, for a delta; False from an engine that cannot."""
+
+    async def commit_update(self) -> str:
+        """Make the new weights current between two decode steps; the digest of what the model now holds. What becomes
+        of the K/V of samples under way is `producers.kv_at_swap`. A paused engine stays paused."""
+
+    async def abort_update(self) -> None:
+        """Forget a begun update; the old version stays (unless in place)."""
+
+    def fingerprint(self) -> str:
+        """Model, tokenizer and dtype as a short digest; both ends of a run must agree."""
+
+
+class Attesting(Protocol):
+    """What an engine may offer besides: to digest its weights where they lie."""
+
+    async def attest(self) -> str:
+        """The digest of what the model holds now, read anew, laid out as in the manifest of the last commit: that
+        manifest's digest unless the weights have changed since; empty before the first commit. Called now and then
+        between commits, beside generation (`weightsync.attest`)."""
+
+
+class Lending(Protocol):
+    """What an engine may offer besides: room for a bucket where its bytes can stay, which saves a copy."""
+
+    def bucket_room(self, number: int) -> memoryview | None:
+        """Where the bytes of this bucket of the update under way may be written, of the bucket's size, before
+        `apply_bucket` gets that very memory; None: nowhere. After `abort_update` somebody may still write there for a
+        moment, so an engine must not use it again then. After the commit it holds the bucket until the
+        `begin_update` that follows the next commit: a generator passes versions on from there."""
+
+
+def joined(deltas: Iterable[GenDelta]) -> GenDelta:
+    """The deltas of one sample as one.
+
+    Raises:
+        WorkError: `engine.broken` where they do not follow each other.
+    """
+    parts = list(deltas)
+    if len(parts) == 1 and parts[0].start == 0:
+        return parts[0]
+    runs: list[tuple[int, int]] = []
+    at = 0
+    for part in parts:
+        if part.start != at or (part.finish and part is not parts[-1]):
+            what = f"a delta starts at token {part.start}, {at} have come"
+            raise WorkError("engine.broken", what, where=f"{part.id} sample {part.index}")
+        at += len(part.token_ids)
+        for version, count in part.runs:
+            if runs and runs[-1][0] == version:
+                runs[-1] = (version, runs[-1][1] + count)
+            else:
+                runs.append((version, count))
+    last = parts[-1]
+    tokens, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
+    return GenDelta(last.id, last.index, tokens, logprobs, tuple(runs), last.finish)
