@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 #: Folders whose tests compute, and those whose tests wait (for deadlines, for processes): their files take turns, so
 #: that the workers do not all do the same; the short ones come last, so that no worker begins a long one at the end.
-COMPUTE, WAIT = ("e2e", "distributed", "simulator", "model"), ("faults", "contract")
+COMPUTE, WAIT = ("e2e", "engines", "distributed", "simulator", "model"), ("faults", "contract")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

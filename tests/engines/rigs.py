@@ -1,0 +1,49 @@
+"""The engines that the contract suite runs on. A rig says why it cannot run here, makes an engine, and breaks it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_lab import config_of
+
+from asyncrl.engine import Engine
+from asyncrl.plugins import find
+
+
+class Rig(NamedTuple):
+    """`make` gives an engine for a model folder and a K/V policy, not started. `break_it` makes its next step fail."""
+
+    name: str
+    make: Callable[[Path, str], Engine]
+    break_it: Callable[[Any], None]
+    why_not: Callable[[], str] = lambda: ""  # empty: it runs here
+    start_s: float = 60.0
+    kv: tuple[str, ...] = ("keep", "recompute")
+
+
+def _hf(folder: Path, kv: str) -> Engine:
+    engine: Engine = find("asyncrl.engines", "hf")(config_of(folder, engine="hf", kv=kv))
+    return engine
+
+
+def _spoil_forward(engine: Any) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("spoiled")
+
+    engine._decoder.model.forward = fail
+
+
+def lacks(package: str, target: str) -> Callable[[], str]:
+    """Why an engine of an environment of its own does not run in this one."""
+
+    def why_not() -> str:
+        found = importlib.util.find_spec(package) is not None
+        return "" if found else f"{package} is not in this environment: make {target}"
+
+    return why_not
+
+
+RIGS = (Rig("hf", _hf, _spoil_forward),)
