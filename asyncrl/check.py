@@ -359,7 +359,7 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
     per_group = f"group_size {group_size}" if asked == group_size else f"(group_size + over_issue) {asked}"
     per_producer = (
         "producers.max_groups_in_flight" if config.producers.max_groups_in_flight
-        else f"ceil(2 x slots {slots} / {per_group})"
+        else f"ceil(2 x slots {slots} / {per_group}), fewer where the K/V holds fewer"
     )  # fmt: skip
     row = longest_row(config)
     findings = [

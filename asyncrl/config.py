@@ -130,7 +130,7 @@ class ProducersConfig(Section, frozen=True):
     count: Positive = 1  # processes on this host
     engine: str = "hf"  # hf, dataset (rows of the data), or a name of the entry-point group asyncrl.engines
     slots: Positive = 64  # samples that one engine decodes at once
-    max_groups_in_flight: Count = 0  # groups one producer holds; 0: enough for slots, twice
+    max_groups_in_flight: Count = 0  # groups one producer holds; 0: by the engine's capacity and what samples cost
     kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples under way when weights change
     threads: Positive = 1  # torch threads of one engine on a CPU
     device: str = "auto"  # auto: the accelerator if there is one, else cpu
@@ -139,7 +139,7 @@ class ProducersConfig(Section, frozen=True):
     python: str = ""  # interpreter of an engine's own environment; empty: this one
 
     def groups_in_flight(self, group_size: int) -> int:
-        """Groups one producer holds: the setting, or `ceil(2 * slots / group_size)`."""
+        """Groups one producer holds: the setting, or `ceil(2 * slots / group_size)` where its K/V holds them."""
         return self.max_groups_in_flight or max(1, -(-2 * self.slots // group_size))
 
 

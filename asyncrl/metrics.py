@@ -123,6 +123,12 @@ CATALOGUE: dict[str, Metric] = {
     "generated_tokens": Metric("tokens", "producer", "tokens sampled since the start"),
     "generated_samples": Metric("samples", "producer", "samples finished since the start"),
     "groups_in_flight": Metric("groups", "producer", "groups leased and not complete"),
+    "samples_in_flight": Metric("samples", "producer", "samples leased and not finished"),
+    "held_tokens": Metric("tokens", "producer", "K/V that a sample holds on average while it is decoded"),
+    "kv_used": Metric("share", "producer", "of the engine's K/V capacity"),
+    "preempted_samples": Metric(
+        "samples", "producer", "thrown out for want of K/V and computed again, since the start"
+    ),
     "live_slots": Metric("samples", "producer", "samples being decoded now"),
     "engine_version": Metric("1", "producer", "version of the weights in the engine"),
     "swaps": Metric("1", "producer", "weight versions taken since the start"),

@@ -57,8 +57,8 @@ class DatasetEngine:
         """Nothing is held."""
 
     def capabilities(self) -> EngineCapabilities:
-        """A row at a time, as long as it is."""
-        return EngineCapabilities("dataset", max_samples=1, max_tokens=0, kv=())
+        """As many rows as there are slots, as long as they are."""
+        return EngineCapabilities("dataset", max_samples=self._config.producers.slots, max_tokens=0, kv=())
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Nothing is under way."""

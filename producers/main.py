@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
-from asyncrl.engine import Engine, GenRequest
+from asyncrl.engine import Engine, EngineCapabilities, GenRequest
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.failpoints import failpoint
 from asyncrl.modes import streams
@@ -34,6 +34,7 @@ from asyncrl.signs import Sign
 from asyncrl.sockets import keep_memory
 from asyncrl.wire import Lease, Leases
 from buffers.client import ProducerClient
+from producers.capacity import Capacity
 from producers.environments.single_turn import SingleTurn
 from producers.patience import Patience
 from producers.prompts import BadPrompt, Prompts, encode_prompt
@@ -68,6 +69,7 @@ class Producer:
         self.prompts = Prompts(config.data, seed=config.run.seed)
         self.environment = SingleTurn()
         self.work: dict[asyncio.Task[None], Lease] = {}
+        self.capacity = capacity_of(config, EngineCapabilities("unknown", config.producers.slots, 0))
         self.samples = 0
         self.refused = 0
         self.cancelled = 0  # leases given up because the buffer said so
@@ -78,15 +80,16 @@ class Producer:
     async def run(self) -> None:
         """Keep groups in flight until the run is done."""
         await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
-        limit = self.config.producers.groups_in_flight(self.config.sampling.asked_samples)
+        self.capacity = capacity_of(self.config, self.engine.capabilities())
         done = False
         while (self.work or not done) and not self.leaving:
-            if done or len(self.work) >= limit:
+            groups = 0 if done else self.capacity.wanted(preempted=self.engine.health().preempted)
+            if groups:
+                done = await self._ask(groups)
+            elif self.work:
                 await asyncio.wait(self.work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            else:
-                done = await self._ask(limit - len(self.work))
             for task in [task for task in self.work if task.done()]:
-                del self.work[task]
+                self.capacity.ended(self.work.pop(task))
                 if not task.cancelled():
                     task.result()
 
@@ -105,6 +108,7 @@ class Producer:
         if answer.leases:
             failpoint("producer.after_lease")
         for lease in answer.leases:
+            self.capacity.leased(lease, len(lease.missing))
             self.work[asyncio.create_task(self._group(lease))] = lease
         self.waiting_for = "" if self.work else answer.reason or "a lease"
         if not answer.leases and not answer.done:
@@ -152,6 +156,9 @@ class Producer:
             )  # fmt: skip
             failpoint("producer.after_ack")
             self.samples += len(samples)
+            for sample in samples:
+                done = len(sample.token_ids)
+                self.capacity.finished(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
             self.refused += len(reply.refused)
             await self._stop_work(reply.cancelled, but=lease)
             if (lease.group, lease.token) in reply.cancelled:
@@ -210,7 +217,9 @@ class Producer:
         return {
             "busy_share": min(1.0, (health.busy_s - busy) / max(1e-9, now - then)),
             "generated_tokens": health.generated_tokens, "generated_samples": self.samples,
-            "groups_in_flight": len(self.work), "live_slots": health.running, "engine_version": health.version,
+            "groups_in_flight": len(self.work), "samples_in_flight": self.capacity.in_flight,
+            "held_tokens": self.capacity.held_tokens, "kv_used": health.kv_used, "preempted_samples": health.preempted,
+            "live_slots": health.running, "engine_version": health.version,
             "swaps": self._swaps, "swap_s": health.swap_s, "refused_samples": self.refused,
         }  # fmt: skip
 
@@ -229,6 +238,15 @@ class Producer:
                 await asyncio.wait_for(self.client.give_back(leases, reason=reason), GIVE_BACK_S)
             except (Unavailable, TimeoutError):
                 print(f"{len(leases)} leases could not be given back; they expire", file=sys.stderr, flush=True)
+
+
+def capacity_of(config: Config, capable: EngineCapabilities) -> Capacity:
+    """What this producer may have in flight. Half of the longest sample stands for one as long as none is done."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return Capacity(
+        capable, group_samples=config.sampling.asked_samples, prior_tokens=longest / 2,
+        max_groups=config.producers.max_groups_in_flight,
+    )  # fmt: skip
 
 
 async def until_stopped(stop: role.Stop, producer: Producer) -> None:

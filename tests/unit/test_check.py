@@ -222,7 +222,10 @@ def test_derived_numbers_show_their_arithmetic(findings: dict[str, tuple[str, st
     assert findings["max in flight"] == ("20 groups", "(pipeline_depth 4 + 1) x batch_groups 4")
     assert findings["samples per step"] == ("32", "batch_groups 4 x group_size 8")
     assert findings["total groups"] == ("20", "steps 5 x batch_groups 4")
-    assert findings["groups per producer"] == ("16", "ceil(2 x slots 64 / group_size 8)")
+    assert findings["groups per producer"] == (
+        "16",
+        "ceil(2 x slots 64 / group_size 8), fewer where the K/V holds fewer",
+    )
     assert findings["epochs"] == ("2.00", "total groups 20 / rows 10")
     assert findings["what starts"][0].endswith("= 6 processes")
 
