@@ -29,6 +29,9 @@ from asyncrl.errors import WorkError
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, Manifest, Tensor
 
+#: Mean |engine - learner| of a log-prob under the same weights, in nats, above which something is wrong with either:
+#: other weights, another temperature, a stale cache. By the coarser dtype of the two; bfloat16 gives about 0.03.
+GAP_LIMIT = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
 KV = Literal["keep", "recompute"]
 PauseMode = Literal["keep", "wait", "abort"]
 

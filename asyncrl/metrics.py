@@ -72,6 +72,12 @@ CATALOGUE: dict[str, Metric] = {
     "ess": Metric("share", "learner", "effective sample size of the importance weights over tokens"),
     "kl_behaviour": Metric("nats", "learner", "k3 estimate of KL(behaviour || proximal) per token"),
     "logprob_gap_mean": Metric("nats", "learner", "mean |proximal - behaviour| per token"),
+    "logprob_gap_max": Metric(
+        "nats",
+        "learner",
+        "largest |proximal - behaviour|, rounded up by at most 14 % and to 1e-4 at least; "
+        "lag/0/logprob_gap_*: the numerical difference of engine and learner",
+    ),
     "ess_rows": Metric("share", "learner", "effective sample size of the samples' mean importance weights"),
     "ratio_p01": Metric("1", "learner", "1 % of the tokens have a ratio proximal / behaviour below this"),
     "ratio_p50": Metric("1", "learner", "median ratio proximal / behaviour"),
@@ -86,7 +92,7 @@ CATALOGUE: dict[str, Metric] = {
         "learner",
         "lag/<steps>/tokens_share: tokens of samples that old; likewise "
         "lag/<steps>/ of ess, kl_behaviour, clip_share, truncated_share, rejected_share, "
-        "ratio_p01, ratio_p50, ratio_p99",
+        "ratio_p01, ratio_p50, ratio_p99, logprob_gap_mean, logprob_gap_max",
     ),
     "pass_at/2": Metric(
         "share",

@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from asyncrl.config import Config, dump
+from asyncrl.engine import GAP_LIMIT
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.failpoints import failpoint
 from asyncrl.metrics import read_lines
+from asyncrl.modes import streams
 from asyncrl.rundir import RunDir, write_atomic
 from learners import checkpoint
 from learners.backends.base import Backend
@@ -80,6 +82,7 @@ class Learner:
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )  # fmt: skip
         self._skipped = 0
+        self._gap_said = False
         self._failures = 0  # checkpoints in a row that could not be written
 
     def run(self) -> str:
@@ -228,7 +231,19 @@ class Learner:
             "checkpoint_failures": float(self._failures),
             "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
         }  # fmt: skip
+        self._look_at_gap(values)
         self._services.record(values, batch, self._trial.groups_log(batch, result))
+
+    def _look_at_gap(self, values: Mapping[str, float]) -> None:
+        """Warn once where engine and learner give other log-probs under the same weights."""
+        dtypes = {self._config.model.dtype, self._config.producers.dtype} - {"auto"}
+        limit, gap = max(GAP_LIMIT[name] for name in dtypes), values.get("lag/0/logprob_gap_mean", 0.0)
+        if gap > limit and not self._gap_said and not streams(self._config):
+            self._gap_said = True
+            _say(
+                f"WARNING: engine and learner differ by {gap:.2g} nats per token under the same weights (at most "
+                f"{limit:g} is expected of {' and '.join(sorted(dtypes))}): docs/engines.md says what to look at"
+            )
 
     def _checkpoint(self, step: int, *, last: bool = False) -> None:
         """Write one. A full disk does not stop the training, until it was full several times; the last one must be."""

@@ -29,8 +29,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 #: Of the batch as a whole these are told; those of each lag in `metrics.BY_LAG`.
 TOLD = (
-    "kl_behaviour", "logprob_gap_mean", "ess", "ess_rows", "clip_share", "dual_clip_share", "approx_kl",
-    "rejected_share", "ratio_p01", "ratio_p50", "ratio_p99", "chi2_seq",
+    "kl_behaviour", "logprob_gap_mean", "logprob_gap_max", "ess", "ess_rows", "clip_share", "dual_clip_share",
+    "approx_kl", "rejected_share", "ratio_p01", "ratio_p50", "ratio_p99", "chi2_seq",
 )  # fmt: skip
 
 

@@ -84,7 +84,19 @@ def test_every_lag_has_its_line_and_shares_are_of_its_own_tokens() -> None:
     weights = proximal.exp().clamp(max=1.2)
     assert metrics["ess"] == pytest.approx(float(weights.sum() ** 2 / (9 * (weights**2).sum())))
     one = correction_table(*tokens, lags=torch.full((count,), 2))
-    assert sum(name.startswith("lag/") for name in table_metrics(one)) == 9  # one lag, eight names and its share
+    assert sum(name.startswith("lag/") for name in table_metrics(one)) == 11  # one lag, ten names and its share
+
+
+@pytest.mark.parametrize("gaps", [[0.0, 3e-5], [0.02, -0.3, 0.1], [-1e-3], [-7.0, 2.0], [1.0, -0.999]])
+def test_the_largest_gap_is_in_its_bin(gaps: list[float]) -> None:
+    """Rounded up to the end of a bin, and never down."""
+    behaviour = torch.tensor(gaps, dtype=torch.float64)
+    count = len(gaps)
+    tokens = (torch.zeros(count, dtype=torch.float64), behaviour, torch.ones(count).bool(), torch.arange(count))
+    found = table_metrics(correction_table(*tokens, lags=torch.zeros(count).long()))
+    largest = max(abs(gap) for gap in gaps)
+    assert max(largest, 1e-4) <= found["lag/0/logprob_gap_max"] <= max(1.15 * largest, 1e-4) * (1 + 1e-9)
+    assert found["lag/0/logprob_gap_mean"] == pytest.approx(sum(abs(gap) for gap in gaps) / count)
 
 
 def test_rejected_tokens_are_counted_and_rows_without_tokens_are_left_out() -> None:

@@ -177,12 +177,16 @@ def weights(backend: FSDP2Backend) -> dict[str, bytes]:
     return {name: data.tobytes() for name, data in backend.iter_hf_weights()}
 
 
-def test_a_whole_run_in_order(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
+def test_a_whole_run_in_order(
+    gang: Gang, model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     config = make_config(model_dir, tmp_path / "run", extra="log.samples_per_step = 2")
     learner, buffer, backend, services = make_learner(config, gang)
     before = weights(backend)
     assert learner.run() == ""
     services.close()
+    # The log-probs of the batches are invented: at lag 0 (version 0 in step 1) they cannot be those of the model.
+    assert capfd.readouterr().out.count("WARNING: engine and learner differ by") == 1
     assert buffer.names() == [
         "register", "start", "publish",
         "claim", "publish", "commit",
