@@ -1,7 +1,8 @@
 """A thread for work that may hang where nothing can interrupt it: collectives, a driver.
 
-Called by `collective`. Guarantees: `run` returns or raises within its time; the thread is a daemon, so that what hangs
-in it never keeps a process alive; `close` lets it end as soon as what it does returns.
+Called by `collective`, and by who sends to engines in a group. Guarantees: `run` returns or raises within its time; the
+thread is a daemon, so that what hangs in it never keeps a process alive; `close` lets it end as soon as what it does
+returns.
 
 Example: `Worker("group").run(lambda: 6 * 7, timeout_s=1.0)` is 42.
 """
@@ -32,14 +33,19 @@ class Worker:
 
     def run(self, work: Callable[[], T], *, timeout_s: float) -> T:
         """What `work` returns or raises. Raises TransportError after `timeout_s`; the work may go on."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._queue.put((future, work))
+        future = self.submit(work)
         try:
             return future.result(max(timeout_s, 0.0))
         except concurrent.futures.TimeoutError:
             raise TransportError(f"{self._name}: not done within {timeout_s:.3g} s") from None
         finally:
             del future  # an error, its traceback and this frame would hold each other, and a process group with them
+
+    def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run it there; what it returns or raises, when it does."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._queue.put((future, work))
+        return future
 
     def close(self, last: Callable[[], None], *, within_s: float = 0.0) -> None:
         """Run `last` there after all that was asked for, then end; wait for it no longer than `within_s`."""
@@ -52,8 +58,9 @@ class Worker:
 def _work(tasks: queue.SimpleQueue[_Work | None]) -> None:
     while (task := tasks.get()) is not None:  # bounded: close() wakes it; a daemon ends with its process
         future, work = task
-        try:
-            future.set_result(work())
-        except BaseException as error:  # whoever waits hears it
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():  # from now on it cannot be cancelled, only left alone
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whoever waits hears it
+                future.set_exception(error)
         del task, future, work  # what they hold must not outlive them

@@ -1,0 +1,165 @@
+"""Weights to an engine that is a server: the producer is rank 0 of a process group, its workers are the others.
+
+Called by engines behind a URL, which tell their server the address, name and size of the group while `join` runs here.
+Guarantees:
+1. the group is built as these servers build theirs: a TCPStore at rank 0 under the prefix of the group's name, then
+   torch's own helper; every broadcast is uint8, from rank 0;
+2. every wait is bounded: what the backend cannot interrupt goes on in a thread of its own, that keeps no process alive;
+3. the first failure is the last: the group must be closed, another is made under another name;
+4. torch is imported by `listen`, not before. `close` gives back what `listen` and `join` took.
+`gloo` reads host memory in place; `nccl` and `hccl` copy it to this process's device first. They have no
+authentication: use an isolated network. Only Gloo was ever run.
+
+`pieces` cuts a bucket for engines that take tensors back to back, without the padding between them.
+
+Example: tensors a U8 `[3]` at 0, b F32 `[2]` at 4, c F32 `[1]` at 12 of one bucket are two pieces: `a` (bytes 0..3)
+and `b c` (bytes 4..16), since between a and b there is a byte of padding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from asyncrl.errors import ConfigError, WorkError
+from asyncrl.wire import Tensor
+from weightsync.plan import ITEM_BYTES
+from weightsync.transports.worker import Worker
+
+T = TypeVar("T")
+END_S = 2.0  # a group that is in order ends at once
+LOOK_S = 0.05
+BACKENDS = ("gloo", "nccl", "hccl")
+
+
+def pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors of one bucket, cut wherever they do not lie back to back or would not be aligned to their item size
+    in a memory that begins with the first of their piece."""
+    cut: list[list[Tensor]] = []
+    first = end = 0
+    for tensor in tensors:
+        if not cut or tensor.offset != end or (tensor.offset - first) % ITEM_BYTES[tensor.dtype]:
+            cut.append([])
+            first = tensor.offset
+        cut[-1].append(tensor)
+        end = tensor.offset + tensor.nbytes
+    return cut
+
+
+class GroupSender:
+    """One group. `listen`, `join`, any number of `send`, `close`; none of them after a failure but `close`."""
+
+    def __init__(self, name: str, *, workers: int, backend: str = "gloo", host: str = "", timeout_s: float = 60.0,
+                 device: str = "") -> None:  # fmt: skip
+        """`workers` are the ranks 1 and above; `host` is where they find this one (empty: this host's address as
+        they see it must be given by who knows it; loopback is taken); `timeout_s` bounds `join` and each `send`.
+
+        Raises:
+            ConfigError: `config.type` for another backend.
+        """
+        if backend not in BACKENDS:
+            raise ConfigError("config.type", f"group backend {backend!r} is not one of {', '.join(BACKENDS)}")
+        self.name = name
+        self.host = host or "127.0.0.1"
+        self.size = 1 + workers
+        self.backend = backend
+        self.port = 0
+        self._device = device
+        self._timeout_s = timeout_s
+        self._store: Any = None
+        self._group: Any = None
+        self._place: Any = None
+        self._failed = ""
+        self._worker: Worker | None = None
+
+    async def listen(self) -> int:
+        """Open the store; its port.
+
+        Raises:
+            ConfigError: `config.network` where this host lacks the address, `config.extra` without torch or backend.
+        """
+        self._worker = Worker(f"group-{self.name}")
+        self.port = await self._do("listen", self._open)
+        return self.port
+
+    def _open(self) -> int:
+        try:
+            from weightsync.transports.groups import Place, dist, group_of
+        except ImportError as error:
+            raise ConfigError("config.extra", f"a process group needs torch: {error}", where=self.name) from None
+        group_of(self.backend)
+        self._place = Place(self.backend, device=self._device)
+        try:
+            family = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.bind((self.host, 0))
+            listener.listen(128)
+            port = int(listener.getsockname()[1])
+        except OSError as error:
+            raise ConfigError("config.network", f"cannot listen at {self.host}: {error}", where=self.name) from None
+        self._store = dist.TCPStore(
+            self.host, port, None, True, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        return port
+
+    async def join(self) -> None:
+        """Build the group; the workers must do so meanwhile. Raises `engine.broken`."""
+        await self._do("the group was not built", self._build)
+
+    def _build(self) -> None:
+        from torch.distributed import distributed_c10d as c10d
+
+        torch_c10d: Any = c10d
+        # Torch offers no public call that makes a group of other processes beside the default one.
+        self._group, _ = torch_c10d._new_process_group_helper(
+            self.size, 0, [], torch_c10d.Backend(self.backend), torch_c10d.PrefixStore(self.name, self._store),
+            group_name=self.name, timeout=timedelta(seconds=self._timeout_s),
+        )  # fmt: skip
+        torch_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
+
+    async def send(self, data: memoryview) -> None:
+        """Broadcast these bytes; they may change again when this returns. Raises `engine.broken`."""
+        if data.nbytes:
+            await self._do(f"{data.nbytes} bytes were not sent", lambda: self._broadcast(data))
+
+    def _broadcast(self, data: memoryview) -> None:
+        self._group.broadcast(self._place.send(data), 0).wait(timedelta(seconds=self._timeout_s))
+
+    async def _do(self, what: str, work: Callable[[], T]) -> T:
+        """Run it on the group's thread within the limit; a failure is remembered."""
+        if self._worker is None or self._failed:
+            raise WorkError("engine.broken", f"group {self.name}: {self._failed or 'not listening'}")
+        self._failed = what  # also where this wait is cancelled in the middle
+        try:
+            result = await asyncio.wait_for(asyncio.wrap_future(self._worker.submit(work)), self._timeout_s + END_S)
+        except TimeoutError:
+            self._failed = f"{what} within {self._timeout_s:g} s"
+            raise WorkError("engine.broken", f"group {self.name}: {self._failed}") from None
+        except RuntimeError as error:  # DistError and what the backends raise
+            self._failed = f"{what}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            raise WorkError("engine.broken", f"group {self.name}: {self._failed}") from None
+        self._failed = ""
+        return result
+
+    async def close(self) -> None:
+        """Leave the group and close the store; what hangs ends by the backend's own limit."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await asyncio.to_thread(worker.close, self._end, within_s=END_S)
+
+    def _end(self) -> None:
+        group, self._group, self._store = self._group, None, None
+        if group is None:
+            return
+        from torch.distributed import distributed_c10d as c10d
+
+        with suppress(RuntimeError):  # where it is broken already
+            if self._failed:
+                group.abort()
+        with suppress(RuntimeError, ValueError):
+            c10d.destroy_process_group(group)
