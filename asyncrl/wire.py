@@ -181,13 +181,30 @@ class Lease(Message, frozen=True):
     deadline_version: int
 
 
+class Begun(Message, frozen=True):
+    """The beginning of a sample that another producer could not finish. It has a payload frame of its own with
+    `response` i4 `[length]` and `logprobs` f4 `[length]`; `digests` are of the versions in `runs`.
+    """
+
+    group: int
+    index: int
+    length: int
+    runs: Runs
+    digests: dict[int, str]
+    fields: tuple[Field, ...]
+
+
 class Leases(Message, frozen=True, tag=21):
-    """Granted leases, maybe none; `reason` says what a producer without work waits for, `done` that none will come."""
+    """Granted leases, maybe none; `reason` says what a producer without work waits for, `done` that none will come.
+
+    `begun`: what is there of missing samples, to be continued from there or begun anew.
+    """
 
     leases: tuple[Lease, ...]
     version: int
     reason: str = ""
     done: bool = False
+    begun: tuple[Begun, ...] = ()
 
 
 class Field(Message, frozen=True):
@@ -256,6 +273,38 @@ class SamplesAt(Message, frozen=True, tag=25):
 
     producer: str
     place: Place
+
+
+class Piece(Message, frozen=True):
+    """Tokens `start .. start + count` of a sample that is being generated; `runs` cover these."""
+
+    index: int
+    start: int
+    count: int
+    runs: Runs
+
+
+class Pieces(Message, frozen=True, tag=28):
+    """Checkpoints of samples under way, of one group. Answer: `PiecesReply`.
+
+    The payload holds `response` i4 `[sum count]` and `logprobs` f4 `[sum count]`, in the order of `samples`.
+    """
+
+    producer: str
+    group: int
+    token: int
+    samples: tuple[Piece, ...]
+    digests: dict[int, str]  # version -> digest of the weights that this engine loaded for it
+    fields: tuple[Field, ...]
+
+
+class PiecesReply(Message, frozen=True, tag=29):
+    """`kept`: sample -> tokens of it that the service holds now; the next piece starts there. `refused`: why a sample
+    needs no more of them."""
+
+    kept: dict[int, int]
+    refused: dict[int, str] = {}
+    cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token): generate nothing more for them
 
 
 class LeaseReturn(Message, frozen=True, tag=24):
@@ -619,7 +668,7 @@ class Fetched(Message, frozen=True, tag=67):
 
 AnyMessage = Union[
     Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies, Tune, Tuned,
-    LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn, SamplesAt,
+    LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn, SamplesAt, Pieces, PiecesReply,
     RewardRequest, RewardWork, Scores, ScoresReply,
     Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
     Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction, Fetch, Fetched,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import oldest_version
-from asyncrl.wire import Samples, SamplesReply
+from asyncrl.wire import Pieces, Samples, SamplesReply
 from buffers.judging import Verdict
 from buffers.leasing import Leasing
 from buffers.ledger import Group, Record, Sample, State
@@ -88,7 +88,7 @@ class Arriving(Leasing):
                 accepted.append(item.index)
         return accepted, duplicate, refused
 
-    def _wrong_digest(self, head: Samples, now: float) -> str:
+    def _wrong_digest(self, head: Samples | Pieces, now: float) -> str:
         """Why these are no samples of published weights; where a digest is known for a version, none is a wrong one.
 
         Versions without a known digest pass: those of the modes without weights, and those not told of yet.
@@ -128,6 +128,8 @@ class Arriving(Leasing):
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
             mine[index] = Sample(token, item.length, oldest, number, item.finish, reward)
+            if group.underway:
+                self._forget_underway(group, index)
             events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward))
         group.deadline = min(group.deadline or 0, int(oldest_of_all) + group.bound)
         verdict = self._complete(group, now) if len(group.samples) == self.settings.group_size else None
@@ -139,6 +141,7 @@ class Arriving(Leasing):
         """All samples are in (the group is out of the indexes)."""
         if self.settings.over_issue:
             self._cancel(group, "complete", now)
+        self._forget_underway(group)
         group.state, group.holder, group.unscored = State.UNSCORED, "", now + self.wall_offset
         self._event(now, "unscored", g=group.id)
         return self._ready_if_scored(group, now)

@@ -57,6 +57,7 @@ class Book:
         self.digests: dict[int, tuple[str, ...]] = {}
         self.counts: Counter[int] = Counter()
         self.ended_counts: Counter[tuple[int, str]] = Counter()
+        self.discarded: Counter[str] = Counter()  # checkpoints not handed out, by reason, since the service started
         self.quarantined = 0  # dead groups that had been claimed: they used up a place in a batch
         self.due: Counter[int] = Counter()  # deadline -> competing groups
         self.ready_order: list[tuple[int, int, int]] = []  # (deadline, sequence, id), earliest first
@@ -224,7 +225,18 @@ class Book:
             if lease is not None:
                 self.scoring[lease.worker].discard((group.id, index))
         self._freed.extend(group.records)
+        self._forget_underway(group)
         group.samples, group.records = {}, []
+
+    def _forget_underway(self, group: Group, index: int | None = None) -> int:
+        """Drop the checkpoint of a sample (None: of all of the group); how many tokens that were."""
+        tokens = 0
+        for number in list(group.underway) if index is None else [index]:
+            found = group.underway.pop(number, None)
+            if found is not None:
+                self._freed.extend(found.pieces)
+                tokens += found.length
+        return tokens
 
     def _cancel(self, group: Group, why: str, now: float) -> None:
         """Whoever generates it is to stop."""

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -33,6 +34,9 @@ from buffers.batches import SampleData as SampleData  # noqa: PLC0414
 from buffers.batches import claimed as claimed  # noqa: PLC0414
 from buffers.batches import group_data as group_data  # noqa: PLC0414
 from buffers.batches import row_of
+from buffers.begun import BegunOf, packed, unpacked
+from buffers.begun import BegunSample as BegunSample  # noqa: PLC0414
+from buffers.begun import PieceData as PieceData  # noqa: PLC0414
 from buffers.carry import epoch_of as epoch_of  # noqa: PLC0414 - this module is the door
 from buffers.carry import grown_ledger as grown_ledger  # noqa: PLC0414
 from buffers.handover import PlaceWriter
@@ -91,7 +95,7 @@ class _AsyncClient:
 
 
 class ProducerClient(_AsyncClient):
-    """For producers: lease, submit, give back. One `lease` at a time.
+    """For producers: lease, submit, give back. One `lease` at a time; `begun` is what others began of its samples.
 
     On the service's host payloads of `place_from` bytes and more (None: what the service says) are written to a file
     that the service reads.
@@ -99,6 +103,7 @@ class ProducerClient(_AsyncClient):
 
     role = "producer"
     place_from: int | None = None
+    begun: BegunOf = MappingProxyType({})
     _writer: PlaceWriter | None = None
 
     async def hello(self, fingerprint: str = "", role: str = "", run_id: str = "") -> wire.Welcome:
@@ -125,11 +130,21 @@ class ProducerClient(_AsyncClient):
             self._ask(wire.LeaseRequest(self.name, engine_version, max_groups, wait_s), wait_s=wait_s)
         )
         try:
-            leases: wire.Leases = (await asyncio.shield(asked)).message
+            packet = await asyncio.shield(asked)
         except asyncio.CancelledError:
             self._orphan = asyncio.ensure_future(self._return_orphans(asked))
             raise
+        leases: wire.Leases = packet.message
+        self.begun = unpacked(leases, packet.payloads)
         return leases
+
+    async def keep(
+        self, lease: wire.Lease, pieces: Sequence[PieceData], digests: Mapping[int, str]
+    ) -> wire.PiecesReply:
+        """Checkpoints of samples under way: should this process die, another goes on from there."""
+        message, payload = packed(self.name, lease, pieces, digests)
+        reply: wire.PiecesReply = (await self._ask(message, (payload,))).message
+        return reply
 
     async def _return_orphans(self, asked: asyncio.Future[wire.Packet]) -> None:
         try:

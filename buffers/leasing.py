@@ -1,6 +1,6 @@
 """Producers' side of the state machine: lease, samples, loss, return.
 
-Called through `buffers.groups.Groups`. Guarantees:
+Called through `buffers.groups.Groups`; the layer above `underway`. Guarantees:
 1. a lease is granted only where (F) holds with it and, for a new prompt, (D) and the run's total allow it;
 2. a lost lease keeps the samples that arrived; only the missing ones are leased again, at most `max_reissue` times;
 3. a group keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new
@@ -15,9 +15,9 @@ import math
 
 from asyncrl.wire import Lease, LeaseReturn
 from buffers.admission import depth_allows, feasible
-from buffers.judging import Judging
 from buffers.ledger import Group, State
 from buffers.notes import Worker
+from buffers.underway import HandingOut
 
 #: Reasons of a return that are no fault of the prompt: the attempt does not count.
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
@@ -25,8 +25,8 @@ GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
 FORGOTTEN = frozenset({"silent"})
 
 
-class Leasing(Judging):
-    """Judging plus the leases of producers."""
+class Leasing(HandingOut):
+    """The layer below plus the leases of producers."""
 
     # ------------------------------------------------------------ workers
 
@@ -240,7 +240,8 @@ class Leasing(Judging):
         else:
             self._out(group)
         deadline = engine_version + group.bound
-        group.deadline = deadline if group.deadline is None else min(deadline, group.deadline)
+        deadline = deadline if group.deadline is None else min(deadline, group.deadline)
+        group.deadline = self._hand_out(group, deadline, worker.name, now) if group.underway else deadline
         group.token, group.holder, group.pid, group.request = self._new_token(), worker.name, worker.pid, request
         self._in(group)
         self._event(

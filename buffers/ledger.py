@@ -20,6 +20,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.modes import bound_of
+from asyncrl.versions import Runs
 
 
 class State(enum.IntEnum):
@@ -114,6 +115,21 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     failed_by: tuple[str, ...] = ()
 
 
+class Underway(msgspec.Struct, array_like=True, gc=False):
+    """The checkpoint of a sample that is being generated: its first `length` tokens."""
+
+    token: int  # lease under which the newest piece arrived
+    length: int
+    runs: Runs
+    digests: dict[int, str]  # version -> digest of the weights, of the versions in `runs`
+    pieces: list[Record]  # their bytes, in order
+
+    @property
+    def oldest(self) -> int:
+        """The smallest version of its tokens."""
+        return min(version for version, _ in self.runs)
+
+
 class Group(msgspec.Struct, array_like=True, gc=False):
     """A prompt that is not at its end. `deadline` is None while it has neither a holder nor a sample."""
 
@@ -136,6 +152,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     claimed: float = 0.0
     uses: list[int] = []  # steps of the batches it is in, ascending; after a checkpoint also of those it was in
     max_uses: int = 1  # steps that may train it; fixed when it is issued
+    underway: dict[int, Underway] = {}  # checkpoints of missing samples
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):

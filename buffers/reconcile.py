@@ -95,6 +95,7 @@ class Reconciling(Training):
         self._adopt_unknown(ledger.cursor, now)
         self.meta.version = step
         self._abandon([group for group in self.groups.values() if group.state in COMPETING], self.frontier, now)
+        self._abandon_underway(self.frontier, now)
 
     def _adopt_commits(self, step: int, ledger: Ledger, now: float) -> None:
         """Steps of the ledger whose commit never arrived here, or was forgotten, are told to the history."""

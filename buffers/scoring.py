@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
-from buffers.arriving import Arriving
 from buffers.ledger import Group, Sample, State
 from buffers.notes import RewardLease
+from buffers.pieces import Checkpointing
 
 
 class ToScore(msgspec.Struct, frozen=True):
@@ -30,8 +30,8 @@ class ToScore(msgspec.Struct, frozen=True):
     attempt: int
 
 
-class Scoring(Arriving):
-    """Arriving plus what reward workers do."""
+class Scoring(Checkpointing):
+    """The layer below plus what reward workers do."""
 
     def reward_lease(self, name: str, *, max_samples: int, request: int, now: float) -> list[ToScore]:
         """Samples for this worker, oldest first. The same request again gets the same samples."""

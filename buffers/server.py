@@ -97,6 +97,9 @@ def open_service(config: Config, store: Store) -> BufferService:
     )  # fmt: skip
     groups.load(opened.rows)
     records = {record: group.id for group in groups.groups.values() for record in group.records}
+    pieces = {
+        record for group in groups.groups.values() for found in group.underway.values() for record in found.pieces
+    }
     buffer = config.buffer
     run_dir = RunDir(config.run_dir)
     segments = Segments(
@@ -104,14 +107,15 @@ def open_service(config: Config, store: Store) -> BufferService:
         segment_bytes=buffer.segment_bytes,
         cache_bytes=buffer.cache_bytes,
         fsync=buffer.fsync,
-        live=records,
+        live=[*records, *pieces],
     )
     history = History(run_dir.history, last=dict(opened.rows).get(KEY, b""), fsync=buffer.fsync)
     for line in segments.report:
         print(f"buffer: {line}", flush=True)
     groups.note_start(now)
     if segments.damaged:
-        damaged = {records[record] for record in segments.damaged}
+        groups.lose_pieces(pieces.intersection(segments.damaged), now=now)
+        damaged = {records[record] for record in segments.damaged if record in records}
         # A learner may hold a recorded batch in its memory: whether bytes are missed shows when it is claimed again.
         lost = sorted(number for number in damaged if groups.groups[number].state < State.CLAIMED)
         print(f"buffer: payloads of {len(damaged)} groups are damaged, {len(lost)} are generated again", flush=True)

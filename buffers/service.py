@@ -23,6 +23,7 @@ from asyncrl.failpoints import failpoint
 from asyncrl.rundir import RunDir, run_id
 from asyncrl.sockets import Call
 from asyncrl.wire import Buffer
+from buffers import checkpoints
 from buffers.dead import DeadLetters
 from buffers.desk import Desk, Poll
 from buffers.groups import Groups
@@ -56,7 +57,7 @@ class BufferService(Desk):
         self._handlers: dict[type[Any], Callable[[Call, float], None]] = {
             wire.Hello: self._hello, wire.Heartbeat: self._heartbeat, wire.StatusRequest: self._status,
             wire.Stop: self._stop, wire.LeaseRequest: self._lease_request, wire.Samples: self._samples,
-            wire.SamplesAt: self._samples_at,
+            wire.SamplesAt: self._samples_at, wire.Pieces: self._pieces,
             wire.LeaseReturn: self._lease_return, wire.RewardRequest: self._reward_request, wire.Scores: self._scores,
             wire.Register: self._register, wire.Claim: self._claim, wire.Commit: self._commit,
             wire.Quarantine: self._quarantine, wire.LedgerRequest: self._ledger, wire.Checkpointed: self._checkpointed,
@@ -160,7 +161,18 @@ class BufferService(Desk):
             if self.groups.fault
             else self.groups.lease_blocked(ask.engine_version, ask.producer)
         )
-        self._answer(call, wire.Leases(leases, self.groups.meta.version, reason, ended))
+        begun, payloads = self._begun_of(leases)
+        self._answer(call, wire.Leases(leases, self.groups.meta.version, reason, ended, begun), payloads)
+
+    def _begun_of(self, leases: Sequence[wire.Lease]) -> tuple[tuple[wire.Begun, ...], list[Buffer]]:
+        """What other producers began of these, with its payloads."""
+        if not any(self.groups.groups[lease.group].underway for lease in leases):
+            return (), []
+        limit = self.config.network.max_message_bytes
+        begun, payloads, damaged = checkpoints.begun_of(leases, self.groups, self.segments, max_bytes=limit)
+        if damaged:
+            self.groups.lose_pieces(damaged, now=self._clock())
+        return begun, payloads
 
     def _look_at_reward(self, name: str, poll: Poll, now: float, ended: bool) -> None:
         ask: wire.RewardRequest = poll.call.message
@@ -277,6 +289,22 @@ class BufferService(Desk):
             self._dead.put(group=head.group, token=head.token, header=header, payload=payload)
         self.counters["duplicates"] += len(reply.duplicate)
         self.counters["refused_samples"] += len(reply.refused)
+        self._answer(call, reply)
+
+    def _pieces(self, call: Call, now: float) -> None:
+        head: wire.Pieces = call.message
+        if len(call.payloads) != 1:
+            raise WireError("wire.decode", f"pieces come with one payload frame, not {len(call.payloads)}")
+        settings, newest = self.groups.settings, self.groups.meta.newest + 1
+        arrays, wrong = checkpoints.checked(
+            head, call.payloads[0], group_size=settings.group_size + settings.over_issue,
+            max_tokens=self.config.sampling.max_new_tokens, newest_version=newest,
+        )  # fmt: skip
+        reply = self.groups.pieces(
+            head, invalid=lambda: wrong, now=now,
+            keep=lambda item: checkpoints.stored(head, item, arrays, self.segments),
+        )  # fmt: skip
+        self.counters["refused_pieces"] += len(reply.refused)
         self._answer(call, reply)
 
     def _lease_return(self, call: Call, now: float) -> None:

@@ -22,6 +22,11 @@ SHORT = (
     # tuned at any moment
     Case(batch=1, size=1, eta=1, depth=1, producers=2, losses=False, tunes=((1, 1), (2, 2))),
     Case(batch=1, size=1, eta=1, depth=1, producers=1, tunes=((0, 0), (1, 1), (2, 1))),
+    # samples under way are checkpointed, and continued by others
+    Case(batch=1, size=1, eta=1, depth=1, producers=2, checkpoints=True),
+    Case(batch=1, size=2, eta=1, depth=1, producers=1, checkpoints=True),
+    Case(batch=1, size=1, eta=2, depth=2, producers=1, checkpoints=True),
+    Case(batch=1, size=1, eta=1, depth=1, producers=1, checkpoints=True, tunes=((0, 0), (1, 1), (2, 1))),
     # rewards by themselves, filters
     Case(batch=1, size=2, eta=1, depth=1, producers=1, scored=True, filtered=True),
     # learners that are killed and come back
@@ -44,4 +49,6 @@ LONG = (
     Case(batch=1, size=1, eta=1, depth=1, producers=2, tunes=((0, 0), (1, 1), (2, 2))),
     Case(batch=2, size=1, eta=2, depth=2, producers=1, losses=False, inflight=False),
     Case(batch=1, size=2, eta=2, depth=2, producers=1, older=1, late=True, on_late="drop"),
+    Case(batch=2, size=1, eta=1, depth=1, producers=1, checkpoints=True),
+    Case(batch=1, size=1, eta=1, depth=1, producers=1, checkpoints=True, restarts=True, unsaved=1),
 )

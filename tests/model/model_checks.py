@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Lease, Samples
 from buffers.groups import Groups
-from buffers.ledger import COMPETING, Batch, State
+from buffers.ledger import COMPETING, Batch, Group, State
 
 if TYPE_CHECKING:
     from model_world import Node, World
@@ -33,6 +33,8 @@ def check_state(world: World, node: Node, book: Groups) -> None:
     for number, group in book.groups.items():
         if group.bound != node.bounds.get(number, group.bound):
             raise Violation(f"group {number} was leased with bound {node.bounds[number]}, now it has {group.bound}")
+        if group.underway:
+            check_underway(world, group)
         if group.state in COMPETING and group.deadline is not None:
             due.append(group.deadline)
             if group.samples and group.deadline > min(s.oldest for s in group.samples.values()) + group.bound:
@@ -48,6 +50,16 @@ def check_state(world: World, node: Node, book: Groups) -> None:
     plain = not case.tunes and not case.restarts and case.reuse == 1
     if plain and outstanding > (case.depth + 1) * size:
         raise Violation(f"(D): {outstanding} groups are outstanding with depth {case.depth} and B {size}")
+
+
+def check_underway(world: World, group: Group) -> None:
+    """Checkpoints are of missing samples; a leased group is due when the oldest of their tokens says."""
+    if group.state != State.LEASED or group.samples.keys() & group.underway.keys():
+        raise Violation(f"group {group.id} keeps checkpoints that nobody needs")
+    if not world.exact or not group.token or group.deadline is None:
+        return
+    if any(group.deadline > one.oldest + group.bound for one in group.underway.values()):
+        raise Violation(f"group {group.id} is due at {group.deadline}, later than its checkpoints allow")
 
 
 def outstanding_of(book: Groups, *, waiting: bool = True) -> int:

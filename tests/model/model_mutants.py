@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from model_world import Case
 
-from asyncrl.wire import Lease, Samples, SamplesReply
+from asyncrl.wire import Lease, Pieces, PiecesReply, Samples, SamplesReply
 from buffers.admission import capacity
 from buffers.book import Worker
 from buffers.groups import Groups
-from buffers.ledger import Group, State
+from buffers.ledger import Group, State, Underway
 from buffers.training import Claimed
 
 
@@ -272,6 +272,45 @@ class ReuseIgnoresRequired(Groups):
         return True
 
 
+class CheckpointsOfAnyAge(Groups):
+    """What was begun is handed out without a look at its age."""
+
+    def _hand_out(self, group: Group, deadline: int, producer: str, now: float) -> int:
+        return deadline
+
+
+class CheckpointsWithoutRoom(Groups):
+    """It lowers the deadline, where a step may still train it, without a look at (F)."""
+
+    def _not_continued(self, found: Underway, due: int, deadline: int) -> str:
+        return "stale" if due < self.frontier else ""
+
+
+class CheckpointsTooLate(Groups):
+    """A deadline that has passed is no reason."""
+
+    def _not_continued(self, found: Underway, due: int, deadline: int) -> str:
+        why = super()._not_continued(found, due, deadline)
+        return "" if why == "stale" else why
+
+
+class CheckpointsOfTheLostLease(Groups):
+    """Pieces are taken under any token."""
+
+    def pieces(self, head: Pieces, **more: Any) -> PiecesReply:
+        group = self.groups.get(head.group)
+        if group is not None and group.state == State.LEASED and group.token:
+            head = Pieces(head.producer, head.group, group.token, head.samples, head.digests, head.fields)
+        return super().pieces(head, **more)
+
+
+class CheckpointsStay(Groups):
+    """The arrival of a sample leaves its checkpoint behind."""
+
+    def _forget_underway(self, group: Group, index: int | None = None) -> int:
+        return 0
+
+
 class Mutant(NamedTuple):
     """A wrong rule, a case in which it shows, words of the violation."""
 
@@ -284,6 +323,7 @@ ONE = Case(batch=1, size=1, eta=1, depth=1)
 TWO = Case(batch=1, size=1, eta=2, depth=2)
 PAIR = Case(batch=1, size=2, eta=1, depth=1)
 SLOW = TWO._replace(depth=1)
+KEPT = TWO._replace(checkpoints=True)
 TUNED = ONE._replace(producers=1, tunes=((1, 1), (2, 2)))
 MUTANTS = (
     Mutant(RequiredIgnored, TWO, ""),
@@ -309,6 +349,11 @@ MUTANTS = (
     Mutant(RestartForgetsBatches, Case(batch=2, eta=1, depth=1, producers=1, restarts=True, unsaved=1), ""),
     Mutant(ReusedBeyondItsDeadline, ONE._replace(reuse=3, unsaved=2, producers=1), ""),
     Mutant(ReusedTooOften, TWO._replace(reuse=2, producers=1), ""),
+    Mutant(CheckpointsOfAnyAge, ONE._replace(checkpoints=True), "checkpoints allow"),
+    Mutant(CheckpointsWithoutRoom, KEPT, "(F)"),
+    Mutant(CheckpointsTooLate, ONE._replace(checkpoints=True), "(F)"),
+    Mutant(CheckpointsOfTheLostLease, KEPT, "taken twice"),
+    Mutant(CheckpointsStay, KEPT, "nobody needs"),
     Mutant(ReuseIgnoresRequired, ONE._replace(reuse=2), ""),
 )
 

@@ -28,7 +28,7 @@ from model_checks import (
     outstanding_of,
 )
 
-from asyncrl.wire import LeaseReturn, SampleHead, Samples, Score, Scores
+from asyncrl.wire import LeaseReturn, Piece, Pieces, SampleHead, Samples, Score, Scores
 from buffers.groups import Groups
 from buffers.ledger import Group, Ledger, Record, Settings, State
 
@@ -61,6 +61,7 @@ class Case(NamedTuple):
     filtered: bool = False  # any group may be filtered
     reuse: int = 1
     reissue: int = 1
+    checkpoints: bool = False  # samples under way may be sent in pieces, and are continued or begun anew
     counted: int = 0  # up to so many ended groups are told apart: the assumption that they do not matter, tested
 
     def settings(self) -> Settings:
@@ -101,6 +102,14 @@ class Move(NamedTuple):
     good: bool
     goal: bool
     lag: int
+
+
+def _record(_piece: Piece) -> Record:
+    return Record(1, 0, 1, 1, 9)
+
+
+def _never(_piece: Piece) -> Record:
+    raise Violation("the bytes of a piece that changes nothing were kept")
 
 
 def drop_seven(*, rewards: list[float], **_: Any) -> str:
@@ -184,9 +193,11 @@ class World:
                 continue
             samples = sorted((s.oldest - base, s.reward is None) for s in group.samples.values())
             begun = node.begun[number] - base if number in node.begun else None
+            kept = sorted((index, one.oldest - base, one.token == group.token)
+                          for index, one in group.underway.items())  # fmt: skip
             groups.append(
                 (group.state, min(group.attempt, case.reissue), group.bound, deadline, seats.get(group.holder), begun,
-                 places.get(number), samples, group.max_uses)
+                 places.get(number), samples, group.max_uses, kept)
             )  # fmt: skip
         batches = [(step - base, len(batch.groups)) for step, batch in sorted(book.batches.items())]
         settings = (book.settings.max_staleness, book.settings.depth) if case.tunes else ()
@@ -244,6 +255,8 @@ class World:
         yield from self._lease(node, place)
         for number in holds:
             yield from self._samples(node, book, place, number)
+            if self.case.checkpoints:
+                yield from self._pieces(node, book, place, number)
         if not holds:
             return
         if self.case.losses:
@@ -292,6 +305,8 @@ class World:
         index = next(index for index in range(self.case.size) if index not in group.samples)
         begun = node.begun[number]
         versions = {node.engines[place]: True, begun: True}
+        if index in group.underway:  # continued, or its own
+            versions[group.underway[index].oldest] = True
         versions |= {begun - less: False for less in range(1, self.case.older + 1) if begun >= less}
         last = len(group.samples) + 1 == self.case.size
         for version, good in versions.items():
@@ -311,6 +326,29 @@ class World:
                 word = ", filtered" if reward == 7.0 else ""
                 label = f"{name} sends sample {index} of group {number}, made by version {version}{word}"
                 yield self._move(label, node, other, good=good and not word)
+
+    def _pieces(self, node: Node, book: Groups, place: int, number: int) -> Iterator[Move]:
+        """A checkpoint of the next sample: its first tokens, or one more behind those that another producer made."""
+        name, group = self.names[place], book.groups[number]
+        index = next(index for index in range(self.case.size) if index not in group.samples)
+        found = group.underway.get(index)
+        if found is not None and found.token == group.token:
+            return  # more tokens of the same producer are no older
+        for version in {node.engines[place], node.begun[number]}:
+            for start in {0, 0 if found is None else found.length}:
+                other = self.load(node)
+                piece = Piece(index, start, 1, ((version, 1),))
+                message = Pieces(name, number, group.token, (piece,), {}, ())
+                if other.pieces(message, invalid=str, keep=_record, now=0.0).kept != {index: start + 1}:
+                    raise Violation(f"the piece of sample {index} of group {number} was not kept")
+                rows = other.groups[number].underway[index]
+                again = other.pieces(message, invalid=str, keep=_never, now=0.0)
+                stale = msgspec.structs.replace(message, token=group.token - 1)
+                late = other.pieces(stale, invalid=str, keep=_never, now=0.0)
+                if again.kept != {index: start + 1} or late.kept or other.groups[number].underway[index] != rows:
+                    raise Violation(f"the piece of sample {index} of group {number} was taken twice")
+                label = f"{name} sends token {start} of sample {index} of group {number}, made by version {version}"
+                yield self._move(label, node, other)
 
     def _rewards(self, node: Node, book: Groups) -> Iterator[Move]:
         for number, index in sorted(book.to_score):

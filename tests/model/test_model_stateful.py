@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 from model_mutants import BoundOfTheMoment, OlderTokensIgnored, RequiredIgnored
 
 from asyncrl.errors import AsyncRLError, Fenced
-from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
+from asyncrl.wire import Lease, LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
 from buffers.groups import Groups
-from buffers.ledger import COMPETING, Group, Ledger, Record, Settings, State
+from buffers.ledger import COMPETING, Group, Ledger, Record, Settings, State, Underway
 
 PRODUCERS = ("p0", "p1", "p2", "p3")
 WHO = st.sampled_from(PRODUCERS)
@@ -114,6 +114,10 @@ class System(RuleBasedStateMachine):
             if lease.group not in before:
                 self.bounds[lease.group] = self.book.settings.max_staleness
             assert lease.deadline_version <= version + self.bounds[lease.group]
+            begun = self.book.groups[lease.group].underway
+            assert all(lease.deadline_version <= one.oldest + self.bounds[lease.group] for one in begun.values())
+            assert begun.keys() <= set(lease.missing)
+            SEEN["continued"] += len(begun)
         self.held[name] += leases
         SEEN["lease"] += len(leases)
 
@@ -128,7 +132,38 @@ class System(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([name for name in PRODUCERS if self.held[name]]))
         lease = data.draw(st.sampled_from(self.held[name]))
         order = data.draw(st.permutations(lease.missing))[:count]
-        self.submit(name, lease, tuple(order), max(0, self.engines[name] - age), reward)
+        begun = self.begun(lease).get(order[0])
+        if begun is not None:  # it goes on from there: the sample is as old as that
+            self.submit(name, lease, (order[0],), begun.oldest, reward)
+        else:
+            self.submit(name, lease, tuple(order), max(0, self.engines[name] - age), reward)
+
+    def begun(self, lease: Lease) -> dict[int, Underway]:
+        group = self.book.groups.get(lease.group)
+        return group.underway if group is not None and group.token == lease.token else {}
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data(), age=st.sampled_from([0, 0, 1]), gap=st.sampled_from([0, 0, 0, 1]))
+    def checkpoint(self, data: st.DataObject, age: int, gap: int) -> None:
+        """A piece of a sample: the next one, one that leaves some out, under a lease that may be lost."""
+        name = data.draw(st.sampled_from([name for name in PRODUCERS if self.held[name]]))
+        lease = data.draw(st.sampled_from(self.held[name]))
+        index, version = data.draw(st.sampled_from(lease.missing)), max(0, self.engines[name] - age)
+        found = self.begun(lease).get(index)
+        known = found.length if found else 0
+        piece = Piece(index, known + gap, 1, ((version, 1),))
+        record = Record(2, self.number(), 1, 1, 0)
+        message = Pieces(name, lease.group, lease.token, (piece,), {}, ())
+        group = self.book.groups.get(lease.group)
+        before = None if group is None else dict(group.underway)
+        reply = self.book.pieces(message, invalid=str, keep=lambda _: record, now=self.now)
+        if gap or not reply.kept:
+            assert group is None or dict(group.underway) == before
+        else:
+            assert reply.kept == {index: known + 1}
+            again = self.book.pieces(message, invalid=str, keep=lambda _: record, now=self.now)
+            assert again.kept == reply.kept and not again.refused
+            SEEN["piece"] += 1
 
     @rule(name=WHO, slow=st.integers(0, 2), fresh=st.booleans(), age=st.sampled_from([0, 0, 1]))
     def a_round(self, name: str, slow: int, fresh: bool, age: int) -> None:
@@ -375,7 +410,7 @@ def test_larger_systems_under_any_schedule(figure: Callable[[str], None]) -> Non
     run_state_machine_as_test(System, settings=profile(300, 50, fixed=True))
     figure(f"{SEEN['completed']} schedules completed; {dict(sorted(SEEN.items()))}")
     assert SEEN["completed"] >= 250
-    for what in ("claim", "again", "zombie", "die", "register", "service", "tune", "lag 1", "lag 2"):
+    for what in ("claim", "again", "zombie", "die", "register", "service", "tune", "lag 1", "lag 2", "piece"):
         assert SEEN[what] > 10, what  # the paths were really taken
 
 
@@ -394,4 +429,4 @@ def test_the_properties_can_fail(kind: type[Groups]) -> None:
     """With a wrong rule the same machine finds a group above its bound."""
     wrong = type("Wrong", (System,), {"kind": kind})
     with pytest.raises((AssertionError, AsyncRLError)):
-        run_state_machine_as_test(wrong, settings=profile(300, 30, fixed=True))
+        run_state_machine_as_test(wrong, settings=profile(900, 30, fixed=True))
