@@ -1,7 +1,7 @@
 """Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
 
 Called by `learners.algorithms.advantages` (`passk_training`), by `learners.estimates` (reward shaping, the metrics
-`pass_at/<k>`) and by evaluation. Guarantees:
+`pass_at/<k>`); evaluations use `asyncrl.evaluation_figures`. Guarantees:
 1. exact: binomial coefficients are integers, one division at the end;
 2. a group smaller than k (members may have failed) is treated as if k were its size;
 3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
@@ -17,17 +17,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.evaluation_figures import pass_at_k as pass_at_k  # noqa: PLC0414 - its home is where no torch is needed
 from learners.algorithms.tensors import grouped
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, c of them right, hold a right one: `1 - C(n-c, k) / C(n, k)` (arXiv 2107.03374).
-
-    `config.type` unless 0 <= c <= n and 1 <= k <= n.
-    """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ConfigError("config.type", f"pass@{k} of {n} samples with {c} right: wants 0 <= c <= n and 1 <= k <= n")
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_at_means(correct: Tensor, groups: Tensor) -> dict[int, float]:
