@@ -22,10 +22,11 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithm_notes, algorithms
+from asyncrl import algorithm_notes, algorithms, evaluation_config
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
+from asyncrl.evaluation import MAX_ROWS, data_of, is_due
 from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
 from asyncrl.plan import TARGETS, names_of, threads_of
 from asyncrl.plugins import BUILT_IN
@@ -114,14 +115,17 @@ def data_paths(config: Config) -> list[Path]:
     return [Path(part.strip()) for part in config.data.path.split(",") if part.strip()]
 
 
-def check_data(config: Config) -> Iterator[AsyncRLError]:
+def check_data(config: Config, section: str = "data") -> Iterator[AsyncRLError]:
     """The first row of every file has the prompt column; a source can be imported."""
+    if section == "data" and config.evaluation.enabled:
+        held_out = msgspec.structs.replace(config, data=data_of(config))
+        yield from check_data(held_out, "evaluation")
     if config.data.source:
         problem = import_problem(config.data.source)
         if problem:
-            yield ConfigError("config.data", problem, where=f"data.source = {config.data.source!r}")
+            yield ConfigError("config.data", problem, where=f"{section}.source = {config.data.source!r}")
     for path in data_paths(config):
-        where = f"data.path = {str(path)!r}"
+        where = f"{section}.path = {str(path)!r}"
         try:
             row = first_row(path)
         except (OSError, ValueError) as error:
@@ -382,10 +386,28 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
         count = sum(number for number in rows if number)
         findings.append(Finding("epochs", f"{config.total_groups / count:.2f}",
                                 f"total groups {config.total_groups} / rows {count}"))  # fmt: skip
+    findings += _evaluation_findings(config)
     if learner.mode == "rl":
         findings.append(Finding("algorithm", algorithms.explain(learner.algorithm)))
     findings.append(Finding("what starts", what_starts(config, roles)))
     return findings
+
+
+def _evaluation_findings(config: Config) -> list[Finding]:
+    """How often which prompts are evaluated."""
+    evaluation, asked = config.evaluation, config.sampling.asked_samples
+    if not evaluation.enabled:
+        return []
+    times = sum(is_due(config, step) for step in range(config.learner.steps + 1))
+    rows = [count_rows(path) for path in data_paths(msgspec.structs.replace(config, data=data_of(config)))]
+    prompts = "prompts"
+    if rows and all(rows):
+        count = min(sum(number for number in rows if number), evaluation.max_prompts or MAX_ROWS)
+        prompts = f"{count} prompts"
+    held = evaluation.held_groups(training_samples=config.producers.groups_in_flight(asked) * asked)
+    how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
+    return [Finding("evaluations", str(times), f"{prompts} x {evaluation.samples}, {how}, at most "
+                    f"{evaluation.timeout_s:g} s each; a producer holds up to {held} beside its training")]  # fmt: skip
 
 
 def what_starts(config: Config, roles: Sequence[str]) -> str:
@@ -416,6 +438,7 @@ def notes_on(config: Config, roles: Sequence[str]) -> list[str]:
     if threads > 2 * cores:
         notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
     notes += algorithm_notes.notes(config)
+    notes += evaluation_config.notes(config)
     minibatches = config.learner.algorithm.minibatches
     if minibatches > 1:
         notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")

@@ -23,9 +23,10 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, modes, presets
+from asyncrl import algorithms, evaluation_config, modes, presets
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
 __all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
@@ -301,6 +302,7 @@ class Config(Section, frozen=True, kw_only=True):
     reward: tuple[RewardFunctionConfig, ...] = ()
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -569,7 +571,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"data.max_prompt_tokens + sampling.max_new_tokens{')' if pair else ''} = {row}: the longest "
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
-    for code, message, path in algorithms.problems(config):
+    for code, message, path in (*algorithms.problems(config), *evaluation_config.problems(config)):
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):
         yield from _check_address(config, name, where)

@@ -71,6 +71,12 @@ class Prompts:
         assert row is not None
         return row
 
+    def count(self, limit: int) -> int:
+        """How many rows there are, at most `limit`: an iterable without a length is read as far as that."""
+        if self._rows.length is None:
+            self._rows.get(limit - 1)
+        return limit if self._rows.length is None else min(limit, self._rows.length)
+
     def _permutation(self, epoch: int, length: int) -> npt.NDArray[np.int64]:
         if epoch not in self._order:
             if len(self._order) > 1:  # groups of two epochs are in flight at most around the border

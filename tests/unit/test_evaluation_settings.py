@@ -1,0 +1,149 @@
+"""`[evaluation]`: what contradicts the rest, what is derived, what `asyncrl check` says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from bare_config import BARE
+
+from asyncrl.check import check_data, derived, notes_on
+from asyncrl.config import Config, parse
+from asyncrl.errors import ConfigErrors
+from asyncrl.evaluation import (
+    FIRST,
+    MAX_ROWS,
+    data_of,
+    group_of,
+    is_due,
+    is_evaluation,
+    place_of,
+    sampling_of,
+    seed_of,
+    source_of,
+)
+from producers.evaluation import HeldOutPrompts
+
+ON = "\n[evaluation]\npath = 'held.jsonl'\n"
+
+
+def made(text: str, *overrides: str) -> Config:
+    return parse(f"{BARE}\n{text}", overrides=overrides)
+
+
+def codes(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigErrors) as found:
+        made(text, *overrides)
+    return [f"{error.code}: {error.message}" for error in found.value.errors]
+
+
+def test_off_by_default() -> None:
+    config = made("")
+    assert not config.evaluation.enabled
+    assert not any(is_due(config, step) for step in range(5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["evaluation.every=2"], "evaluation.every is set without"),
+        (["evaluation.at_start=true"], "evaluation.at_start is set without"),
+        (["evaluation.path=a.jsonl", "evaluation.source=m:f"], "at most one of"),
+        (["evaluation.path=a.jsonl", "producers.engine=dataset", "learner.mode=sft", "sampling.group_size=1"],
+         "generates nothing"),
+        (["evaluation.path=a.jsonl", "evaluation.top_k=5"], "greedy"),
+        (["evaluation.path=a.jsonl", "evaluation.share=0"], "share"),
+        (["evaluation.path=a.jsonl", "evaluation.samples=0"], "samples"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_said(settings: list[str], words: str) -> None:
+    assert any(words in text for text in codes("", *settings))
+
+
+def test_when_it_is_due() -> None:
+    config = made(ON, "evaluation.every=3", "evaluation.at_start=true", "learner.steps=10")
+    assert [step for step in range(11) if is_due(config, step)] == [0, 3, 6, 9, 10]
+    config = made(ON, "evaluation.every=3", "evaluation.at_end=false", "learner.steps=10")
+    assert [step for step in range(11) if is_due(config, step)] == [3, 6, 9]
+    config = made(ON, "learner.steps=10")
+    assert [step for step in range(11) if is_due(config, step)] == [10]
+
+
+def test_sampling_is_its_own() -> None:
+    base = ("sampling.group_size=8", "sampling.over_issue=2", "sampling.temperature=0.7", "sampling.top_p=0.9")
+    greedy = sampling_of(made(ON, *base))
+    assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.asked_samples) == (1.0, 1, 1.0, 1)
+    assert greedy.max_new_tokens == 16
+    warm = sampling_of(made(ON, *base, "evaluation.samples=4", "evaluation.temperature=0.6", "evaluation.top_k=20",
+                            "evaluation.max_new_tokens=99"))  # fmt: skip
+    assert (warm.temperature, warm.top_k, warm.asked_samples, warm.max_new_tokens) == (0.6, 20, 4, 99)
+
+
+def test_ids() -> None:
+    assert not is_evaluation(FIRST - 1) and is_evaluation(group_of(0, 0))
+    for step, row in ((0, 0), (7, 12), (1_000_000, MAX_ROWS - 1)):
+        assert place_of(group_of(step, row)) == (step, row)
+        assert group_of(step, row) < 1 << 53
+    assert seed_of(1, 2) == seed_of(1, 2) != seed_of(1, 3) != seed_of(2, 3)
+    assert source_of('{"data_source":"gsm8k"}') == "gsm8k"
+    assert source_of("{}") == source_of("not json") == source_of("[1]") == "default"
+
+
+def test_share_of_a_producer() -> None:
+    evaluation = made(ON, "evaluation.share=0.25", "evaluation.samples=4").evaluation
+    assert evaluation.held_groups(training_samples=128) == 8
+    assert evaluation.held_groups(training_samples=4) == 1, "never nothing"
+
+
+def write(path: Path, rows: int) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"{n}="}) + "\n" for n in range(rows)))
+    return path
+
+
+def test_check_looks_at_the_file_and_counts(tmp_path: Path) -> None:
+    train, held = write(tmp_path / "train.jsonl", 8), write(tmp_path / "held.jsonl", 5)
+    config = made(ON, f"data.path={train}", f"evaluation.path={held}", "evaluation.every=2", "evaluation.samples=3")
+    assert list(check_data(config)) == []
+    found = {finding.name: finding for finding in derived(config)}
+    assert found["evaluations"].value == "2", "steps 2 and 4"
+    assert "5 prompts x 3" in found["evaluations"].arithmetic
+    (error,) = check_data(msgspec.structs.replace(config, evaluation=made(ON).evaluation))
+    assert error.where == "evaluation.path = 'held.jsonl'"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["data.path=a.jsonl", "evaluation.path=./a.jsonl"], "nothing is held out"),
+        (["evaluation.samples=4"], "are the same"),
+        (["evaluation.at_end=false"], "nothing is evaluated"),
+        (["run.hang_timeout_s=10"], "the end may wait"),
+    ],
+)
+def test_notes(settings: list[str], words: str) -> None:
+    assert any(words in note for note in notes_on(made(ON, *settings), ["buffer"]))
+
+
+def test_prompts_are_the_first_rows_in_their_order(tmp_path: Path) -> None:
+    train, held = write(tmp_path / "train.jsonl", 8), write(tmp_path / "held.jsonl", 5)
+    config = made(ON, f"data.path={train}", f"evaluation.path={held}", "data.shuffle=true")
+    prompts = HeldOutPrompts(config)
+    assert prompts.rows == 5 and not data_of(config).shuffle
+    assert [prompts.row_of(group_of(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
+    assert HeldOutPrompts(made(ON, f"evaluation.path={held}", "evaluation.max_prompts=3")).rows == 3
+    assert HeldOutPrompts(made("")).rows == 0
+
+
+def test_a_source_without_a_length_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "held_source.py").write_text(
+        "import itertools\n"
+        "def some():\n    return ({'prompt': str(n)} for n in range(6))\n"
+        "def endless():\n    return ({'prompt': str(n)} for n in itertools.count())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "\n[evaluation]\nsource = 'held_source:%s'\n"
+    assert HeldOutPrompts(made(text % "some")).rows == 6
+    assert HeldOutPrompts(made(text % "some", "evaluation.max_prompts=4")).rows == 4
+    assert HeldOutPrompts(made(text % "endless", "evaluation.max_prompts=4")).rows == 4
