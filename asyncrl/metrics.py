@@ -18,8 +18,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE
 
-#: Families of names: a component of the reward, a lag, a number of tries.
-OPEN = ("reward/", "lag/", "pass_at/")
+#: Families of names: a component of the reward, a lag, a number of tries, figures of evaluations.
+OPEN = ("reward/", "lag/", "pass_at/", "val-core/", "val-aux/")
 
 
 class Metric(NamedTuple):
@@ -157,6 +157,26 @@ CATALOGUE: dict[str, Metric] = {
     "ingest_bytes": Metric("bytes", "buffer", "payload bytes accepted since the start"),
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
     "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
+    # buffer, one line per evaluation (metrics/evaluation.jsonl)
+    "evaluation_prompts": Metric("prompts", "buffer", "held-out prompts of the evaluation: scored + failed + missing"),
+    "evaluation_scored": Metric("prompts", "buffer", "those with all samples scored: the figures are of these alone"),
+    "evaluation_failed": Metric("prompts", "buffer", "those that could not be scored; the reasons stand beside"),
+    "evaluation_missing": Metric("prompts", "buffer", "those without an ending when the evaluation ended"),
+    "evaluation_samples": Metric("samples", "buffer", "samples per prompt, k"),
+    "evaluation_s": Metric("s", "buffer", "from its begin to its end"),
+    "evaluation_version_min": Metric("1", "buffer", "oldest version of the weights that made a sample"),
+    "evaluation_version_max": Metric("1", "buffer", "newest version of the weights that made a sample"),
+    "evaluation_length_mean": Metric("tokens", "buffer", "mean length of the scored samples"),
+    "evaluation_truncated_share": Metric("share", "buffer", "scored samples cut by evaluation.max_new_tokens"),
+    "val-core/mean": Metric(
+        "1",
+        "buffer",
+        "val-core/<data source>/reward/mean@k, best@k/mean, maj@k/mean and val-core/<data source>/acc/pass@k/mean: "
+        "figures over the scored prompts of an evaluation, k samples each (docs/evaluation.md)",
+    ),
+    "val-aux/mean": Metric(
+        "1", "buffer", "the same for smaller n, parts of the reward, and /se: standard errors over prompts"
+    ),
     # weight sync, one line per round
     "round": Metric("1", "weightsync", "round number"),
     "round_s": Metric("s", "weightsync", "from publish to the last acknowledgement"),

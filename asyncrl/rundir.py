@@ -31,7 +31,8 @@ class RunDir:
         self.processes = self.root / "processes.jsonl"  # one line per process that started: role, name, pid, host
         self.history = self.root / "history.jsonl"  # the buffer's log of transitions: what audit and trace read
         self.samples = self.root / "samples.jsonl"  # a few samples per step, for the report
-        self.metrics = self.root / "metrics"  # learner.jsonl, roles.jsonl, buffer.jsonl, weightsync.jsonl
+        self.evaluations = self.root / "evaluations"  # every scored sample of held-out prompts, one file per step
+        self.metrics = self.root / "metrics"  # learner, roles, buffer, weightsync, evaluation: .jsonl
         self.tensorboard = self.root / "tensorboard"
         self.logs = self.root / "logs"  # one file per process
         self.alive = self.root / "alive"  # signs of life: one small file per role

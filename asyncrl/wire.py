@@ -64,6 +64,7 @@ class Hello(Message, frozen=True, tag=1):
     run_id: str = ""  # empty: accept any run
     fingerprint: str = ""  # model fingerprint; empty: not checked
     schema: int = SCHEMA
+    evaluation_rows: int = 0  # prompts of an evaluation, as this producer reads them; 0: it has not looked
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -357,6 +358,8 @@ class Score(Message, frozen=True):
     token: int
     reward: float
     parts: dict[str, float] = {}
+    answer: str = ""  # that the function found in the response, where it says so
+    text: str = ""  # of the response, for samples of an evaluation alone
 
 
 class RewardFailure(Message, frozen=True):
@@ -511,6 +514,19 @@ class Goodbye(Message, frozen=True, tag=50):
     done: bool
     reason: str = ""
     step: int = 0  # steps in its weights: a service that knows fewer has lost some
+
+
+class EvaluationsRequest(Message, frozen=True, tag=51):
+    """The learner asks for evaluations that ended, from the one with number `seen` on. Answer: `EvaluationsReply`."""
+
+    seen: int
+
+
+class EvaluationsReply(Message, frozen=True, tag=52):
+    """`ended`: JSON, a line of metrics each; `running`: of which step one runs or waits, in words, else empty."""
+
+    ended: tuple[str, ...]
+    running: str = ""
 
 
 # ---------------------------------------------------------------- weight sync
@@ -671,6 +687,7 @@ AnyMessage = Union[
     LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn, SamplesAt, Pieces, PiecesReply,
     RewardRequest, RewardWork, Scores, ScoresReply,
     Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
+    EvaluationsRequest, EvaluationsReply,
     Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction, Fetch, Fetched,
 ]  # fmt: skip
 

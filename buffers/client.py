@@ -70,9 +70,13 @@ class _AsyncClient:
     async def _ask(self, message: wire.Message, payloads: Sequence[Buffer] = (), *, wait_s: float = 0.0) -> wire.Packet:
         return await self._requester.request(message, payloads, timeout_s=self._timeout_s + wait_s, wait_s=wait_s)
 
-    async def hello(self, fingerprint: str = "", role: str = "", run_id: str = "") -> wire.Welcome:
+    async def hello(
+        self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
+    ) -> wire.Welcome:
         """Introduce this process; must be first. What the name held before is lost."""
-        hello = wire.Hello(role or self.role, self.name, self._pid, self._host, run_id, fingerprint)
+        hello = wire.Hello(
+            role or self.role, self.name, self._pid, self._host, run_id, fingerprint, evaluation_rows=evaluation_rows
+        )
         welcome: wire.Welcome = (await self._ask(hello)).message
         return welcome
 
@@ -106,9 +110,11 @@ class ProducerClient(_AsyncClient):
     begun: BegunOf = MappingProxyType({})
     _writer: PlaceWriter | None = None
 
-    async def hello(self, fingerprint: str = "", role: str = "", run_id: str = "") -> wire.Welcome:
+    async def hello(
+        self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
+    ) -> wire.Welcome:
         """Introduce this process; must be first. What the name held before is lost."""
-        welcome = await super().hello(fingerprint, role, run_id)
+        welcome = await super().hello(fingerprint, role, run_id, evaluation_rows=evaluation_rows)
         if self._writer is None:
             self._writer = PlaceWriter.of(welcome)
         if self.place_from is None:
@@ -314,6 +320,11 @@ class LearnerClient:
     def checkpointed(self, *, step: int) -> None:
         """A checkpoint that contains `step` is durable."""
         self._ask(wire.Checkpointed(self.epoch, step))
+
+    def evaluations(self, *, seen: int) -> tuple[list[dict[str, Any]], str]:
+        """Evaluations that ended, from number `seen` on, as lines of metrics; and which one runs or waits, in words."""
+        reply: wire.EvaluationsReply = self._ask(wire.EvaluationsRequest(seen)).message
+        return [msgspec.json.decode(line) for line in reply.ended], reply.running
 
     def goodbye(self, *, done: bool, reason: str = "") -> None:
         """The learner ends; `done` when the run is complete."""

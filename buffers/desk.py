@@ -22,6 +22,7 @@ from asyncrl.metrics import CATALOGUE, MetricsLog
 from asyncrl.rundir import RunDir, endpoint, run_id
 from asyncrl.sockets import Call
 from asyncrl.wire import Buffer, Message
+from buffers.evaluation import Evaluations
 from buffers.groups import Groups
 from buffers.replies import status_json
 from buffers.stores.base import Store
@@ -37,9 +38,10 @@ class Poll(msgspec.Struct):
 class Desk:
     """See the module."""
 
-    def __init__(self, config: Config, *, groups: Groups, store: Store) -> None:
+    def __init__(self, config: Config, *, groups: Groups, store: Store, evaluations: Evaluations) -> None:
         self.config = config
         self.groups = groups
+        self.evaluations = evaluations
         self.store = store
         self.bad_frames = 0
         self.counters: Counter[str] = Counter()
@@ -80,12 +82,15 @@ class Desk:
         if hello.role not in ("producer", "reward", "learner", "observer"):
             raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
         self._check_fingerprint(hello.name, hello.fingerprint)
+        if hello.role == "producer":
+            self.evaluations.greet(hello.name, hello.evaluation_rows, now)
         self._sessions += 1
         shown = self._shown(hello)
         if hello.role in ("producer", "reward"):
             polls = self._lease_polls if hello.role == "producer" else self._reward_polls
             polls.pop(hello.name, None)
             self.groups.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=now)
+            self.evaluations.hello(hello.role, hello.name, now)
         endpoints = {"weightsync": endpoint(self.config, "weightsync")}
         self._answer(
             call,
@@ -114,6 +119,7 @@ class Desk:
                 stats=beat.stats,
                 holds=beat.holds,
             )
+            self.evaluations.heartbeat(beat.role, beat.name, pid=beat.pid, holds=beat.holds, now=now)
         unknown = [name for name in beat.stats if name not in CATALOGUE and not name.startswith("reward/")]
         if unknown:
             raise WireError("wire.unexpected", f"metric {unknown[0]!r} is not in the catalogue")
@@ -129,6 +135,7 @@ class Desk:
             "run_id": run_id(self.config),
             "counters": {**self.counters, "bad_frames": self.bad_frames},
             "endpoints": {name: endpoint(self.config, name) for name in ("buffer", "weightsync")},
+            "evaluation": self.evaluations.status(now),
         }
         self._answer(call, wire.StatusReply(status_json(self.groups, now, extra)))
 

@@ -5,6 +5,7 @@ Called by `buffers.service`. It reads the state machine and the segments and cha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -66,14 +67,17 @@ def _group_head(group: Group, headers: list[bytes], row: str) -> GroupHead:
 
 
 def reward_reply(
-    items: list[ToScore], groups: Groups, segments: Segments
+    items: list[ToScore], groups: Mapping[int, Any], segments: Segments
 ) -> tuple[tuple[RewardItem, ...], list[Buffer], list[int]]:
-    """The samples to score, each with a payload of its own, and the groups whose bytes are damaged."""
+    """The samples to score, each with a payload of its own, and the groups whose bytes are damaged.
+
+    `groups`: groups of training and prompts of an evaluation, by id.
+    """
     work: list[RewardItem] = []
     payloads: list[Buffer] = []
     damaged: set[int] = set()
     for item in items:
-        group = groups.groups[item.group]
+        group = groups[item.group]
         sample = group.samples[item.index]
         try:
             header, payload = segments.read(group.records[sample.record])
@@ -96,7 +100,7 @@ def reward_reply(
     return tuple(work), payloads, sorted(damaged)
 
 
-def _row_of(group: Group, segments: Segments) -> str:
+def _row_of(group: Any, segments: Segments) -> str:
     rows = (decode_samples(segments.read(record)[0]).row for record in group.records)
     return next((row for row in rows if row), "")
 

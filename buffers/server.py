@@ -23,11 +23,13 @@ from typing import Any
 import uvloop
 
 from asyncrl.config import BufferConfig, Config
+from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
 from asyncrl.role import RoleArgs, Stop, key_of, run
 from asyncrl.rundir import RunDir, endpoint, run_id, run_keys, write_atomic
 from asyncrl.signs import Sign
 from asyncrl.sockets import Responder, keep_memory
+from buffers.evaluation import Evaluations
 from buffers.filters import filters_of
 from buffers.groups import Groups
 from buffers.history import KEY, History
@@ -96,10 +98,13 @@ def open_service(config: Config, store: Store) -> BufferService:
         filters=filters_of(config.buffer.filters),
     )  # fmt: skip
     groups.load(opened.rows)
+    evaluations = Evaluations(config, groups)
+    evaluations.load(opened.rows)
     records = {record: group.id for group in groups.groups.values() for record in group.records}
     pieces = {
         record for group in groups.groups.values() for found in group.underway.values() for record in found.pieces
     }
+    records |= evaluations.records()
     buffer = config.buffer
     run_dir = RunDir(config.run_dir)
     segments = Segments(
@@ -117,13 +122,18 @@ def open_service(config: Config, store: Store) -> BufferService:
         groups.lose_pieces(pieces.intersection(segments.damaged), now=now)
         damaged = {records[record] for record in segments.damaged if record in records}
         # A learner may hold a recorded batch in its memory: whether bytes are missed shows when it is claimed again.
+        held_out = sorted(number for number in damaged if is_evaluation(number))
+        damaged -= set(held_out)
         lost = sorted(number for number in damaged if groups.groups[number].state < State.CLAIMED)
         print(f"buffer: payloads of {len(damaged)} groups are damaged, {len(lost)} are generated again", flush=True)
         groups.lose_payloads(lost, now=now)
+        evaluations.lose_payloads(held_out, now=now)
     groups.check()
+    evaluations.check()
     service = BufferService(
-        config, groups=groups, store=store, segments=segments, history=history, process_gone=process_gone
-    )
+        config, groups=groups, store=store, segments=segments, history=history, process_gone=process_gone,
+        evaluations=evaluations,
+    )  # fmt: skip
     service.flush()
     failpoint("buffer.after_open")
     return service

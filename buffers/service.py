@@ -11,6 +11,7 @@ to the segment file, rows to the store, lines to the history, and only then the 
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import msgspec
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError, error_for
+from asyncrl.evaluation import is_due, is_evaluation
 from asyncrl.failpoints import failpoint
 from asyncrl.rundir import RunDir, run_id
 from asyncrl.sockets import Call
@@ -26,6 +28,8 @@ from asyncrl.wire import Buffer
 from buffers import checkpoints
 from buffers.dead import DeadLetters
 from buffers.desk import Desk, Poll
+from buffers.evaluating import EvaluationFiles, reward_items, take_scores
+from buffers.evaluation import Evaluations
 from buffers.groups import Groups
 from buffers.history import KEY, History, lines_of
 from buffers.layout import GUEST_BYTES
@@ -43,8 +47,9 @@ class BufferService(Desk):
     def __init__(
         self, config: Config, *, groups: Groups, store: Store, segments: Segments, history: History,
         process_gone: Callable[[int, str], bool], clock: Callable[[], float] = time.monotonic,
+        evaluations: Evaluations | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, groups=groups, store=store)
+        super().__init__(config, groups=groups, store=store, evaluations=evaluations or Evaluations(config, groups))
         self.segments = segments
         self.history = history
         self.stop_reason = ""
@@ -53,7 +58,8 @@ class BufferService(Desk):
         self._clock = clock  # monotonic seconds; the simulator injects its own
         self._claim_poll: Poll | None = None
         self._registering: Call | None = None
-        self._seen_generation = -1
+        self._seen_generation = (-1, -1)
+        self._evaluation_files = EvaluationFiles(config)
         self._handlers: dict[type[Any], Callable[[Call, float], None]] = {
             wire.Hello: self._hello, wire.Heartbeat: self._heartbeat, wire.StatusRequest: self._status,
             wire.Stop: self._stop, wire.LeaseRequest: self._lease_request, wire.Samples: self._samples,
@@ -61,7 +67,7 @@ class BufferService(Desk):
             wire.LeaseReturn: self._lease_return, wire.RewardRequest: self._reward_request, wire.Scores: self._scores,
             wire.Register: self._register, wire.Claim: self._claim, wire.Commit: self._commit,
             wire.Quarantine: self._quarantine, wire.LedgerRequest: self._ledger, wire.Checkpointed: self._checkpointed,
-            wire.Goodbye: self._goodbye, wire.Tune: self._tune,
+            wire.Goodbye: self._goodbye, wire.Tune: self._tune, wire.EvaluationsRequest: self._evaluations,
         }  # fmt: skip
 
     # ------------------------------------------------------------ the drain
@@ -86,6 +92,7 @@ class BufferService(Desk):
         """Called every 0.2 s: leases of the silent, deadlines of polls."""
         now = self._clock()
         self.groups.tick(now)
+        self.evaluations.tick(now)
         if self._registering is not None:
             call, self._registering = self._registering, None
             try:
@@ -98,9 +105,13 @@ class BufferService(Desk):
     def flush(self) -> None:
         """Payload, index, answer."""
         self.segments.flush()
-        taken = self.groups.take()
-        lines = lines_of(taken.events) if taken.events else b""
-        changes = [*taken.changes, Change(KEY, lines)] if lines else taken.changes
+        self.evaluations.settle(self._clock())
+        taken, held_out = self.groups.take(), self.evaluations.take()
+        events = [*taken.events, *held_out.events] if held_out.events else taken.events
+        lines = lines_of(events) if events else b""
+        changes = [*taken.changes, *held_out.changes]
+        changes += [Change(KEY, lines)] if lines else []
+        self._evaluation_files.write_samples(held_out.samples)
         if changes:
             failpoint("buffer.before_apply")
             try:
@@ -108,24 +119,26 @@ class BufferService(Desk):
             except StoreLost:
                 print(f"buffer: the {self.store.kind} store lost its state; it is written again", flush=True)
                 failpoint("buffer.at_reseed")
-                self.store.reseed([*self.groups.rows(), Change(KEY, lines)])
+                self.store.reseed([*self.groups.rows(), *self.evaluations.rows(), Change(KEY, lines)])
                 failpoint("buffer.after_reseed")
             failpoint("buffer.after_apply")
             self.history.write(lines)
             failpoint("buffer.before_answer")
         self._lengths.take(taken.events)
+        self._evaluation_files.write_ended(held_out.ended)
         replies, self._replies = self._replies, []
         for call, message, payloads in replies:
             call.reply(message, payloads)
-        if taken.freed:
+        if taken.freed or held_out.freed:
             failpoint("buffer.before_release")
-            self.segments.release(taken.freed)
+            self.segments.release([*taken.freed, *held_out.freed])
 
     # ------------------------------------------------------------ polls
 
     def _look_at_polls(self, now: float, *, clock: bool = False) -> None:
         """Answer what can be answered. Without a change since the last look, only deadlines can have passed."""
-        changed = self.groups.generation != self._seen_generation
+        generation = self.groups.generation, self.evaluations.generation
+        changed = generation != self._seen_generation
         if not changed and not clock:
             return
         ended = self.groups.meta.done or bool(self.stop_reason)
@@ -136,7 +149,7 @@ class BufferService(Desk):
             self._look_at_lease(name, poll, now, ended)
         for name, poll in list(self._reward_polls.items()):
             self._look_at_reward(name, poll, now, ended)
-        self._seen_generation = self.groups.generation
+        self._seen_generation = self.groups.generation, self.evaluations.generation
 
     def _look_at_lease(self, name: str, poll: Poll, now: float, ended: bool) -> None:
         ask: wire.LeaseRequest = poll.call.message
@@ -144,7 +157,9 @@ class BufferService(Desk):
         if not ended and self.groups.fault is None:
             leases = self.groups.lease(
                 name, engine_version=ask.engine_version, max_groups=ask.max_groups, request=poll.call.request, now=now
-            )
+            ) + self.evaluations.lease(
+                name, engine_version=ask.engine_version, request=poll.call.request, now=now
+            )  # fmt: skip
         if leases or ended or now >= poll.until:
             del self._lease_polls[name]
             self._answer_lease(poll.call, leases, ended)
@@ -176,12 +191,16 @@ class BufferService(Desk):
 
     def _look_at_reward(self, name: str, poll: Poll, now: float, ended: bool) -> None:
         ask: wire.RewardRequest = poll.call.message
-        items = self.groups.reward_lease(name, max_samples=ask.max_samples, request=poll.call.request, now=now)
+        items = reward_items(
+            self.groups, self.evaluations, worker=name, max_samples=ask.max_samples, request=poll.call.request, now=now
+        )
         if items or ended or now >= poll.until:
             del self._reward_polls[name]
             self.groups.workers["reward", name].answered = poll.call.request
-            work, payloads, damaged = reward_reply(items, self.groups, self.segments)
-            self.groups.lose_payloads(damaged, now=now)
+            owners: ChainMap[int, Any] = ChainMap(self.evaluations.prompts, self.groups.groups)  # type: ignore[arg-type]
+            work, payloads, damaged = reward_reply(items, owners, self.segments)
+            self.groups.lose_payloads([number for number in damaged if not is_evaluation(number)], now=now)
+            self.evaluations.lose_payloads([number for number in damaged if is_evaluation(number)], now=now)
             self._answer(poll.call, wire.RewardWork(work, ended and not items), payloads)
 
     def _look_at_claim(self, poll: Poll, now: float) -> None:
@@ -235,12 +254,15 @@ class BufferService(Desk):
                 call,
                 self.groups.lease(
                     ask.producer, engine_version=ask.engine_version, max_groups=0, request=call.request, now=now
+                )
+                + self.evaluations.lease(
+                    ask.producer, engine_version=ask.engine_version, request=call.request, now=now
                 ),
                 ended=self.groups.meta.done,
             )
             return
         self._lease_polls[ask.producer] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
-        self._seen_generation = -1
+        self._seen_generation = (-1, -1)
 
     def _samples(self, call: Call, now: float) -> None:
         head: wire.Samples = call.message
@@ -270,10 +292,12 @@ class BufferService(Desk):
     ) -> None:  # fmt: skip
         """Samples that came with their payload, or that lie at a place."""
 
+        held_out = is_evaluation(head.group)
+
         def invalid() -> str:
             # A publish is known to producers before the learner's commit arrives here, hence one version more.
             settings, newest = self.groups.settings, self.groups.meta.newest + 1
-            asked = settings.group_size + settings.over_issue
+            asked = self.evaluations.config.samples if held_out else settings.group_size + settings.over_issue
             return wire.validate_samples(head, payload, group_size=asked, newest_version=newest)
 
         def keep() -> Record:
@@ -284,7 +308,8 @@ class BufferService(Desk):
                 return self.segments.adopt(place, header, payload, again=unscored)
             return self.segments.append(header, payload, checksum, again=unscored)
 
-        reply = self.groups.samples(head, checksum=checksum, invalid=invalid, keep=keep, now=now)
+        takes = self.evaluations.samples if held_out else self.groups.samples
+        reply = takes(head, checksum=checksum, invalid=invalid, keep=keep, now=now)
         if reply.refused and any(why.startswith("poison: ") for why in reply.refused.values()):
             self._dead.put(group=head.group, token=head.token, header=header, payload=payload)
         self.counters["duplicates"] += len(reply.duplicate)
@@ -309,6 +334,7 @@ class BufferService(Desk):
 
     def _lease_return(self, call: Call, now: float) -> None:
         self.groups.give_back(call.message, now=now)
+        self.evaluations.give_back(call.message, now=now)
         self._answer(call, wire.Ok())
 
     def _reward_request(self, call: Call, now: float) -> None:
@@ -320,10 +346,10 @@ class BufferService(Desk):
         if waiting is not None and waiting.call.request < call.request:
             self._answer(waiting.call, wire.RewardWork(()))
         self._reward_polls[ask.worker] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
-        self._seen_generation = -1
+        self._seen_generation = (-1, -1)
 
     def _scores(self, call: Call, now: float) -> None:
-        self._answer(call, self.groups.scores(call.message, now=now))
+        self._answer(call, take_scores(self.groups, self.evaluations, call.message, now=now))
 
     # ------------------------------------------------------------ learner
 
@@ -345,6 +371,8 @@ class BufferService(Desk):
             self._registering = call  # whether the first one still lives shows at its next heartbeat, or in 10 s
             return
         failpoint("buffer.after_reconcile")
+        if ask.step == 0 and is_due(self.config, 0):
+            self.evaluations.due(0, "", now)
         folder, nonce = self.segments.shown()
         self._answer(call, wire.Registered(epoch, run_id(self.config), self.groups.replay_to, folder, nonce))
 
@@ -355,13 +383,15 @@ class BufferService(Desk):
         if self._claim_poll is not None and self._claim_poll.call.request != call.request:
             self._answer(self._claim_poll.call, wire.NotYet("superseded by a newer claim", 0, 0))
         self._claim_poll = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
-        self._seen_generation = -1
+        self._seen_generation = (-1, -1)
 
     def _commit(self, call: Call, now: float) -> None:
         ask: wire.Commit = call.message
         self.groups.commit(
             epoch=ask.epoch, step=ask.step, version=ask.version, digest=ask.digest, now=now, groups=ask.groups
         )
+        if is_due(self.config, ask.step):
+            self.evaluations.due(ask.step, ask.digest, now)
         self.write_metrics(step=ask.step)
         self._answer(call, wire.Ok())
 
@@ -396,7 +426,14 @@ class BufferService(Desk):
     def _goodbye(self, call: Call, now: float) -> None:
         ask: wire.Goodbye = call.message
         self.groups.goodbye(epoch=ask.epoch, done=ask.done, reason=ask.reason, now=now, step=ask.step)
+        if ask.done:
+            self.evaluations.finish(now)
         self._answer(call, wire.Ok())
+
+    def _evaluations(self, call: Call, now: float) -> None:
+        lines = self.evaluations.ended[max(0, call.message.seen) :]
+        ended = tuple(msgspec.json.encode(line).decode() for line in lines)
+        self._answer(call, wire.EvaluationsReply(ended, self.evaluations.running(now)))
 
     # ------------------------------------------------------------ metrics and end
 
@@ -416,6 +453,7 @@ class BufferService(Desk):
         self.flush()
         self.write_metrics()
         self.history.close()
+        self._evaluation_files.close()
         self.segments.close()
         self.store.close()
         self._roles_log.close()

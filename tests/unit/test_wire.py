@@ -75,6 +75,8 @@ EXAMPLES: list[wire.Message] = [
     wire.LedgerReply("{}"),
     wire.Checkpointed(2, 20),
     wire.Goodbye(2, True, "done"),
+    wire.EvaluationsRequest(1),
+    wire.EvaluationsReply(('{"step":20}',), "of step 40"),
     wire.Publish("learner", 2, MANIFEST, {"local": "/dev/shm/x"}, (TENSOR,)),
     wire.Published(5, True),
     wire.RoundRequest(2, 5, 1.0, "preparing", "sent"),

@@ -1,0 +1,439 @@
+"""The state machine of evaluations, transition by transition; after each the rows give the same state back."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+from bare_config import BARE
+
+import asyncrl.evaluation
+import asyncrl.evaluation_figures
+import buffers.evaluation_work
+from asyncrl.config import parse
+from asyncrl.errors import HandshakeError
+from asyncrl.evaluation import group_of, place_of
+from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
+from buffers.evaluation import Evaluations
+from buffers.groups import Groups
+from buffers.ledger import Ledger, Record, settings_of
+
+TEXT = f"{BARE}\nlease_timeout_s = 5.0\nmax_reissue = 1\n[evaluation]\npath = 'h.jsonl'\nevery = 2\nat_start = true\n"
+
+
+@pytest.mark.parametrize(
+    "module", [asyncrl.evaluation, asyncrl.evaluation_figures, buffers.evaluation_work], ids=lambda one: one.__name__
+)
+def test_examples_of_the_docstrings(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0 and result.attempted > 0
+
+
+class Lab:
+    """Groups, evaluations and a store that is a dict."""
+
+    def __init__(self, *overrides: str, rows: int = 2) -> None:
+        self.config = parse(TEXT, overrides=["evaluation.samples=2", "evaluation.timeout_s=100", *overrides])
+        self.groups = Groups(settings_of(self.config))
+        self.e = Evaluations(self.config, self.groups)
+        self.epoch = self.groups.register(name="l", pid=1, host="h", step=0, ledger=Ledger(), takeover=False, now=0.0)
+        self.store: dict[str, bytes] = {}
+        self.events: list[dict[str, Any]] = []
+        self.freed: list[Record] = []
+        self.lines: list[dict[str, Any]] = []
+        self.request = 0
+        self.now = 0.0
+        self.e.greet("p", rows, 0.0)
+        self.settle()
+
+    def settle(self) -> None:
+        """What the service does after a drain, and the proof of the rows."""
+        self.e.settle(self.now)
+        taken = self.e.take()
+        for change in taken.changes:
+            if change.value is None:
+                self.store.pop(change.key, None)
+            else:
+                self.store[change.key] = change.value
+        self.events += taken.events
+        self.freed += taken.freed
+        self.lines += taken.samples
+        self.e.check()
+        again = Evaluations(self.config, self.groups)
+        again.load(self.store.items())
+        assert again.prompts == self.e.prompts and again.meta == self.e.meta and again.ended == self.e.ended
+        assert (again.pending, again.over) == (self.e.pending, self.e.over)
+
+    def due(self, step: int, digest: str = "") -> None:
+        self.e.due(step, digest or f"d{step}", self.now)
+        self.settle()
+
+    def lease(self, producer: str = "p", version: int = 0, request: int = 0) -> list[Lease]:
+        self.groups.saw("producer", producer, self.now)
+        self.request += 1
+        leases = self.e.lease(producer, engine_version=version, request=request or self.request, now=self.now)
+        self.settle()
+        return list(leases)
+
+    def answer(self, lease: Lease, *, version: int = 0, indices: tuple[int, ...] | None = None, producer: str = "p",
+               digest: str = "", invalid: str = "", source: str = "a") -> SamplesReply:  # fmt: skip
+        heads = tuple(SampleHead(index, 3, "stop", ((version, 3),)) for index in
+                      (lease.missing if indices is None else indices))  # fmt: skip
+        head = Samples(producer, lease.group, lease.token, heads, {version: digest} if digest else {}, (),
+                       f'{{"data_source":"{source}"}}', 1)  # fmt: skip
+        record = Record(0, lease.token, 1, 1, lease.token)
+        reply = self.e.samples(head, checksum=lease.token, invalid=lambda: invalid, keep=lambda: record, now=self.now)
+        self.settle()
+        return reply
+
+    def score(self, *rewards: float, worker: str = "r", answers: tuple[str, ...] = ()) -> tuple[int, dict[str, str]]:
+        """Score what can be leased, with these rewards in turn."""
+        self.groups.saw("reward", worker, self.now)
+        self.request += 1
+        items = self.e.reward_lease(worker, max_samples=len(rewards), request=self.request, now=self.now)
+        words = answers or tuple("x" for _ in rewards)
+        scores = tuple(Score(item.group, item.index, item.token, reward, {"f": reward}, word)
+                       for item, reward, word in zip(items, rewards, words, strict=False))  # fmt: skip
+        taken = self.e.scores(Scores(worker, scores), now=self.now)
+        self.settle()
+        return taken
+
+    def fail(self, worker: str, reason: str = "raised") -> tuple[int, dict[str, str]]:
+        self.groups.saw("reward", worker, self.now)
+        self.request += 1
+        (item,) = self.e.reward_lease(worker, max_samples=1, request=self.request, now=self.now)
+        failure = RewardFailure(item.group, item.index, item.token, reason, "no")
+        taken = self.e.scores(Scores(worker, (), (failure,)), now=self.now)
+        self.settle()
+        return taken
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.e.tick(self.now)
+        self.settle()
+
+    def names(self) -> list[str]:
+        return [event["e"].removeprefix("eval_") for event in self.events]
+
+
+def test_every_prompt_is_leased_sampled_scored_and_told() -> None:
+    lab = Lab()
+    lab.due(0)
+    leases = lab.lease()
+    assert [place_of(lease.group) for lease in leases] == [(0, 0), (0, 1)]
+    assert all(lease.missing == (0, 1) for lease in leases) and leases[0].seed != leases[1].seed
+    assert all(lab.answer(lease).accepted == (0, 1) for lease in leases)
+    assert lab.score(1.0, 0.0, 1.0, 1.0, answers=("4", "5", "6", "6")) == (4, {})
+    (line,) = lab.e.ended
+    assert (line["evaluation_prompts"], line["evaluation_scored"]) == (2, 2)
+    assert (line["evaluation_failed"], line["evaluation_missing"], line["why"]) == (0, 0, "")
+    assert line["val-core/a/reward/mean@2"] == 0.75 and line["val-core/a/reward/maj@2/mean"] == 0.5
+    assert (line["evaluation_version_min"], line["evaluation_version_max"]) == (0, 0)
+    assert not any("/f/" in name for name in line), "with one function its part is the reward"
+    assert lab.e.prompts == {} and lab.e.meta.round is None and len(lab.freed) == 2
+    assert lab.names().count("score") == 4 and lab.names()[-1] == "end"
+    assert [(one["row"], one["index"], one["reward"]) for one in lab.lines] == [
+        (0, 0, 1.0), (0, 1, 0.0), (1, 0, 1.0), (1, 1, 1.0)
+    ]  # fmt: skip
+
+
+def test_groups_of_training_know_nothing_of_it() -> None:
+    lab = Lab()
+    before = (lab.groups.ledger_counts(), lab.groups.outstanding, lab.groups.rows())
+    lab.due(0)
+    for lease in lab.lease():
+        lab.answer(lease)
+    lab.score(1.0, 1.0, 1.0, 1.0)
+    assert (lab.groups.ledger_counts(), lab.groups.outstanding, lab.groups.rows()) == before
+    assert lab.groups.take().events[-1]["e"] == "register"
+    lab.groups.check()
+
+
+def test_the_same_prompts_have_the_same_seeds_in_every_evaluation() -> None:
+    lab = Lab()
+    lab.due(0)
+    first = {place_of(lease.group)[1]: lease.seed for lease in lab.lease()}
+    lab.e.finish(lab.now)
+    lab.groups.meta.newest = lab.groups.meta.version = 2
+    lab.due(2)
+    assert {place_of(lease.group)[1]: lease.seed for lease in lab.lease(version=2)} == first
+
+
+def test_only_weights_of_the_step_or_later_make_samples() -> None:
+    lab = Lab()
+    lab.groups.meta.newest = 3
+    lab.due(2)
+    assert lab.lease(version=1) == [], "older than the step"
+    assert lab.lease(version=5) == [], "nobody has published that"
+    lease, other = lab.lease(version=2)
+    reply = lab.answer(lease, version=1)
+    assert reply.refused[0].startswith("not published: version: 1 is older"), reply
+    assert lab.answer(lease, version=2).refused[0].startswith("token"), "its lease is lost"
+    assert lab.answer(other, version=3).accepted == (0, 1)
+
+
+def test_another_digest_than_the_published_one_is_refused_and_bars_the_producer() -> None:
+    lab = Lab()
+    lab.groups.digests[0] = ("good",)
+    lab.due(0)
+    lease, other = lab.lease()
+    assert lab.answer(lease, digest="bad").refused[0].startswith("not published: digest: p holds bad")
+    assert lab.lease() == [], "barred for a while"
+    assert lab.answer(other, digest="good").accepted == (0, 1)
+
+
+def test_a_share_of_what_is_held_and_all_of_it_at_the_end() -> None:
+    few = ("producers.max_groups_in_flight=4", "evaluation.share=0.5")  # 4 groups x 2 samples: 8, half of them
+    lab = Lab(*few, rows=9)
+    lab.due(0)
+    assert len(lab.lease()) == 2, "0.5 x 8 samples are 2 prompts x 2"
+    assert lab.lease() == [], "until something is done"
+    assert len(lab.lease("q")) == 2, "each producer has its share"
+    lab.groups.batches = dict.fromkeys(range(1, 5))  # type: ignore[assignment, misc]  # all are in batches
+    assert lab.groups.unclaimed == 0
+    assert len(lab.lease()) == 2, "the rest of 4 prompts"
+
+
+def test_a_request_sent_again_gets_the_same_leases() -> None:
+    lab = Lab()
+    lab.due(0)
+    leases = lab.lease(request=7)
+    assert lab.lease(request=7) == leases and lab.names().count("lease") == 2
+
+
+def test_a_lost_lease_keeps_what_arrived_and_the_rest_is_made_elsewhere() -> None:
+    lab = Lab()
+    lab.due(0)
+    lease, _ = lab.lease()
+    assert lab.answer(lease, indices=(1,)).accepted == (1,)
+    lab.tick(6.0)  # silent for longer than lease_timeout_s
+    assert lab.names().count("lost") == 2
+    again = {place_of(one.group)[1]: one for one in lab.lease("q")}
+    assert again[0].missing == (0,) and again[1].missing == (0, 1) and again[0].attempt == 1
+    assert lab.answer(lease, indices=(0,)).refused == {0: "token: the lease was lost"}
+    assert lab.answer(again[0], producer="q").accepted == (0,)
+    assert lab.groups.take_cancelled("p", again=True), "the silent one is told, should it come back"
+
+
+def test_a_prompt_that_is_lost_too_often_has_failed() -> None:
+    lab = Lab()
+    lab.due(0)
+    lab.lease()
+    lab.tick(6.0)
+    lab.lease("q")
+    lab.tick(6.0)
+    (line,) = lab.e.ended
+    assert line["failed"] == {"max_reissue": 2} and line["evaluation_failed"] == 2 and line["evaluation_missing"] == 0
+    assert not any(name.startswith("val-") for name in line), "no figures of nothing"
+
+
+def test_a_prompt_that_cannot_be_made_has_failed_and_one_given_back_has_not() -> None:
+    lab = Lab()
+    lab.due(0)
+    bad, fine = lab.lease()
+    lab.e.give_back(LeaseReturn("p", ((bad.group, bad.token),), "too_long: 99 tokens", dead=True), now=lab.now)
+    lab.e.give_back(LeaseReturn("p", ((fine.group, fine.token),), "stopping"), now=lab.now)
+    lab.settle()
+    (again,) = lab.lease("q")
+    assert again.group == fine.group and again.attempt == 0, "no fault of the prompt"
+    lab.answer(again, producer="q")
+    lab.score(1.0, 1.0)
+    (line,) = lab.e.ended
+    assert line["failed"] == {"prompt": 1} and line["val-core/a/reward/mean@2"] == 1.0, "never a reward of 0"
+
+
+def test_the_same_answer_twice_changes_nothing() -> None:
+    lab = Lab()
+    lab.due(0)
+    lease, _ = lab.lease()
+    lab.answer(lease)
+    assert lab.answer(lease).duplicate == (0, 1)
+    lab.score(1.0, 1.0)
+    assert lab.answer(lease).duplicate == (0, 1), "also after its payloads are free"
+    assert lab.names().count("sample") == 2
+
+
+def test_poison_is_refused_and_made_again() -> None:
+    lab = Lab()
+    lab.due(0)
+    lease, _ = lab.lease()
+    assert lab.answer(lease, invalid="logprobs: not finite").refused[0] == "poison: logprobs: not finite"
+    assert lab.groups.budget.poisoned == 0, "no budget of training is used"
+    (again,) = lab.lease("q")
+    assert again.group == lease.group
+
+
+def test_a_reward_that_fails_goes_elsewhere_and_then_the_prompt_has_failed() -> None:
+    lab = Lab("reward_workers.retries=1", rows=1)
+    lab.due(0)
+    (lease,) = lab.lease()
+    lab.answer(lease, indices=(0,))
+    lab.groups.saw("reward", "other", lab.now)
+    lab.fail("r")
+    assert lab.score(1.0) == (0, {}), "not to the one that failed while another lives"
+    assert lab.fail("other") == (1, {})
+    (line,) = lab.e.ended
+    assert line["failed"] == {"reward_failed": 1}
+    assert lab.groups.fault is None and lab.groups.ledger_counts()["dead"] == 0
+
+
+def test_a_score_under_an_old_token_is_refused() -> None:
+    lab = Lab(rows=1)
+    lab.due(0)
+    (lease,) = lab.lease()
+    lab.answer(lease)
+    (first, _) = lab.e.reward_lease("r", max_samples=2, request=90, now=lab.now)
+    assert lab.e.reward_lease("r", max_samples=2, request=90, now=lab.now)[0] == first, "the same request"
+    lab.groups.saw("reward", "r", lab.now)
+    lab.tick(6.0)  # silent
+    lab.score(0.0, 0.0, worker="s")
+    (line,) = lab.e.ended
+    assert line["val-core/a/reward/mean@2"] == 0.0
+    assert "gone" in str(lab.e.scores(Scores("r", (Score(first.group, 0, first.token, 1.0),)), now=lab.now))
+    nan = Score(first.group, 0, first.token, float("nan"))
+    assert lab.e.scores(Scores("r", (nan,)), now=lab.now)[0] == 0
+
+
+def test_scores_that_are_not_finite_are_failures() -> None:
+    lab = Lab("reward_workers.retries=0", rows=1)
+    lab.due(0)
+    lab.answer(lab.lease()[0])
+    lab.score(float("nan"))
+    (line,) = lab.e.ended
+    assert line["failed"] == {"reward_failed": 1}
+
+
+def test_at_the_deadline_the_rest_is_missing_with_its_reason() -> None:
+    lab = Lab("producers.max_groups_in_flight=4", "evaluation.share=0.75", rows=6)  # 3 prompts at a time
+    lab.due(0)
+    scored, unscored, held = lab.lease()
+    lab.answer(scored)
+    lab.score(1.0, 0.0)
+    lab.answer(unscored)
+    lab.now = 99.0
+    lab.groups.saw("producer", "p", lab.now)
+    lab.tick(0.5)
+    assert lab.e.ended == [] and "100 s" in lab.e.running(lab.now)
+    lab.tick(0.6)
+    (line,) = lab.e.ended
+    assert line["why"] == "time" and line["evaluation_scored"] == 1
+    assert line["missing"] == {"waits for scores": 1, "is being generated": 1, "waits for a producer": 3}
+    assert line["evaluation_prompts"] == 6 == line["evaluation_scored"] + line["evaluation_missing"]
+    assert (held.group, held.token) in lab.groups.take_cancelled("p"), "its generation is stopped"
+    assert lab.answer(held).refused[0].startswith("unknown"), "and refused"
+    assert lab.lease() == []
+
+
+def test_one_at_a_time_the_newest_waits_and_the_others_are_skipped() -> None:
+    lab = Lab()
+    lab.groups.meta.newest = 6
+    lab.due(0)
+    leases = lab.lease()
+    for step in (2, 4, 6):
+        lab.due(step)
+    assert [event["step"] for event in lab.events if event["e"] == "eval_skip"] == [2, 4]
+    assert "that of step 6 is next" in lab.e.running(lab.now)
+    for lease in leases:
+        lab.answer(lease)
+    lab.score(1.0, 1.0, 1.0, 1.0)
+    assert [line["step"] for line in lab.e.ended] == [0]
+    assert lab.e.meta.round is not None and lab.e.meta.round.step == 6, "it begins at once"
+    lab.due(2), lab.due(4), lab.due(6)
+    assert lab.e.meta.waiting is None, "a commit that comes again starts nothing"
+
+
+def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
+    lab = Lab()
+    lab.due(0, "one")
+    stale = lab.lease()[0]
+    lab.due(0, "one")
+    assert lab.names().count("begin") == 1
+    lab.due(0, "two")  # the learner went back and trained the step again
+    assert [line["why"] for line in lab.e.ended] == ["the step was trained again with other weights"]
+    assert lab.answer(stale).refused[0].startswith("unknown")
+    fresh = lab.lease("q")
+    assert [lease.group for lease in fresh] == [group_of(0, 0), group_of(0, 1)]
+    assert lab.answer(stale).refused[0].startswith("token")
+    for lease in fresh:
+        lab.answer(lease, producer="q")
+    lab.score(1.0, 1.0, 1.0, 1.0)
+    assert [line["digest"] for line in lab.e.ended] == ["one", "two"]
+    lab.due(0, "two")
+    assert lab.e.meta.round is None
+
+
+def test_the_end_of_the_run_ends_it() -> None:
+    lab = Lab()
+    lab.due(0)
+    lab.due(2)
+    lab.e.finish(lab.now)
+    lab.settle()
+    (line,) = lab.e.ended
+    assert line["why"] == "the run ended" and line["evaluation_missing"] == 2
+    assert lab.e.running(lab.now) == "" and [e["step"] for e in lab.events if e["e"] == "eval_skip"] == [2]
+
+
+def test_it_begins_when_a_producer_says_how_many_prompts_there_are() -> None:
+    lab = Lab(rows=0)
+    lab.due(0)
+    assert "no producer has said" in lab.e.running(0.0) and lab.lease() == []
+    lab.e.greet("p", 3, lab.now)
+    lab.settle()
+    assert lab.e.meta.round is not None and lab.e.meta.round.rows == 3
+
+
+def test_producers_that_read_other_files_are_refused() -> None:
+    lab = Lab(rows=2)
+    lab.groups.hello("producer", "p", pid=1, host="h", now=0.0)
+    with pytest.raises(HandshakeError, match="q reads 3 prompts"):
+        lab.e.greet("q", 3, 1.0)
+    lab.e.greet("q", 3, 99.0)  # the other one is silent: the data changed
+    assert lab.e.meta.rows == 3
+
+
+def test_a_restarted_producer_loses_what_its_name_held_and_an_unnamed_lease_too() -> None:
+    lab = Lab()
+    lab.due(0)
+    first, second = lab.lease()
+    lab.e.heartbeat("producer", "p", pid=0, holds=((first.group, first.token),), now=1.0)
+    lab.groups.saw("producer", "p", 6.5)
+    lab.e.heartbeat("producer", "p", pid=0, holds=((first.group, first.token),), now=6.5)
+    lab.settle()
+    assert [event["why"] for event in lab.events if event["e"] == "eval_lost"] == ["unnamed"]
+    assert lab.e.pending == {second.group}
+    lab.e.hello("producer", "p", 7.0)
+    lab.settle()
+    assert lab.e.pending == {first.group, second.group}
+
+
+def test_damaged_payloads_are_made_again() -> None:
+    lab = Lab(rows=1)
+    lab.due(0)
+    (lease,) = lab.lease()
+    lab.answer(lease)
+    lab.e.lose_payloads([lease.group], now=lab.now)
+    lab.settle()
+    (again,) = lab.lease()
+    assert again.missing == (0, 1) and again.attempt == 1 and len(lab.freed) == 1
+
+
+def test_after_a_restart_of_the_service_it_goes_on_with_its_whole_time() -> None:
+    lab = Lab(rows=2)
+    lab.due(0)
+    done, open_ = lab.lease()
+    lab.answer(done)
+    lab.score(1.0, 0.5)
+    lab.now = 90.0
+    later = Groups(settings_of(lab.config), epoch=2)
+    lab.groups = later
+    lab.e = Evaluations(lab.config, later)
+    lab.e.load(lab.store.items())
+    lab.groups.saw("producer", "p", lab.now)
+    lab.tick(0.1)
+    lab.tick(1.0)
+    assert lab.answer(open_).accepted == (0, 1), "what was leased is taken"
+    lab.score(0.0, 0.0)
+    (line,) = lab.e.ended
+    assert line["evaluation_scored"] == 2 and line["val-core/a/reward/mean@2"] == pytest.approx(0.375)
+    assert lab.e.rows()[-1].key == "w0"
