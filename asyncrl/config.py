@@ -132,6 +132,7 @@ class ProducersConfig(Section, frozen=True):
     engine: str = "hf"  # hf, dataset (rows of the data), or a name of the entry-point group asyncrl.engines
     slots: Positive = 64  # samples that one engine decodes at once
     max_groups_in_flight: Count = 0  # groups one producer holds; 0: by the engine's capacity and what samples cost
+    checkpoint_tokens: Count = 0  # longer samples are sent in pieces of about so many, so that others can go on; 0: off
     kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples under way when weights change
     threads: Positive = 1  # torch threads of one engine on a CPU
     device: str = "auto"  # auto: the accelerator if there is one, else cpu
@@ -522,6 +523,8 @@ def all_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
 
 # ---------------------------------------------------------------- rules across fields
 
+MOST_PIECES = 256  # of one sample; the buffer takes twice as many
+
 
 def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncRLError]:
     """Settings that contradict each other, with the arithmetic."""
@@ -550,7 +553,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         yield conflict("config.filter", what, "buffer", "filters")
     if bool(config.data.path) == bool(config.data.source):
         yield conflict("config.data", "set exactly one of data.path and data.source", "data")
-    for code, message, path in modes.conflicts(config):
+    for code, message, path in (*modes.conflicts(config), *_too_many_pieces(config)):
         yield conflict(code, message, *path)
     if not config.reward and not modes.streams(config):
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
@@ -575,6 +578,16 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):
         yield from _check_address(config, name, where)
+
+
+def _too_many_pieces(config: Config) -> Iterable[tuple[str, str, tuple[str, ...]]]:
+    every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
+    if every and longest > MOST_PIECES * every:
+        message = (
+            f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a sample of "
+            f"sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed"
+        )
+        yield "config.conflict", message, ("producers", "checkpoint_tokens")
 
 
 def _check_address(config: Config, name: str, where: _Lines) -> Iterable[AsyncRLError]:

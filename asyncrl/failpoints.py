@@ -61,6 +61,8 @@ SITES: dict[str, str] = {
     "producer.before_send": "samples are finished, not sent",
     "producer.after_place": "the payload lies in a file of this producer, the buffer has not heard of it",
     "producer.after_ack": "the buffer has samples of the group, the others are under way",
+    "producer.before_piece": "tokens of samples under way are there, not sent",
+    "producer.after_piece": "the buffer has tokens of samples that are under way",
     "producer.before_give_back": "generation is cancelled, the buffer has not heard of it",
     "reward.before_score": "samples are leased, no function was called",
     "reward.after_score": "rewards are there, not sent",

@@ -140,6 +140,8 @@ CATALOGUE: dict[str, Metric] = {
     "swaps": Metric("1", "producer", "weight versions taken since the start"),
     "swap_s": Metric("s", "producer", "time the engine stood still for the last swap"),
     "refused_samples": Metric("samples", "producer", "samples the buffer refused"),
+    "continued_samples": Metric("samples", "producer", "that another producer had begun, finished since the start"),
+    "saved_tokens": Metric("tokens", "producer", "of these that were not made again"),
     "scored_samples": Metric("samples", "reward", "samples scored since the start"),
     "failed_rewards": Metric("1", "reward", "reward calls that failed since the start"),
     "reward_call_s": Metric("s", "reward", "mean time of a call in the last interval"),
@@ -157,6 +159,7 @@ CATALOGUE: dict[str, Metric] = {
     "ingest_bytes": Metric("bytes", "buffer", "payload bytes accepted since the start"),
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
     "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
+    "discarded_checkpoints": Metric("samples", "buffer", "begun elsewhere and not continued, since the start"),
     # buffer, one line per evaluation (metrics/evaluation.jsonl)
     "evaluation_prompts": Metric("prompts", "buffer", "held-out prompts of the evaluation: scored + failed + missing"),
     "evaluation_scored": Metric("prompts", "buffer", "those with all samples scored: the figures are of these alone"),

@@ -43,6 +43,8 @@ class Lease(msgspec.Struct):
     at: float
     lost: str = ""  # why it ended before its samples were complete
     lost_at: float = 0.0
+    continued: dict[str, int] = {}  # sample -> tokens of it that were there
+    discarded: list[str] = []  # what was there of others, and why they began anew
 
 
 class Sample(msgspec.Struct):
@@ -202,6 +204,16 @@ def _lease(story: Story, event: Event) -> None:
     )  # fmt: skip
 
 
+def _continue(story: Story, event: Event) -> None:
+    for lease in story.leases[-1:]:
+        lease.continued = event["tokens"]
+
+
+def _discard(story: Story, event: Event) -> None:
+    for lease in story.leases[-1:]:
+        lease.discarded.append(f"#{event['i']} after {event['tokens']} tokens: {event['why']}")
+
+
 def _lost(story: Story, event: Event) -> None:
     for lease in story.leases:
         if lease.token == event["token"] and not lease.lost:
@@ -284,7 +296,7 @@ def _dead(story: Story, event: Event) -> None:
 _HANDLERS = {
     "issue": _issue, "lease": _lease, "lost": _lost, "sample": _sample, "score": _score, "unscored": _unscored,
     "ready": _ready, "cancel": _cancel, "claim": _claim, "commit": _commit, "register": _register, "retire": _retire,
-    "drop": _drop, "dead": _dead,
+    "drop": _drop, "dead": _dead, "continue": _continue, "discard": _discard,
 }  # fmt: skip
 
 

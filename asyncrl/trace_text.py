@@ -92,6 +92,10 @@ def _leases(story: Story) -> Iterator[str]:
         lost = f"; lost {_at(story, lease.lost_at).strip()}: {lease.lost}" if lease.lost else ""
         yield (f"  {_at(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
                f"{lease.engine_version}, deadline {lease.deadline} (token {lease.token}){lost}")  # fmt: skip
+        if lease.continued:
+            there = ", ".join(f"#{index} after {tokens} tokens" for index, tokens in lease.continued.items())
+            yield f"              goes on with {there}"
+        yield from (f"              not continued by the next one: {line}" for line in lease.discarded)
     for line in story.cancelled:
         yield f"              cancelled: {line}"
 

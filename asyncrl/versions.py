@@ -43,6 +43,33 @@ def expand(runs: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
     return np.repeat(np.asarray(values, dtype=np.int32), np.asarray(counts))
 
 
+def joined_runs(first: Runs, second: Runs) -> Runs:
+    """The runs of tokens in a row.
+
+    >>> joined_runs(((4, 3),), ((4, 1), (5, 2)))
+    ((4, 4), (5, 2))
+    """
+    if first and second and first[-1][0] == second[0][0]:
+        return (*first[:-1], (first[-1][0], first[-1][1] + second[0][1]), *second[1:])
+    return (*first, *second)
+
+
+def cut_runs(runs: Runs, start: int, stop: int) -> Runs:
+    """The runs of the tokens `start .. stop`.
+
+    >>> cut_runs(((4, 3), (5, 2), (6, 1)), 2, 5)
+    ((4, 1), (5, 2))
+    """
+    found: list[tuple[int, int]] = []
+    at = 0
+    for version, count in runs:
+        inside = min(stop, at + count) - max(start, at)
+        if inside > 0:
+            found.append((version, inside))
+        at += count
+    return tuple(found)
+
+
 def tokens_in(runs: Sequence[tuple[int, int]]) -> int:
     """Number of tokens that the runs cover."""
     return sum(count for _, count in runs)

@@ -133,7 +133,10 @@ class Desk:
         extra = {
             "store": self.store.kind,
             "run_id": run_id(self.config),
-            "counters": {**self.counters, "bad_frames": self.bad_frames},
+            "counters": {
+                **self.counters, "bad_frames": self.bad_frames,
+                **{f"discarded_checkpoints:{why}": count for why, count in sorted(self.groups.discarded.items())},
+            },
             "endpoints": {name: endpoint(self.config, name) for name in ("buffer", "weightsync")},
             "evaluation": self.evaluations.status(now),
         }
@@ -160,6 +163,7 @@ class Desk:
             "ingest_bytes": self.counters["ingest_bytes"],
             "duplicates": self.counters["duplicates"],
             "bad_frames": self.bad_frames,
+            "discarded_checkpoints": sum(self.groups.discarded.values()),
             **self._lengths.values(),
         }
         self._buffer_log.write(values, **labels)

@@ -241,7 +241,7 @@ class Leasing(HandingOut):
             self._out(group)
         deadline = engine_version + group.bound
         deadline = deadline if group.deadline is None else min(deadline, group.deadline)
-        group.deadline = self._hand_out(group, deadline, worker.name, now) if group.underway else deadline
+        group.deadline = self._hand_out(group, deadline, now) if group.underway else deadline
         group.token, group.holder, group.pid, group.request = self._new_token(), worker.name, worker.pid, request
         self._in(group)
         self._event(
@@ -255,6 +255,8 @@ class Leasing(HandingOut):
             deadline=group.deadline,
             bound=group.bound,
         )
+        if group.underway:
+            self._tell_continued(group, now)
         return self._granted(group)
 
     def _granted(self, group: Group) -> Lease:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.versions import Runs
+from asyncrl.versions import joined_runs
 from asyncrl.wire import Piece, Pieces, PiecesReply
 from buffers.arriving import COMPLETE, Arriving
 from buffers.ledger import Group, Record, State, Underway
@@ -66,20 +66,13 @@ class Checkpointing(Arriving):
             self._forget_underway(group, item.index)
             found = group.underway[item.index] = Underway(head.token, 0, (), {}, [])
         assert found is not None
-        found.token, found.length, found.runs = head.token, found.length + item.count, joined(found.runs, item.runs)
+        found.token, found.length, found.runs = (
+            head.token,
+            found.length + item.count,
+            joined_runs(found.runs, item.runs),
+        )
         for version, _ in item.runs:
             found.digests[version] = head.digests.get(version, "")
         found.pieces.append(keep(item))
         self._dirty[f"g{group.id}"] = None  # no `_touch`: nobody waits for this
         return found.length, False
-
-
-def joined(first: Runs, second: Runs) -> Runs:
-    """The runs of tokens in a row.
-
-    >>> joined(((4, 3),), ((4, 1), (5, 2)))
-    ((4, 4), (5, 2))
-    """
-    if first and second and first[-1][0] == second[0][0]:
-        return (*first[:-1], (first[-1][0], first[-1][1] + second[0][1]), *second[1:])
-    return (*first, *second)

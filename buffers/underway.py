@@ -26,7 +26,7 @@ from buffers.ledger import Group, Record, State, Underway
 class HandingOut(Judging):
     """Judging plus the checkpoints of samples under way."""
 
-    def _hand_out(self, group: Group, deadline: int, producer: str, now: float) -> int:
+    def _hand_out(self, group: Group, deadline: int, now: float) -> int:
         """The deadline of a group that is leased with what was begun of it; what may not be continued is discarded.
 
         The group is out of the indexes; `deadline` is the one without checkpoints.
@@ -39,10 +39,11 @@ class HandingOut(Judging):
                 self._discard(group, index, why, now)
             else:
                 lowest = min(lowest, due)
-        if group.underway:
-            tokens = {index: found.length for index, found in sorted(group.underway.items())}
-            self._event(now, "continue", g=group.id, producer=producer, tokens=tokens)
         return lowest
+
+    def _tell_continued(self, group: Group, now: float) -> None:
+        tokens = {index: found.length for index, found in sorted(group.underway.items())}
+        self._event(now, "continue", g=group.id, token=group.token, producer=group.holder, tokens=tokens)
 
     def _not_continued(self, found: Underway, due: int, deadline: int) -> str:
         for version, _ in found.runs:

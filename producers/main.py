@@ -25,20 +25,21 @@ from typing import Any, TypeVar
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
-from asyncrl.engine import Engine, EngineCapabilities, GenRequest
+from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.failpoints import failpoint
 from asyncrl.modes import streams
 from asyncrl.plugins import find
 from asyncrl.signs import Sign
 from asyncrl.sockets import keep_memory
-from asyncrl.wire import Lease, Leases
+from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
 from buffers.client import ProducerClient
 from producers.capacity import Capacity
+from producers.checkpoints import Trail
 from producers.environments.single_turn import SingleTurn
 from producers.patience import Patience
-from producers.prompts import BadPrompt, Prompts, encode_prompt
-from producers.rollout import Finished, parts_of, roll_out
+from producers.prompts import BadPrompt, Prompts, Row, encode_prompt
+from producers.rollout import Finished, roll_out, side_by_side
 from producers.tokenizer import Tokenizer
 from weightsync.receiver import Receiver
 
@@ -70,7 +71,9 @@ class Producer:
         self.environment = SingleTurn()
         self.work: dict[asyncio.Task[None], Lease] = {}
         self.capacity = capacity_of(config, EngineCapabilities("unknown", config.producers.slots, 0))
+        self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of their lease
         self.samples = 0
+        self.continued = self.saved_tokens = 0  # samples that others had begun, tokens not made again
         self.refused = 0
         self.cancelled = 0  # leases given up because the buffer said so
         self._swaps = 0
@@ -122,6 +125,7 @@ class Producer:
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
         sampling = self.config.sampling
+        begun = self.client.begun.get((lease.group, lease.token), ())  # the next answer replaces it
         try:
             row = self.prompts.row_of(lease.group)
             prompt_ids = encode_prompt(row, self.config.data, self.tokenizer)
@@ -132,25 +136,18 @@ class Producer:
         request = GenRequest(
             f"{lease.group}:{lease.token}", prompt_ids, tuple(lease.missing), lease.seed, sampling.max_new_tokens,
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            stop_ids=self.tokenizer.eos_ids,
+            stop_ids=self.tokenizer.eos_ids, delta_tokens=self.config.producers.checkpoint_tokens,
         )  # fmt: skip
-        lost = False
+        trail = Trail(request, begun, self.receiver.digests)
 
         async def deliver(finished: list[Finished]) -> bool:
-            nonlocal lost
-            lost = not await hand_in(finished)
-            return not lost
-
-        async def hand_in(finished: list[Finished]) -> bool:
-            samples = [item.sample for item in finished]
-            versions = {version for sample in samples for version, _ in sample.runs}
-            # A sample can end in the first step after a swap, while the digest of the new weights is being computed.
-            await self.receiver.wait_version(max(versions), timeout_s=self.config.weightsync.timeout_s)
+            await self._attested([item.sample for item in finished])
+            samples = [trail.whole(item.sample) for item in finished]
             failpoint("producer.before_send")
             reply = await self._patiently(
                 lambda: self.client.submit(
                     lease, prompt_ids=prompt_ids, samples=samples, row=row,
-                    digests={version: self.receiver.digests[version] for version in versions},
+                    digests=trail.digests([sample.runs for sample in samples], self.receiver.digests),
                     rewards={item.sample.index: item.reward for item in finished if item.reward is not None},
                 )
             )  # fmt: skip
@@ -160,14 +157,57 @@ class Producer:
                 done = len(sample.token_ids)
                 self.capacity.finished(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
             self.refused += len(reply.refused)
-            await self._stop_work(reply.cancelled, but=lease)
-            if (lease.group, lease.token) in reply.cancelled:
-                return False
-            return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
+            counts = trail.saved([sample for sample in samples if sample.index in reply.accepted])
+            self.continued, self.saved_tokens = self.continued + counts[0], self.saved_tokens + counts[1]
+            return await self._still_held(lease, reply)
 
-        for part in parts_of(request, sampling):
-            if not lost:
-                await roll_out(self.engine, self.environment, part, row=row, deliver=deliver)
+        await self._play(lease, row, trail, deliver)
+
+    async def _play(
+        self, lease: Lease, row: Row, trail: Trail, deliver: Callable[[list[Finished]], Awaitable[bool]]
+    ) -> None:
+        """All parts of a group: what starts from the prompt, beside each sample that goes on from where others were."""
+        keep = partial(self._keep, lease, trail)
+
+        async def one_after_the_other(parts: Sequence[GenRequest]) -> bool:
+            for part in parts:
+                if not await roll_out(self.engine, self.environment, part, row=row, deliver=deliver, keep=keep):
+                    return False
+            return True
+
+        started, going_on = trail.parts(self.config.sampling)
+        self.requests[lease.group, lease.token] = [part.id for part in (*started, *going_on)]
+        try:
+            await side_by_side([one_after_the_other(parts) for parts in (started, *([part] for part in going_on))])
+        finally:
+            del self.requests[lease.group, lease.token]
+
+    async def _keep(self, lease: Lease, trail: Trail, deltas: list[GenDelta]) -> bool:
+        """Send what is new of samples under way; False once the lease is lost."""
+        await self._attested(deltas)
+        for delta in deltas:
+            trail.take(delta)
+        pieces = trail.pieces({delta.index for delta in deltas})
+        if not pieces:
+            return True
+        digests = trail.digests([piece.runs for piece in pieces], self.receiver.digests)
+        failpoint("producer.before_piece")
+        reply = await self._patiently(lambda: self.client.keep(lease, pieces, digests))
+        failpoint("producer.after_piece")
+        trail.kept(reply)
+        return await self._still_held(lease, reply)
+
+    async def _attested(self, made: Sequence[GenDelta]) -> None:
+        """A token can be made in the first step after a swap, while the digest of the new weights is computed."""
+        newest = max(version for delta in made for version, _ in delta.runs)
+        await self.receiver.wait_version(newest, timeout_s=self.config.weightsync.timeout_s)
+
+    async def _still_held(self, lease: Lease, reply: SamplesReply | PiecesReply) -> bool:
+        """Whether an answer leaves this lease in force; others that it cancels are given up."""
+        await self._stop_work(reply.cancelled, but=lease)
+        if (lease.group, lease.token) in reply.cancelled:
+            return False
+        return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
 
     async def _stop_work(self, cancelled: Sequence[tuple[int, int]], *, but: Lease | None = None) -> None:
         """Give up leases whose samples nobody wants any more (`but` the one whose own delivery says so)."""
@@ -175,7 +215,7 @@ class Producer:
         for task, lease in list(self.work.items()):
             if (lease.group, lease.token) in wanted and lease is not but and not task.done():
                 self.cancelled += 1
-                await self.engine.abort([f"{lease.group}:{lease.token}"])
+                await self.engine.abort(self.requests.get((lease.group, lease.token), []))
                 task.cancel()
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -221,6 +261,7 @@ class Producer:
             "held_tokens": self.capacity.held_tokens, "kv_used": health.kv_used, "preempted_samples": health.preempted,
             "live_slots": health.running, "engine_version": health.version,
             "swaps": self._swaps, "swap_s": health.swap_s, "refused_samples": self.refused,
+            "continued_samples": self.continued, "saved_tokens": self.saved_tokens,
         }  # fmt: skip
 
     async def give_back(self, reason: str) -> None:

@@ -2,15 +2,16 @@
 
 Called by `producers.main`, once per lease. Guarantees:
 1. samples that finish in the same decode step are delivered in one call; a slow one gathers what finishes meanwhile;
-2. when `deliver` says that the lease is lost, the rest of the group is given up at the engine;
-3. cancelling the rollout gives the group up as well; an error of the engine or environment comes out of it.
-It knows no buffer: `deliver` does.
+2. when `deliver` or `keep` says that the lease is lost, the rest of the group is given up at the engine;
+3. cancelling the rollout gives the group up as well; an error of the engine or environment comes out of it;
+4. finished samples go before checkpoints of others that are under way.
+It knows no buffer: `deliver` and `keep` do.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -33,8 +34,10 @@ class Finished(NamedTuple):
 class Environment(Protocol):
     """What happens between prompt and finished sample."""
 
-    def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished]:
-        """The samples of the request, each as it finishes."""
+    def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished | GenDelta]:
+        """The samples of the request, each as it finishes; before, with `delta_tokens`, what is new of a sample under
+        way, where a sample is one answer of the engine: another producer can go on from there.
+        """
 
 
 def parts_of(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
@@ -52,10 +55,12 @@ def parts_of(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
 
 async def roll_out(
     engine: Engine, environment: Environment, request: GenRequest, *, row: Mapping[str, Any],
-    deliver: Callable[[list[Finished]], Awaitable[bool]],
-) -> None:  # fmt: skip
-    """Play one group and deliver its samples; `deliver` answers False once the lease is lost."""
-    ready: list[Finished] = []
+    deliver: Callable[[list[Finished]], Awaitable[bool]], keep: Callable[[list[GenDelta]], Awaitable[bool]],
+) -> bool:  # fmt: skip
+    """Play one request and deliver its samples; `deliver`, and `keep` with tokens of samples under way, answer False
+    once the lease is lost. Whether it was still held at the end.
+    """
+    ready: list[Finished | GenDelta] = []
     bell = Bell()
 
     async def pump() -> None:
@@ -69,11 +74,33 @@ async def roll_out(
         while ready or not pumping.done():
             await bell.wait(timeout_s=LOOK_S)
             batch, ready[:] = list(ready), []
-            if batch and not await deliver(batch):
+            finished = [item for item in batch if isinstance(item, Finished)]
+            done = {item.sample.index for item in finished}
+            deltas = [item for item in batch if isinstance(item, GenDelta) and item.index not in done]
+            held = (not finished or await deliver(finished)) and (not deltas or await keep(deltas))
+            if not held:
                 await engine.abort([request.id])
-                return
+                return False
         pumping.result()
+        return True
     finally:
         pumping.cancel()
         # Its own error has come out above, or another one has. bounded: it was cancelled
         await asyncio.gather(pumping, return_exceptions=True)
+
+
+async def side_by_side(works: Sequence[Coroutine[Any, Any, bool]]) -> None:
+    """Run the parts of one group at once; the first that fails, or that answers False, ends them all."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        waiting = set(tasks)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            held = [task.result() for task in done]
+            if not all(held):
+                return
+    finally:
+        for task in tasks:
+            task.cancel()
+        # Errors have come out above. bounded: they were cancelled
+        await asyncio.gather(*tasks, return_exceptions=True)

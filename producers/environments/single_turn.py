@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from asyncrl.engine import Engine, GenRequest
+from asyncrl.engine import Engine, GenDelta, GenRequest, joined
 from producers.rollout import Finished
 
 
 class SingleTurn:
     """Generate, and that is all."""
 
-    async def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished]:
-        """The samples of the request, each as it finishes."""
-        async for sample in engine.generate(request):
-            yield Finished(sample)
+    async def play(
+        self, engine: Engine, request: GenRequest, row: Mapping[str, Any]
+    ) -> AsyncIterator[Finished | GenDelta]:
+        """The samples of the request, each as it finishes, and what comes of them before."""
+        parts: dict[int, list[GenDelta]] = {}
+        async for delta in engine.generate(request):
+            parts.setdefault(delta.index, []).append(delta)
+            yield Finished(joined(parts.pop(delta.index))) if delta.finish else delta

@@ -57,7 +57,8 @@ def test_a_process_killed_at_each_place_costs_nothing(tmp_path: Path, figure: An
     armed = ",".join(f"{name}:kill:{count}" for name, count in DATA_PLANE.items())
     env = {"ASYNCRL_FAILPOINT": armed, "ASYNCRL_FAILPOINT_ONCE": str(once), "TOY_TOKEN_S": "0.02"}
     extra = ("buffer.store=redis", "learner.checkpoint_every=3", "learner.steps=1000000",
-             "sampling.max_new_tokens=20", "buffer.place_bytes=256")  # fmt: skip
+             "sampling.max_new_tokens=20", "buffer.place_bytes=256",
+             "producers.checkpoint_tokens=5")  # fmt: skip
 
     def fired() -> set[str]:
         return {path.name.rpartition(".kill.")[0] for path in once.iterdir()}

@@ -2,8 +2,9 @@
 
 Found by producers as `producers.engine = "toy"`: the tests put it on the path with an entry point of its own. It keeps
 the engine's contract (digests of what it holds, bytes for deltas, versions per token, swaps between two tokens, with
-`weightsync.in_place` no second copy and no token meanwhile) and the same seed gives the same tokens. `TOY_TOKEN_S` is
-how long half a sample takes; with `TOY_POISON` every sample has a NaN.
+`weightsync.in_place` no second copy and no token meanwhile) and the same seed gives the same tokens, also of a sample
+that was begun elsewhere. `TOY_TOKEN_S` is how long half a sample takes, or with `delta_tokens` one delta; with
+`TOY_POISON` every sample has a NaN.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class ToyEngine:
         self._running += len(request.indices)
         try:
             for index in request.indices:
+                if request.delta_tokens or request.begun:
+                    async for delta in self._deltas(request, index):
+                        yield delta
+                    continue
                 await self._token()
                 first = self._version
                 await self._token()
@@ -70,9 +75,23 @@ class ToyEngine:
         while self._dirty:
             await asyncio.sleep(STILL_S)
 
+    async def _deltas(self, request: GenRequest, index: int) -> AsyncIterator[GenDelta]:
+        """A sample in pieces, from `begun` on."""
+        whole = self._sample(request, index, 0, 0)
+        tokens, logprobs = whole.token_ids[request.begun :], whole.logprobs[request.begun :]
+        every = request.delta_tokens or len(tokens)
+        for start in range(0, len(tokens), every):
+            await self._token()
+            if request.id in self._given_up:
+                return
+            part = tokens[start : start + every]
+            finish = "stop" if start + every >= len(tokens) else ""
+            runs = ((self._version, len(part)),)
+            yield GenDelta(request.id, index, part, logprobs[start : start + every], runs, finish, start)
+
     def _sample(self, request: GenRequest, index: int, first: int, second: int) -> GenDelta:
         rng = np.random.default_rng([request.seed, index])
-        length = int(rng.integers(2, request.max_new_tokens + 1))
+        length = int(rng.integers(2, request.begun + request.max_new_tokens + 1))
         tokens = rng.integers(3, 12, length).astype(np.int32)
         tokens[-1] = request.stop_ids[0]
         half = length // 2

@@ -275,7 +275,7 @@ class ReuseIgnoresRequired(Groups):
 class CheckpointsOfAnyAge(Groups):
     """What was begun is handed out without a look at its age."""
 
-    def _hand_out(self, group: Group, deadline: int, producer: str, now: float) -> int:
+    def _hand_out(self, group: Group, deadline: int, now: float) -> int:
         return deadline
 
 

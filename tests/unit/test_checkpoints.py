@@ -10,11 +10,11 @@ import pytest
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from asyncrl.versions import Runs
+from asyncrl.versions import Runs, cut_runs, joined_runs
 from buffers import begun, checkpoints
 from buffers.groups import Groups
 from buffers.ledger import Ledger, Record, Settings, State
-from buffers.pieces import MAX_PIECES, joined
+from buffers.pieces import MAX_PIECES
 from buffers.segments import Segments
 
 LEARNER: dict[str, Any] = {"name": "l", "pid": 1, "host": "h", "step": 0, "ledger": Ledger(), "takeover": False}
@@ -384,6 +384,10 @@ def test_an_answer_whose_parts_disagree_is_refused() -> None:
             begun.unpacked(wire.Leases((lease,), 0, begun=heads), payloads)
 
 
-def test_runs_are_joined() -> None:
-    assert joined((), ((4, 2),)) == ((4, 2),)
-    assert joined(((4, 2),), ((5, 1),)) == ((4, 2), (5, 1))
+def test_runs_are_joined_and_cut() -> None:
+    assert joined_runs((), ((4, 2),)) == ((4, 2),)
+    assert joined_runs(((4, 2),), ((5, 1),)) == ((4, 2), (5, 1))
+    runs = ((4, 3), (5, 2), (4, 1))
+    for at in range(7):
+        assert joined_runs(cut_runs(runs, 0, at), cut_runs(runs, at, 6)) == runs
+    assert cut_runs(runs, 3, 3) == () and cut_runs(runs, 5, 6) == ((4, 1),)

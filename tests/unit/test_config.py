@@ -65,6 +65,7 @@ def test_broken_toml_and_missing_file() -> None:
     [
         ("[buffer]\nmax_staleness = 1\npipeline_depth = 2\n", "config.conflict", "pipeline_depth = 2 is above"),
         ("[sampling]\ngroup_size = 1\n", "config.conflict", "at least 2"),
+        ("[producers]\ncheckpoint_tokens = 3\n", "config.conflict", "1024: at least 4 is needed"),
         ("[learner]\nmicro_batch_tokens = 10\n", "config.conflict", "the longest sample would not fit"),
         ('[network]\nbuffer = "tcp://0.0.0.0:5555"\n', "config.network", "key_file is empty"),
         ('[network]\nbuffer = "udp://x"\n', "config.network", "is not auto"),

@@ -50,13 +50,18 @@ def test_a_lost_lease_a_drop_and_a_death(tmp_path: Path) -> None:
     first, rest = issue(0, version=0)[:3], issue(0, version=0)[1:]
     events = [
         {"e": "service", "service_epoch": 1}, register(1, 0), *first,
-        {"e": "lost", "g": 0, "token": 1, "producer": "producer-0", "why": "silent"}, *rest,
+        {"e": "lost", "g": 0, "token": 1, "producer": "producer-0", "why": "silent"},
+        {"e": "discard", "g": 0, "i": 1, "why": "stale", "tokens": 512}, rest[0],
+        {"e": "continue", "g": 0, "token": 1, "producer": "producer-1", "tokens": {"0": 1024}}, *rest[1:],
         *issue(1, version=0), {"e": "drop", "g": 1, "reason": "late"},
         *issue(2, version=0)[:2], {"e": "dead", "g": 2, "reason": "poison:logprobs", "detail": "logprobs: NaN at 3"},
     ]  # fmt: skip
     run = made(tmp_path / "run", events)
     story = told(run, 0)
     assert (story.leases[0].token, story.leases[0].lost, story.state) == (1, "silent", "ready")
+    text = story_text(story)
+    assert "goes on with #0 after 1024 tokens" in text
+    assert "not continued by the next one: #1 after 512 tokens: stale" in text
     assert (told(run, 1).state, told(run, 1).reason) == ("dropped", "late")
     dead = told(run, 2)
     assert (dead.state, dead.reason, dead.detail) == ("dead", "poison:logprobs", "logprobs: NaN at 3")
