@@ -134,7 +134,8 @@ class Desk:
             "store": self.store.kind,
             "run_id": run_id(self.config),
             "counters": {
-                **self.counters, "bad_frames": self.bad_frames,
+                **self.counters,
+                "bad_frames": self.bad_frames,
                 **{f"discarded_checkpoints:{why}": count for why, count in sorted(self.groups.discarded.items())},
             },
             "endpoints": {name: endpoint(self.config, name) for name in ("buffer", "weightsync")},

@@ -277,9 +277,18 @@ class Learner:
             self._services.checkpointed(step, state.ledger)
         failpoint("learner.after_checkpointed")
 
+    def _await_evaluation(self) -> None:
+        """The evaluation of the last step is part of the run. All ranks take part, so that none looks hung."""
+        while True:
+            waits = b"1" if self._services is not None and self._services.awaits_evaluation() else b""
+            if not self._gang.share(waits if self._services is not None else None):
+                return
+            self._progress()
+
     def _finish(self, step: int, reason: str) -> None:
         """Export the final weights and write the result where the run is complete; say goodbye."""
         if not reason:
+            self._await_evaluation()
             failpoint("learner.at_export")
             self._backend.export_hf(self._run.export)
         if self._services is None:

@@ -37,6 +37,7 @@ from asyncrl.wire import NotYet
 from learners.account import Account, EpochMark
 from learners.archive import Archive
 from learners.batch import group_lag, unusable
+from learners.evaluations import LastEvaluations
 
 if TYPE_CHECKING:
     from buffers.client import ClaimedBatch, GroupData
@@ -58,6 +59,7 @@ class BufferClient(Protocol):
     def quarantine(self, *, step: int, groups: Iterable[int], reason: str) -> None: ...
     def ledger(self, *, step: int) -> str: ...
     def checkpointed(self, *, step: int) -> None: ...
+    def evaluations(self, *, seen: int) -> Any: ...
     def goodbye(self, *, done: bool, reason: str) -> None: ...
     def close(self) -> None: ...
 
@@ -107,6 +109,10 @@ class Services:
         self._groups = run.metrics / "groups.jsonl"
         self._tracker = _tracker(config, run.tensorboard)
         self._archive = Archive(config, say=_say) if config.log.archive else None
+        self._evaluations = LastEvaluations(
+            config, ask=lambda seen: buffer.evaluations(seen=seen),
+            track=self._tracker.log if self._tracker is not None else None,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ start and end
 
@@ -154,6 +160,15 @@ class Services:
                 print(f"learner: error: {error.message}", flush=True)
                 self.trouble = error
         return self.trouble is None
+
+    def awaits_evaluation(self) -> bool:
+        """At the end of the run: whether an evaluation is still to be waited for; comes back within a second."""
+        try:
+            waits = "" if self._stop.is_set() or self.trouble is not None else self._evaluations.awaited()
+        except (StateLost, Unavailable) as error:
+            self.trouble, waits = error, ""
+        self._waiting(waits)
+        return bool(waits)
 
     def end(self, step: int, *, done: bool, reason: str) -> None:
         """Say goodbye to the buffer. A round of weights under way is given up: nobody needs it any more."""
@@ -263,6 +278,7 @@ class Services:
     ) -> None:  # fmt: skip
         """The step's line of metrics, its samples, the tracker, and one line on the terminal."""
         step, values = batch.step, values | batch.lengths | self.publisher.stats
+        self._evaluations.between_steps()
         try:
             self._write_records(values, batch, groups)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 Called by `learners.services` through `asyncrl.plugins` (group `asyncrl.trackers`). Guarantees:
 1. every tag stands in one of three groups: `health/` (is the data path well), `learning/` (does it learn), `speed/`;
+   figures of evaluations keep their names (`val-core/`, `val-aux/`, as verl has them), their accounts are `health/`;
 2. a number that is not finite is left out.
 """
 
@@ -22,7 +23,9 @@ SPEED = frozenset({
 
 def tag_of(name: str) -> str:
     """The metric's tag: its group and its catalogue name."""
-    group = "health" if name in HEALTH else "speed" if name in SPEED else "learning"
+    if name.startswith(("val-core/", "val-aux/")):
+        return name
+    group = "health" if name in HEALTH or name.startswith("evaluation_") else "speed" if name in SPEED else "learning"
     return f"{group}/{name}"
 
 

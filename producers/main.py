@@ -24,9 +24,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl import role, rundir
-from asyncrl.config import Config
+from asyncrl.config import Config, SamplingConfig
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, Unavailable
+from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
 from asyncrl.modes import streams
 from asyncrl.plugins import find
@@ -37,6 +38,7 @@ from buffers.client import ProducerClient
 from producers.capacity import Capacity
 from producers.checkpoints import Trail
 from producers.environments.single_turn import SingleTurn
+from producers.evaluation import HeldOutPrompts
 from producers.patience import Patience
 from producers.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.rollout import Finished, roll_out, side_by_side
@@ -57,8 +59,9 @@ class Producer:
     poll_s = POLL_S
 
     def __init__(
-        self, config: Config, *, client: ProducerClient, engine: Engine, receiver: Receiver, patience: Patience
-    ) -> None:
+        self, config: Config, *, client: ProducerClient, engine: Engine, receiver: Receiver, patience: Patience,
+        held_out: HeldOutPrompts | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.client = client
         self.patience = patience
@@ -68,6 +71,7 @@ class Producer:
         self.leaving = False  # set to end `run` between two requests, so that no granted lease is overlooked
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self.prompts = Prompts(config.data, seed=config.run.seed)
+        self.held_out = held_out or HeldOutPrompts(config)
         self.environment = SingleTurn()
         self.work: dict[asyncio.Task[None], Lease] = {}
         self.capacity = capacity_of(config, EngineCapabilities("unknown", config.producers.slots, 0))
@@ -111,7 +115,8 @@ class Producer:
         if answer.leases:
             failpoint("producer.after_lease")
         for lease in answer.leases:
-            self.capacity.leased(lease, len(lease.missing))
+            if not is_evaluation(lease.group):  # its share comes beside that of training: the buffer bounds it
+                self.capacity.leased(lease, len(lease.missing))
             self.work[asyncio.create_task(self._group(lease))] = lease
         self.waiting_for = "" if self.work else answer.reason or "a lease"
         if not answer.leases and not answer.done:
@@ -124,10 +129,13 @@ class Producer:
 
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
+        prompts: Prompts | HeldOutPrompts = self.prompts
         sampling = self.config.sampling
         begun = self.client.begun.get((lease.group, lease.token), ())  # the next answer replaces it
+        if is_evaluation(lease.group):
+            prompts, sampling = self.held_out, self.held_out.sampling
         try:
-            row = self.prompts.row_of(lease.group)
+            row = prompts.row_of(lease.group)
             prompt_ids = encode_prompt(row, self.config.data, self.tokenizer)
         except BadPrompt as problem:
             reason = problem.reason
@@ -136,7 +144,8 @@ class Producer:
         request = GenRequest(
             f"{lease.group}:{lease.token}", prompt_ids, tuple(lease.missing), lease.seed, sampling.max_new_tokens,
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            stop_ids=self.tokenizer.eos_ids, delta_tokens=self.config.producers.checkpoint_tokens,
+            stop_ids=self.tokenizer.eos_ids,
+            delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
         )  # fmt: skip
         trail = Trail(request, begun, self.receiver.digests)
 
@@ -161,11 +170,12 @@ class Producer:
             self.continued, self.saved_tokens = self.continued + counts[0], self.saved_tokens + counts[1]
             return await self._still_held(lease, reply)
 
-        await self._play(lease, row, trail, deliver)
+        await self._play(lease, row, trail, sampling, deliver)
 
     async def _play(
-        self, lease: Lease, row: Row, trail: Trail, deliver: Callable[[list[Finished]], Awaitable[bool]]
-    ) -> None:
+        self, lease: Lease, row: Row, trail: Trail, sampling: SamplingConfig,
+        deliver: Callable[[list[Finished]], Awaitable[bool]],
+    ) -> None:  # fmt: skip
         """All parts of a group: what starts from the prompt, beside each sample that goes on from where others were."""
         keep = partial(self._keep, lease, trail)
 
@@ -175,7 +185,7 @@ class Producer:
                     return False
             return True
 
-        started, going_on = trail.parts(self.config.sampling)
+        started, going_on = trail.parts(sampling)
         self.requests[lease.group, lease.token] = [part.id for part in (*started, *going_on)]
         try:
             await side_by_side([one_after_the_other(parts) for parts in (started, *([part] for part in going_on))])
@@ -307,12 +317,13 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s
     )
     engine: Any = find("asyncrl.engines", config.producers.engine)(config)
+    held_out = HeldOutPrompts(config)
     leave = asyncio.Event()
     reason = "stopping"
     producer: Producer | None = None
     tasks: list[asyncio.Task[None]] = []
     try:
-        welcome = await patience.ask(lambda: client.hello(engine.fingerprint()))
+        welcome = await patience.ask(lambda: client.hello(engine.fingerprint(), evaluation_rows=held_out.rows))
         sync = welcome.endpoints.get("weightsync", "") if args.connect else ""
         receiver: Any = None
         if streams(config):
@@ -325,7 +336,9 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
                 sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
                 config=config.weightsync, insecure=config.network.insecure_no_auth,
             )  # fmt: skip
-            producer = Producer(config, client=client, engine=engine, receiver=receiver, patience=patience)
+            producer = Producer(
+                config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out
+            )
         await engine.start()
         print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [

@@ -118,7 +118,7 @@ class Scoring:
         return list(await asyncio.gather(*(guarded(sample) for sample in samples)))  # bounded: each by wait_for
 
     def _result(self, place: int, sample: RewardSample, outcomes: dict[str, Outcome]) -> Result:
-        reward, parts = 0.0, {}
+        reward, parts, answer = 0.0, {}, ""
         used = False
         for spec, _ in self._calls:
             outcome = outcomes.get(spec.label)
@@ -128,11 +128,12 @@ class Scoring:
                 continue
             used = True
             reward += spec.weight * outcome.value
+            answer = answer or outcome.answer
             parts[spec.label] = outcome.value
             parts |= {f"{spec.label}/{name}": value for name, value in outcome.parts.items()}
         if not used:
             return Result(place, reason="raised", detail=f"no reward function for data_source {sample.data_source!r}")
-        return Result(place, reward, parts)
+        return Result(place, reward, parts, answer=answer)
 
 
 def applies(spec: FunctionSpec, sample: RewardSample) -> bool:

@@ -9,8 +9,9 @@ Called in the reward worker's child process, and as `python -m producers.rewards
 
 Guarantees:
 1. a function of another form is `config.reward` with the three forms in its text, before anything is scored;
-2. a result is a number, or a dict with `score` or `reward` whose other numbers become parts; anything else is an error;
-   NaN and infinities are `not_finite`. Nothing becomes 0 by itself;
+2. a result is a number, or a dict with `score` or `reward` whose other numbers become parts, and whose `pred`, `answer`
+   or `extracted_answer` is what an evaluation counts majorities by; anything else is an error; NaN and infinities are
+   `not_finite`. Nothing becomes 0 by itself;
 3. for a TRL function None means that it does not apply to that sample.
 It runs in no sandbox: the functions are the user's own code.
 """
@@ -30,6 +31,7 @@ from asyncrl.errors import EXIT_CONFIG, AsyncRLError, ConfigError
 from asyncrl.plugins import load_object
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+ANSWERS = ("pred", "answer", "extracted_answer")  # keys of a dict result: what the response answers
 FORMS = (
     "reward(sample), reward(data_source, solution_str, ground_truth, extra_info=None) "
     "or reward(prompts, completions, **columns)"
@@ -65,10 +67,11 @@ class RewardSample(msgspec.Struct, frozen=True):
 
 
 class Value(NamedTuple):
-    """A reward, None where the function does not apply, and its further parts."""
+    """A reward, None where the function does not apply, its further parts, and the answer that it found."""
 
     value: float | None
     parts: dict[str, float]
+    answer: str = ""
 
 
 class NotFinite(ValueError):
@@ -167,7 +170,9 @@ def validate_reward(function: Callable[..., Any], *, name: str = "") -> tuple[st
 def value_of(raw: Any) -> Value:
     """The value of one result. Raises TypeError for what is no number, NotFinite for NaN and infinities."""
     parts: dict[str, float] = {}
+    answer = ""
     if isinstance(raw, dict):
+        answer = next((str(raw[name]) for name in ANSWERS if raw.get(name) is not None), "")
         key = next((name for name in ("score", "reward") if name in raw), None)
         if key is None:
             raise TypeError(f"a dict result needs 'score' or 'reward', it has {', '.join(map(str, raw)) or 'nothing'}")
@@ -181,7 +186,7 @@ def value_of(raw: Any) -> Value:
         raise TypeError(f"the result is not a number: {_short(raw)}")
     if not math.isfinite(value):
         raise NotFinite(f"the result is {value}")
-    return Value(value, parts)
+    return Value(value, parts, answer)
 
 
 def _number(raw: Any) -> float | None:

@@ -24,6 +24,7 @@ from typing import TypeVar
 from asyncrl import role, rundir
 from asyncrl.config import Config
 from asyncrl.errors import Unavailable
+from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
 from asyncrl.signs import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
@@ -112,12 +113,14 @@ class Worker:
             batch, ready = ready, []
             if batch:
                 failpoint("reward.after_score")
-                await self._send(tasks, batch)
+                await self._send(tasks, batch, samples)
                 failpoint("reward.after_ack")
         self._busy_s += time.monotonic() - started
         scoring.result()
 
-    async def _send(self, tasks: Sequence[RewardTask], batch: Sequence[Result]) -> None:
+    async def _send(
+        self, tasks: Sequence[RewardTask], batch: Sequence[Result], samples: Sequence[RewardSample]
+    ) -> None:
         scores, failures = [], []
         for result in batch:
             item = tasks[result.place].item
@@ -125,7 +128,10 @@ class Worker:
                 failures.append(RewardFailure(item.group, item.index, item.token, result.reason, result.detail))
                 print(f"group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
             else:
-                scores.append(Score(item.group, item.index, item.token, result.reward, result.parts))
+                text = samples[result.place].response if is_evaluation(item.group) else ""
+                scores.append(
+                    Score(item.group, item.index, item.token, result.reward, result.parts, result.answer, text)
+                )
         self.scored += len(scores)
         self.failed += len(failures)
         self._calls += len(batch)

@@ -70,6 +70,7 @@ class Result(msgspec.Struct, frozen=True, tag=5):
     parts: dict[str, float] = {}
     reason: str = ""
     detail: str = ""
+    answer: str = ""  # that a function found in the response
 
 
 Frame = Union[Setup, Ready, Job, Begin, Result]

@@ -143,7 +143,7 @@ class Scorer:
                         continue
                     left.remove(place)
                     culprit = WHOLE_BATCH
-                    on_result(Result(place, frame.reward, frame.parts, frame.reason, frame.detail))
+                    on_result(Result(place, frame.reward, frame.parts, frame.reason, frame.detail, frame.answer))
         except Silence:
             return left, culprit, "timeout"
         except TooMuch as error:

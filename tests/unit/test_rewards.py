@@ -152,12 +152,12 @@ def test_a_batch_of_chat_rows_gets_messages() -> None:
 
 @pytest.mark.parametrize("raw", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), Decimal(1)])
 def test_numbers_of_every_kind(raw: Any) -> None:
-    assert value_of(raw) == (1.0, {})
+    assert value_of(raw) == (1.0, {}, "")
 
 
 def test_dict_results_have_parts() -> None:
-    assert value_of({"score": 0.5, "format": True, "note": "text", "bad": float("nan")}) == (0.5, {"format": 1.0})
-    assert value_of({"reward": 2}) == (2.0, {})
+    assert value_of({"score": 0.5, "format": True, "note": "text", "bad": float("nan")}) == (0.5, {"format": 1.0}, "")
+    assert value_of({"reward": 2}) == (2.0, {}, "")
 
 
 @pytest.mark.parametrize("raw", [None, "1", [1.0], {}, {"points": 1}, {"score": None}, np.array([1.0, 2.0])])
@@ -217,3 +217,17 @@ def test_validation_imports_nothing_heavy() -> None:
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("raw", "answer"),
+    [
+        ({"score": 1.0, "pred": "42"}, "42"),
+        ({"score": 1.0, "pred": None, "answer": 7}, "7"),
+        ({"reward": 0.0, "extracted_answer": "x"}, "x"),
+        ({"score": 1.0}, ""),
+        (1.0, ""),
+    ],
+)
+def test_the_answer_that_a_function_found(raw: Any, answer: str) -> None:
+    assert value_of(raw).answer == answer
