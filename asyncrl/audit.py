@@ -3,7 +3,7 @@
 Called by `asyncrl audit`, the demo, the summary and the report. Guarantees:
 1. every issued group is counted in exactly one of: trained, dropped and dead (by reason), superseded, in flight, lost;
 2. it keeps no state of the service it audits and shares no code with it: only the log is believed (the configuration
-   says the size of a group, a `fork.json` where a fork begins);
+   says the size of a group, a `fork.json` where a fork begins; figures of evaluations come from the same formulas);
 3. a last line cut by a crash is left out and noted; a damaged line elsewhere is a violation.
 It does not look at weights or samples themselves.
 
@@ -25,6 +25,7 @@ What it checks, and the name of each violation:
   version    versions do not rise by one from step to step
   epoch      a learner or service wrote after a newer one had begun, or was never heard to begin
   tune       changes of settings out of order
+  evaluation a held-out prompt was trained, or an evaluation does not come out again (`asyncrl.audit_evaluation`)
   log        a line in the middle cannot be read, or lines at the beginning are missing
 
 A restart from the checkpoint of step s takes back the commits after s of older learner epochs: their groups are claimed
@@ -110,6 +111,7 @@ def audit_run(root: Path) -> Audit:
         known = msgspec.structs.replace(
             known, group_size=config.sampling.group_samples,
             allow_over_bound=config.buffer.on_late == "train",
+            correct_above=config.learner.algorithm.shaping.correct_above,
         )  # fmt: skip
     except AsyncRLError:
         pass  # the log alone

@@ -64,6 +64,9 @@ class Audit(msgspec.Struct):
     lost_leases: int = 0
     cancelled_leases: int = 0
     fenced: int = 0  # messages of learners or services that had been replaced, as far as the log holds them
+    evaluations: list[int] = []  # steps of those that ended
+    evaluation_prompts: dict[str, int] = {}  # of all of them: prompts, scored, failed, missing
+    evaluation_samples: int = 0  # that were scored
     torn: bool = False
     lengths: Lengths = msgspec.field(default_factory=Lengths)
     violations: list[str] = []
@@ -102,6 +105,7 @@ def render(found: Audit) -> str:
         f"  starts: learner {found.learner_starts}, buffer {found.service_starts}; steps replayed "
         f"{found.replayed_steps}; leases lost {found.lost_leases}, cancelled {found.cancelled_leases}; "
         f"fenced {found.fenced}",
+        *_evaluation_lines(found),
         *_length_lines(found.lengths),
     ]
     lines += [f"  note: {note}" for note in found.notes[:SHOWN]]
@@ -120,6 +124,18 @@ def _tuning_lines(found: Audit) -> list[str]:
                      f"{change.author}: {what}; {change.steps} steps since, groups by lag: "
                      f"{counts_text(change.lag_counts)}")  # fmt: skip
     return lines
+
+
+def _evaluation_lines(found: Audit) -> list[str]:
+    if not found.evaluations:
+        return []
+    count = found.evaluation_prompts
+    trained = any(violation.startswith("evaluation:") for violation in found.violations)
+    return [
+        f"  evaluations: {len(found.evaluations)} of steps {', '.join(map(str, found.evaluations))}; prompts "
+        f"{count['prompts']} = scored {count['scored']} + failed {count['failed']} + missing {count['missing']}; "
+        + ("see the violations" if trained else f"none of their {found.evaluation_samples} scored samples was trained")
+    ]
 
 
 def _length_lines(found: Lengths) -> list[str]:

@@ -10,11 +10,14 @@ Called by `asyncrl.audit`. Guarantees:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from asyncrl.audit_evaluation import EvaluationReader
 from asyncrl.audit_found import Audit, Tuned
+from asyncrl.evaluation import MARK
 
 _HANDLED = frozenset(
     {"service", "register", "issue", "lease", "lost", "cancel", "sample", "score", "ready", "claim", "commit", "retire",
@@ -93,6 +96,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.found = Audit(dropped={}, dead={}, violations=[], notes=[], tuned=[])
+        self.held_out = EvaluationReader(self.found)
         self.groups: dict[int, Group] = {}
         self.commits: dict[int, Commit] = {}  # the surviving history, by step
         self.claims: dict[int, Claim] = {}
@@ -109,13 +113,15 @@ class Reader:
 
     def take(self, event: dict[str, Any]) -> None:
         """Follow one event; events this audit does not need are passed over."""
-        name = event.get("e")
+        name = str(event.get("e"))
         self._events += 1
         if self._events == 1 and name != "service":
             self._bad("log", f"it begins with {name!r}, not with the start of a service: lines are missing")
         if self._suspects and name not in ("commit", "drop", "lost"):
             self.settle(believed=name == "register")
-        handler = getattr(self, f"_{name}") if name in _HANDLED else None
+        held_out = name.startswith(MARK)
+        handler = partial(self.held_out.take, name) if held_out else getattr(self, f"_{name}", None)
+        handler = handler if held_out or name in _HANDLED else None
         if handler is not None:
             try:
                 handler(event)
@@ -254,6 +260,7 @@ class Reader:
         step, epoch = int(event["step"]), int(event["epoch"])
         claim = Claim(int(event["version"]), epoch, tuple(event["groups"]))
         self._current(f"claim of step {step}", epoch)
+        self.held_out.trains(claim.groups, f"the batch of step {step}")
         earlier = self.claims.get(step)
         if event.get("replayed") or (earlier is not None and earlier.epoch == epoch):
             self._same_batch(step, earlier, claim)
@@ -288,6 +295,7 @@ class Reader:
             self._bad("doubled", f"step {step} was committed twice with other groups")
         elif earlier is None and self.commits and step < max(self.commits):
             self._bad("version", f"step {step} was committed after step {max(self.commits)}")
+        self.held_out.trains(commit.groups, f"step {step}")
         self.commits[step] = commit
         undone = self.taken_back.pop(step, None)
         if undone is not None and set(undone.groups) != set(commit.groups):

@@ -26,6 +26,7 @@ class Expected(msgspec.Struct, frozen=True):
     fork_of: str = ""
     fork_step: int = 0
     parent: dict[int, Commit] = {}
+    correct_above: float | None = None  # a sample is right above this reward; None: not known
 
 
 def judge(reader: Reader, expected: Expected) -> Audit:
@@ -38,6 +39,7 @@ def judge(reader: Reader, expected: Expected) -> Audit:
     verdict.lags()
     verdict.digests()
     verdict.lengths()
+    verdict.evaluations()
     return reader.found
 
 
@@ -203,6 +205,15 @@ class _Verdict:
                         what = f"is {digest}, committed was {', '.join(sorted(right))}" if digest else "is missing"
                         found.violation("digest", f"group {number} sample {index} (step {step}): the digest of "
                                         f"version {version} {what}")  # fmt: skip
+
+    def evaluations(self) -> None:
+        """Nothing of an evaluation was trained, and what was told of each comes out again."""
+        trained = (group.tokens for group in self.groups.values() if group.steps)
+        known = {version: set(digests) for version, digests in self.reader.digests.items()}
+        for commit in self.expected.parent.values():
+            known.setdefault(commit.version, set()).update({commit.digest} if commit.digest else ())
+        above = self.expected.correct_above
+        self.reader.held_out.judge(trained=trained, digests=known, correct_above=above)
 
     def lengths(self) -> None:
         """What was trained, dropped and quarantined, by length."""

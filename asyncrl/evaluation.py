@@ -31,6 +31,7 @@ FIRST = 1 << 52  # ids of evaluations begin here
 ROW_BITS = 24
 MAX_ROWS = 1 << ROW_BITS
 NO_SOURCE = "default"  # of rows without a data_source
+METRICS = ("evaluation_", "val-core/", "val-aux/")  # how the numbers of an evaluation begin; the rest are labels
 MARK = "eval_"  # events of evaluations in the history begin with it
 
 

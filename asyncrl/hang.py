@@ -69,7 +69,18 @@ class HangWatch:
         silent = now - self._since
         if silent <= limit * (NEARLY if learner_ended else 1.0):
             return ""
+        if not learner_ended and self._evaluates():
+            self._since = now  # an evaluation has a time limit of its own
+            return ""
         return f"no step for {silent:.0f} s (run.hang_timeout_s = {limit:g}). {self.diagnosis()}"
+
+    def _evaluates(self) -> bool:
+        """Whether the learner has done its last step and waits for an evaluation that runs."""
+        if not self._config.evaluation.enabled:
+            return False
+        status = self._ask(self._config)
+        running = (status.get("evaluation") or {}).get("running")
+        return bool(running) and int(status.get("version", 0)) >= self._config.learner.steps
 
     def diagnosis(self) -> str:
         """Who is waited for, in one sentence."""

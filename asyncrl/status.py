@@ -208,7 +208,17 @@ def _buffer_words(answer: dict[str, Any]) -> str:
         lines.append(f"ends the run: {fault.get('code')}: {fault.get('message')}")
     if answer.get("waiting_for"):
         lines.append(str(answer["waiting_for"]))
+    if (answer.get("evaluation") or {}).get("running"):
+        lines.append(_evaluation_words(answer["evaluation"]))
     return f"\n{'':<12}".join(lines)
+
+
+def _evaluation_words(found: dict[str, Any]) -> str:
+    """`evaluation of step 20: 12 of 64 prompts are over, 31 s of 600 s (failed 1; left: is being generated 4)`."""
+    left = ", ".join(f"{what} {count}" for what, count in sorted((found.get("left") or {}).items()))
+    more = [f"failed {found['failed']}"] if found.get("failed") else []
+    more += [f"left: {left}"] if left else []
+    return f"evaluation {found['running']}" + (f" ({'; '.join(more)})" if more else "")
 
 
 def _weightsync_words(answer: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.evaluation import is_evaluation
-from asyncrl.metrics import CATALOGUE, OPEN, MetricsLog, read_lines
+from asyncrl.evaluation import METRICS, is_evaluation
+from asyncrl.metrics import MetricsLog, read_lines
 from asyncrl.rundir import RunDir
 from asyncrl.wire import Scores, ScoresReply
 from buffers.evaluation import Evaluations
@@ -54,7 +54,7 @@ class EvaluationFiles:
         for line in ended:
             if line["round"] in self._told:
                 continue
-            values = {name: value for name, value in line.items() if name in CATALOGUE or name.startswith(OPEN)}
+            values = {name: value for name, value in line.items() if name.startswith(METRICS)}
             self._told.add(line["round"])
             self._log.write(values, **{name: value for name, value in line.items() if name not in values})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
-from asyncrl.metrics import CATALOGUE, OPEN
+from asyncrl.evaluation import METRICS
 
 POLL_S = 0.5
 GRACE_S = 30.0  # above the time of two evaluations: for a buffer that was restarted meanwhile
@@ -81,7 +81,7 @@ class LastEvaluations:
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line, without its labels."""
     return {name: float(value) for name, value in line.items()
-            if (name in CATALOGUE or name.startswith(OPEN)) and isinstance(value, int | float)}  # fmt: skip
+            if name.startswith(METRICS) and isinstance(value, int | float)}  # fmt: skip
 
 
 def told(line: Mapping[str, Any]) -> str:

@@ -48,6 +48,7 @@ class RunData(msgspec.Struct):
     events: list[Line]  # logs/launch.jsonl
     history: list[Line]  # events that the fault log shows
     result: Line
+    evaluations: list[Line] = []  # metrics/evaluation.jsonl
 
     @property
     def last_step(self) -> int:
@@ -113,6 +114,7 @@ def load_run(run: RunDir) -> RunData:
         events=_lines(run.logs / "launch.jsonl"),
         history=[line for line in _lines(run.history) if line.get("e") in kept],
         result=read_object(run.result),
+        evaluations=_lines(run.metrics / "evaluation.jsonl"),
     )
 
 

@@ -12,7 +12,7 @@ import time
 from html import escape
 
 from asyncrl import __version__
-from asyncrl.report import bias, sections
+from asyncrl.report import bias, evaluation, sections
 from asyncrl.report.data import RunData
 
 STYLE = """
@@ -92,7 +92,8 @@ def page(data: RunData) -> str:
     name = data.config.run.name if data.config else data.run.root.name
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     cards = [
-        sections.learning(data), sections.staleness(data), sections.utilisation(data), sections.queue(data),
+        sections.learning(data), evaluation.section(data), sections.staleness(data), sections.utilisation(data),
+        sections.queue(data),
         sections.weights(data), sections.throughput(data), sections.ledger(data), bias.lengths(data),
         sections.processes(data),
         sections.faults(data), sections.versions(data), sections.samples(data), sections.configuration(data),

@@ -1,0 +1,98 @@
+"""The audit of evaluations: a good log is fine, every way to be wrong is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from synthetic_run import Event, digest_of, good_history
+
+from asyncrl.audit import audit, render
+from asyncrl.audit_verdict import Expected
+from asyncrl.evaluation import group_of
+from asyncrl.evaluation_figures import Outcome, figures, metric_names
+
+REWARDS = ((1.0, 0.0), (1.0, 1.0))
+
+
+def evaluation(step: int = 2, *, number: int = 900) -> list[Event]:
+    """Two prompts, two samples each, all scored, made by version step + 1."""
+    events: list[Event] = [{"e": "eval_begin", "step": step, "round": number, "digest": digest_of(step), "prompts": 2,
+                            "samples": 2}]  # fmt: skip
+    for row, rewards in enumerate(REWARDS):
+        group, token = group_of(step, row), number + 1 + row
+        events.append({"e": "eval_lease", "g": group, "token": token, "attempt": 0, "producer": "p", "w": step})
+        for index, reward in enumerate(rewards):
+            events.append({"e": "eval_sample", "g": group, "i": index, "token": token, "producer": "p", "length": 3,
+                           "runs": [[step + 1, 3]], "digests": {str(step + 1): digest_of(step + 1)}})  # fmt: skip
+            events.append({"e": "eval_score", "g": group, "i": index, "reward": reward, "answer": "x", "parts": {},
+                           "source": "a", "worker": "r"})  # fmt: skip
+    found = figures([Outcome("a", rewards, ("x", "x")) for rewards in REWARDS], correct_above=0.5)
+    line = {"step": step, "round": number, "evaluation_prompts": 2, "evaluation_scored": 2, "evaluation_failed": 0,
+            "evaluation_missing": 0, "evaluation_samples": 2, **metric_names(found, k=2)}  # fmt: skip
+    return [*events, {"e": "eval_end", **line}]
+
+
+def judged(events: list[Event], **expected: Any) -> Any:
+    history = good_history()
+    return audit([*history[:-1], *events, history[-1]], expected=Expected(**expected))
+
+
+def violations(events: list[Event]) -> list[str]:
+    return [text for text in judged(events, correct_above=0.5).violations if text.startswith("evaluation:")]
+
+
+def changed(place: int, **fields: Any) -> list[Event]:
+    events = evaluation()
+    events[place] = {**events[place], **fields}
+    return events
+
+
+def test_a_good_log() -> None:
+    found = judged(evaluation(), correct_above=0.5)
+    assert found.ok, found.violations
+    assert found.evaluations == [2] and found.evaluation_samples == 4
+    assert found.evaluation_prompts == {"prompts": 2, "scored": 2, "failed": 0, "missing": 0}
+    assert "none of their 4 scored samples was trained" in render(found)
+    assert judged([]).ok and "evaluations" not in render(judged([]))
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        (changed(2, token=7), "under token 7, which none of its leases has"),
+        (changed(2, runs=[[1, 3]]), "was made by version 1"),
+        (changed(2, digests={"3": "wrong"}), "the digest of version 3 is wrong"),
+        (changed(2, digests={}), "the digest of version 3 is missing"),
+        (changed(3, reward=0.0), "val-core/a/reward/mean@2"),
+        (changed(3, answer="y"), "val-core/a/reward/maj@2/mean"),
+        (changed(-1, evaluation_prompts=3), "3 prompts are not 2 scored"),
+        (changed(-1, evaluation_prompts=1, evaluation_scored=1), "told 1 scored prompts, the log has 2"),
+        (changed(-1, **{"val-core/a/acc/pass@2/mean": 0.5}), "val-core/a/acc/pass@2/mean"),
+        (changed(-1, round=5), "had never begun"),
+        (evaluation()[:-1], "that of step 2 has no ending"),
+        (evaluation()[:-1] + evaluation(number=950), "that of step 2 has no ending"),
+        (changed(1, token=1), "is one of a trained group"),
+    ],
+)
+def test_what_cannot_be_is_said(events: list[Event], words: str) -> None:
+    assert any(words in text for text in violations(events)), violations(events)
+
+
+def test_a_held_out_prompt_in_a_batch_is_said() -> None:
+    history = good_history()
+    claim = next(place for place, event in enumerate(history) if event["e"] == "claim")
+    history[claim] = {**history[claim], "groups": [*history[claim]["groups"], group_of(2, 1)]}
+    found = audit(history)
+    assert any("holds prompt 1 of the evaluation of step 2" in text for text in found.violations)
+
+
+def test_after_a_restart_of_the_service_a_missing_end_is_a_note() -> None:
+    events = [*evaluation()[:-1], {"e": "service", "service_epoch": 2}]
+    found = judged(events, correct_above=0.5)
+    assert found.ok, found.violations
+    assert any("has no ending; the service was restarted" in note for note in found.notes)
+
+
+def test_pass_at_k_needs_the_threshold() -> None:
+    assert judged(changed(-1, **{"val-core/a/acc/pass@2/mean": 0.5})).ok, "not known from the log alone"

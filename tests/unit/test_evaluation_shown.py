@@ -1,0 +1,179 @@
+"""Where evaluations show: report, status, the learner's words, curves, the wait at the end, the watch for hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from bare_config import BARE
+from synthetic_run import START, check_names, write_run
+
+from asyncrl.config import Config, parse
+from asyncrl.errors import StateLost, Unavailable
+from asyncrl.hang import HangWatch
+from asyncrl.report import write_report
+from asyncrl.report.data import load_run
+from asyncrl.report.evaluation import section
+from asyncrl.rundir import RunDir
+from asyncrl.status import render
+from learners.evaluations import LastEvaluations, numbers, told
+from learners.trackers import tag_of
+
+LINE = {
+    "t": START, "step": 20, "round": 7, "digest": "d", "why": "", "failed": {"reward_failed": 1},
+    "missing": {"is being generated": 2}, "sources": {"<b>": 3, "add": 2}, "evaluation_prompts": 8,
+    "evaluation_scored": 5, "evaluation_failed": 1, "evaluation_missing": 2, "evaluation_samples": 4,
+    "evaluation_s": 4.25, "evaluation_version_min": 20, "evaluation_version_max": 22, "evaluation_length_mean": 30.0,
+    "evaluation_truncated_share": 0.0, "val-core/add/reward/mean@4": 0.5, "val-aux/add/reward/mean@4/se": 0.125,
+    "val-core/all/reward/mean@4": 0.4, "val-aux/all/reward/mean@4/se": 0.1, "val-core/<b>/reward/mean@4": 0.3,
+    "val-core/add/acc/pass@4/mean": 0.75,
+}  # fmt: skip
+
+
+def config(*overrides: str) -> Config:
+    return parse(f"{BARE}\n[evaluation]\npath = 'h.jsonl'\nevery = 2\n", overrides=overrides)
+
+
+# ---------------------------------------------------------------- report and status
+
+
+def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert section(load_run(run)) == "", "no evaluation, no section"
+    again = {**LINE, "round": 9, "val-core/all/reward/mean@4": 0.9}
+    lines = [LINE, {**LINE, "step": 40, "round": 8}, again]
+    (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    check_names(run)
+    text = write_report(run).read_text()
+    assert "<h2>Evaluation</h2>" in text and "<h2>Evaluations</h2>" in text
+    assert "&lt;b&gt;" in text and "<b>&lt;b&gt;" not in text
+    shown = section(load_run(run))
+    assert "0.900 ± 0.100" in shown and shown.count("<td") == 10 * 6, "2 steps x 3 sources; the last of step 20"
+    assert "20 to 22" in shown and "5 of 8 x 4" in shown and "is being generated 2, reward_failed 1" in shown
+
+
+def test_status_says_what_runs() -> None:
+    answer = {
+        "ledger": {"issued": 2}, "store": "sqlite", "version": 20, "total_groups": 8,
+        "evaluation": {"running": "of step 20: 5 of 8 prompts are over, 4 s of 600 s", "failed": 1,
+                       "left": {"is being generated": 2}, "last": {}},
+    }  # fmt: skip
+    text = render({"buffer": answer})
+    assert "evaluation of step 20: 5 of 8 prompts are over, 4 s of 600 s (failed 1; left: is being generated 2)" in text
+    assert "evaluation" not in render({"buffer": {**answer, "evaluation": {"running": "", "last": {}}}})
+
+
+def test_names_in_tensorboard() -> None:
+    assert tag_of("val-core/add/reward/mean@4") == "val-core/add/reward/mean@4"
+    assert tag_of("evaluation_missing") == "health/evaluation_missing"
+
+
+# ---------------------------------------------------------------- the learner
+
+
+class Buffer:
+    """Evaluations that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended: list[dict[str, Any]] = []
+        self.running = ""
+        self.error: Exception | None = None
+
+    def evaluations(self, *, seen: int) -> tuple[list[dict[str, Any]], str]:
+        if self.error is not None:
+            raise self.error
+        return self.ended[seen:], self.running
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def watch(buffer: Buffer, *overrides: str) -> tuple[LastEvaluations, list[tuple[int, dict[str, float]]], Clock]:
+    seen: list[tuple[int, dict[str, float]]] = []
+    clock = Clock()
+    found = LastEvaluations(
+        config(*overrides), ask=buffer.evaluations, clock=clock, sleep=clock.sleep,
+        track=lambda values, step: seen.append((step, values)),
+    )  # fmt: skip
+    return found, seen, clock
+
+
+def test_each_is_told_once_at_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = Buffer()
+    last, seen, _ = watch(buffer)
+    last.between_steps()
+    assert seen == []
+    buffer.ended.append(LINE)
+    last.between_steps()
+    last.between_steps()
+    assert [step for step, _ in seen] == [20] and seen[0][1]["val-core/add/reward/mean@4"] == 0.5
+    assert "round" not in seen[0][1]
+    assert capsys.readouterr().out.count("evaluation of step 20") == 1
+
+
+def test_a_buffer_that_is_away_costs_no_step() -> None:
+    buffer = Buffer()
+    last, _, _ = watch(buffer)
+    for error in (Unavailable("net.unreachable", "away"), StateLost("buffer.lost_state", "forgot")):
+        buffer.error = error
+        last.between_steps()
+        with pytest.raises(type(error)):
+            last.awaited()
+
+
+def test_the_end_waits_for_the_last_one_and_not_for_ever() -> None:
+    buffer = Buffer()
+    buffer.running = "of step 4: 0 of 8 prompts are over"
+    last, _, clock = watch(buffer, "evaluation.timeout_s=50")
+    assert last.awaited() == "the evaluation of step 4: 0 of 8 prompts are over" and clock.now == 0.5
+    buffer.running = ""
+    assert last.awaited() == ""
+    buffer.running = "of step 4: hangs"
+    while last.awaited():
+        assert clock.now < 200
+    assert 130 <= clock.now < 132, "two evaluations and 30 s"
+
+
+def test_without_evaluations_nothing_is_asked() -> None:
+    buffer = Buffer()
+    buffer.error = AssertionError("asked")
+    last, _, _ = watch(buffer, "evaluation.every=0", "evaluation.at_end=false")
+    last.between_steps()
+    assert last.awaited() == ""
+
+
+def test_its_words() -> None:
+    text = told(LINE)
+    assert text.startswith("evaluation of step 20: add mean@4 0.500 (se 0.125), all mean@4 0.400 (se 0.100)")
+    assert text.endswith("5 of 8 prompts, versions 20 to 22, 4.2 s; failed: reward_failed 1; missing: is being "
+                         "generated 2")  # fmt: skip
+    assert told({**LINE, "why": "time"}).endswith("(ended early: time)")
+    assert "digest" not in numbers(LINE) and numbers(LINE)["evaluation_missing"] == 2.0
+
+
+# ---------------------------------------------------------------- hangs
+
+
+def test_waiting_for_the_last_evaluation_is_no_hang(tmp_path: Path) -> None:
+    now = [0.0]
+    status = {"version": 4, "evaluation": {"running": "of step 4: 1 of 8"}, "waiting_for": "nobody"}
+    hang = HangWatch(RunDir(tmp_path).create(), config("run.hang_timeout_s=10"), clock=lambda: now[0],
+                     ask=lambda _: status)  # fmt: skip
+    now[0] = 11
+    assert hang.look() == "" and hang.look() == ""
+    now[0] = 22
+    status["version"] = 3  # a step is still to come: an evaluation is no excuse
+    assert hang.look().startswith("no step for 11 s")
+    status.update(version=4, evaluation={"running": ""})
+    now[0] = 23
+    assert hang.look().startswith("no step for 12 s")
