@@ -162,7 +162,7 @@ class Producer:
             )  # fmt: skip
             failpoint("producer.after_ack")
             self.samples += len(samples)
-            for sample in samples:
+            for sample in samples if not is_evaluation(lease.group) else ():
                 done = len(sample.token_ids)
                 self.capacity.finished(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
             self.refused += len(reply.refused)
