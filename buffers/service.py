@@ -181,6 +181,7 @@ class BufferService(Desk):
 
     def _begun_of(self, leases: Sequence[wire.Lease]) -> tuple[tuple[wire.Begun, ...], list[Buffer]]:
         """What other producers began of these, with its payloads."""
+        leases = [lease for lease in leases if not is_evaluation(lease.group)]  # these have no checkpoints
         if not any(self.groups.groups[lease.group].underway for lease in leases):
             return (), []
         limit = self.config.network.max_message_bytes
