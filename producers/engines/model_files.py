@@ -1,0 +1,89 @@
+"""What a model's folder says about its tensors, for engines whose weights lie in another process.
+
+Called by engines at their start and at the beginning of an update. Guarantees:
+1. it reads `config.json` and the headers of safetensors files, no weights; no torch;
+2. `check_tensors` refuses (`sync.plan`) a version with tensors that the folder does not have, with other shapes, or
+   without some that it has. A tied output head may be there or not;
+3. where the folder has no safetensors files nothing is known, and nothing is refused.
+
+Example: a folder holds `model.embed_tokens.weight` `[45, 128]`. A version that has it as `[44, 128]` is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.wire import Tensor
+
+LONGEST_HEADER = 64 << 20
+HEAD = "lm_head.weight"
+
+
+class _Entry(msgspec.Struct):
+    shape: tuple[int, ...]
+
+
+class _Text(msgspec.Struct):
+    vocab_size: int = 0
+
+
+class _Shape(msgspec.Struct):
+    vocab_size: int = 0
+    tie_word_embeddings: bool = True
+    text_config: _Text = msgspec.field(default_factory=_Text)
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """`vocab`: ids below it may be asked, 0 where it is not known. `shapes` by name, empty where not known."""
+
+    vocab: int
+    shapes: dict[str, tuple[int, ...]]
+    tied: bool
+
+
+def facts_of(path: str | Path) -> ModelFacts:
+    """Facts of a folder in Hugging Face format. Raises `config.model` where it cannot be read."""
+    folder = Path(path)
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        shape = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Shape)
+        for file in sorted(folder.glob("*.safetensors")):
+            shapes.update(_header(file))
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError("config.model", f"{type(error).__name__}: {error}", where=str(folder)) from None
+    return ModelFacts(shape.vocab_size or shape.text_config.vocab_size, shapes, shape.tie_word_embeddings)
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of a safetensors file: 8 bytes with the length of a JSON object, then that object."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if size > LONGEST_HEADER:
+            raise ValueError(f"{file.name}: a header of {size} bytes")
+        entries = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
+    return {
+        name: msgspec.json.decode(raw, type=_Entry).shape for name, raw in entries.items() if name != "__metadata__"
+    }
+
+
+def check_tensors(facts: ModelFacts, tensors: Sequence[Tensor]) -> None:
+    """Raise `sync.plan` where these are not the tensors of the model."""
+    if not facts.shapes:
+        return
+    given = {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        known = facts.shapes.get(tensor.name)
+        if known is None and not (facts.tied and tensor.name == HEAD):
+            raise AsyncRLError("sync.plan", f"this model has no parameter {tensor.name!r}")
+        if known is not None and (known != tuple(tensor.shape)):
+            raise AsyncRLError("sync.plan", f"{tensor.name}: {tuple(tensor.shape)} sent, {known} here")
+    missing = [name for name in facts.shapes if name not in given and not (facts.tied and name == HEAD)]
+    if missing:
+        values = sum(math.prod(facts.shapes[name]) for name in missing)
+        what = f"the manifest lacks {len(missing)} parameters ({values} values), first {missing[0]!r}"
+        raise AsyncRLError("sync.plan", what)
