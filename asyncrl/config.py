@@ -138,7 +138,9 @@ class ProducersConfig(Section, frozen=True):
     device: str = "auto"  # auto: the accelerator if there is one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: model.dtype
     restarts: Count = 5  # in 10 minutes
-    python: str = ""  # interpreter of an engine's own environment; empty: this one
+    python: str = ""  # interpreter of the engine's environment; empty: this one, or .venv-ENGINE beside it
+    url: tuple[str, ...] = ()  # engines behind HTTP: their servers; the producer with number i has the i-th
+    engine_args: dict[str, Any] = field(default_factory=dict)  # handed to the engine as they are: its own names
 
     def groups_in_flight(self, group_size: int) -> int:
         """Groups one producer holds: the setting, or `ceil(2 * slots / group_size)` where its K/V holds them."""

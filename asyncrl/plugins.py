@@ -30,7 +30,11 @@ class Tracker(Protocol):
 
 
 BUILT_IN: dict[str, dict[str, str]] = {
-    "asyncrl.engines": {"hf": "producers.engines.hf:HFEngine", "dataset": "producers.dataset:DatasetEngine"},
+    "asyncrl.engines": {
+        "hf": "producers.engines.hf:HFEngine",
+        "vllm": "producers.engines.vllm:VLLMEngine",
+        "dataset": "producers.dataset:DatasetEngine",
+    },
     "asyncrl.backends": {"fsdp2": "learners.backends.fsdp2:FSDP2Backend"},
     "asyncrl.trackers": {"tensorboard": "learners.trackers:TensorBoardTracker"},
 }

@@ -10,8 +10,8 @@ Called by `producers.main` through `asyncrl.engine.Engine`, in an environment th
 4. no new request meets K/V of older weights: the prefix cache is salted with the label, and samples without a token are
    submitted anew at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way are
    computed again;
-5. log-probs are those of the full softmax after temperature; a request whose own settings make that impossible is
-   refused (`vllm_args.logprobs_mode_of`);
+5. log-probs are those of the full softmax after temperature, where the workers' sampler can be made to record these
+   (`vllm_backend.FullSoftmax`); else a request whose own settings make them others is refused;
 6. whatever vLLM reports as its death, or fails from the beginning of a commit on, is `engine.broken` in every call
    under way and later. The engine's processes end with this one, also where it is killed (`vllm_plugin`).
 `attest` compares vLLM's own checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -36,17 +35,20 @@ from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError, WorkError
 from asyncrl.fingerprint import model_fingerprint
-from asyncrl.processes import descendants
 from asyncrl.versions import Runs, expand, runs_of
 from asyncrl.wire import Buffer, Manifest, Tensor
+from producers.engines.model_files import ModelFacts, check_tensors, facts_of
 from producers.engines.staged import Labels, StagedVersion, StagedWeights
-from producers.engines.vllm_args import arguments, known_names
-from producers.engines.vllm_life import end, free_host_bytes, prepare
+from producers.engines.vllm_args import arguments, known_names, logprobs_problem
+from producers.engines.vllm_life import end, free_host_bytes, prepare, processes_of
 from producers.engines.vllm_stats import Stats
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
 CALL_LIMIT_S = 60.0
 CHECKSUM_SHARE = 0.05  # of the time between commits, for checksums right after one
+CHEAP_S = 0.1  # or shorter than this
+#: Safetensors names, by the dtypes that hold all their values.
+HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F16"}}
 
 
 class Sample:
@@ -84,7 +86,9 @@ class Sample:
         """
         versions = expand(runs).tolist()
         if versions[: self.sent] != self.versions:
-            raise WorkError("engine.broken", "vLLM changed the versions of tokens that it had reported", where=self.name)
+            raise WorkError(
+                "engine.broken", "vLLM changed the versions of tokens that it had reported", where=self.name
+            )
         start, self.sent, self.versions = self.sent, len(self.tokens), versions
         delta = GenDelta(
             self.request.id, self.index, np.asarray(self.tokens[start:], dtype=np.int32),
@@ -102,7 +106,8 @@ class VLLMEngine:
         self._max_len = config.data.max_prompt_tokens + self._max_new
         self._llm: Any = None
         self._args: dict[str, Any] = {}
-        self._vocab = 0
+        self._facts = ModelFacts(0, {}, False)
+        self._full_softmax = False
         self._children: list[int] = []
         self._staged = StagedWeights(config.run_dir / "scratch")
         self._labels = Labels()
@@ -136,6 +141,7 @@ class VLLMEngine:
             raise ConfigError("config.extra", f"engine vllm: {error}", where="producers.engine") from error
         from producers.engines.vllm_plugin import BACKEND
 
+        self._facts = facts_of(self._config.model.path)
         self._args = arguments(
             self._config, known=known_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
         )
@@ -144,16 +150,15 @@ class VLLMEngine:
             settings = args.create_engine_config()
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError("config.type", f"vLLM refuses its arguments: {error}", where="producers") from error
-        before = set(descendants(os.getpid()))
         try:
-            self._llm = AsyncLLM.from_vllm_config(
-                settings, stat_loggers=[self._stats.logger], disable_log_stats=True
-            )
-            self._children = [pid for pid in descendants(os.getpid()) if pid not in before]
-            self._vocab = int(settings.model_config.get_vocab_size())
+            self._llm = AsyncLLM.from_vllm_config(settings, stat_loggers=[self._stats.logger], disable_log_stats=True)
+            self._children = processes_of()
             await self._bounded(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
+            self._full_softmax = all(await self._bounded(self._llm.collective_rpc("asyncrl_full_softmax")))
         except Exception as error:  # vLLM raises RuntimeError, ValueError and its own from its processes
             raise self._fail("vLLM did not start", error) from error
+        if not self._full_softmax and (problem := logprobs_problem(self._config.sampling)):
+            raise problem
 
     async def close(self, *, grace_s: float) -> None:
         """Stop decoding; samples under way end with an error. No process of vLLM is left."""
@@ -162,25 +167,26 @@ class VLLMEngine:
         if self._looking is not None:
             self._looking.cancel()
         if self._llm is not None:
-            await asyncio.to_thread(end, self._llm, self._children, grace_s=grace_s)
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(end, llm, self._children, grace_s=grace_s)
         self._staged.close()
 
     def health(self) -> EngineHealth:
         """A snapshot; any thread."""
-        if self._llm is None:
-            return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
-        stats, failed = self._stats, self._failure
-        dead = bool(self._llm.errored)
-        detail = failed.message if failed is not None else "vLLM's engine process is dead" if dead else ""
+        stats, failed, samples = self._stats, self._failure, len(self._samples)
+        detail = failed.message if failed is not None else ""
+        if not detail and (self._llm is None or self._llm.errored):
+            detail = "not started" if self._llm is None else "vLLM's engine process is dead"
+        running = min(stats.running, samples)  # vLLM says nothing while it has nothing to do
         return EngineHealth(
-            alive=not detail, version=self._version, running=stats.running, waiting=stats.waiting,
+            alive=not detail, version=self._version, running=running, waiting=min(stats.waiting, samples - running),
             generated_tokens=self._generated, busy_s=stats.busy_s, swap_s=self._swap_s, detail=detail,
             kv_used=stats.kv_used, paused=self._paused, preempted=stats.preempted,
         )  # fmt: skip
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do with its configuration."""
-        cache = self._require().vllm_config.cache_config
+        cache: Any = self._require().vllm_config.cache_config
         return EngineCapabilities(
             "vllm", max_samples=int(self._args["max_num_seqs"]), max_tokens=self._max_len,
             kv_tokens=int(cache.kv_cache_size_tokens or 0), priority=self._args.get("scheduling_policy") == "priority",
@@ -214,11 +220,11 @@ class VLLMEngine:
     async def _bounded(self, call: Awaitable[Any], limit_s: float = CALL_LIMIT_S) -> Any:
         return await asyncio.wait_for(call, limit_s)
 
-    async def _asked(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def _asked(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
         """A call of vLLM whose failure is the engine's."""
         llm = self._require()
         try:
-            return await self._bounded(call(llm))
+            return await self._bounded(call(llm), limit_s)
         except Exception as error:  # EngineDeadError and whatever a worker raised
             raise self._fail(what, error) from error
 
@@ -298,7 +304,7 @@ class VLLMEngine:
                 sample.hand_on(self._labels.runs(spans, count, where=sample.name), "")
 
     def _spans_so_far(self, sample: Sample, count: int) -> list[tuple[str, int, int]]:
-        """vLLM's spans of a sample that has not ended; empty where this vLLM does not show them (then it has one delta).
+        """vLLM's spans of a sample that has not ended; empty where this vLLM does not show them (one delta then).
 
         What this says is compared with the spans that come with the end of the sample.
         """
@@ -337,11 +343,11 @@ class VLLMEngine:
                        f"sampling.max_new_tokens = {self._max_new}")  # fmt: skip
         elif request.temperature <= 0 or not request.indices:
             problem = "temperature must be above 0 and indices not empty"
-        elif int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab:
-            problem = f"prompt token {int(prompt.max())} outside the vocabulary of {self._vocab}"
+        elif int(prompt.min()) < 0 or int(prompt.max()) >= self._facts.vocab:
+            problem = f"prompt token {int(prompt.max())} outside the vocabulary of {self._facts.vocab}"
         elif self._version < 0:
             problem = "no weights have been committed yet"
-        else:
+        elif not self._full_softmax:
             problem = unfit_logprobs(request, self._args["logprobs_mode"])
         if problem:
             raise WorkError("sample.invalid", problem, where=request.id)
@@ -362,10 +368,9 @@ class VLLMEngine:
         self._require()
         if mode == "abort":
             await self.abort(None)
-        if mode == "wait":
-            under_way = [sample.task for sample in self._samples.values() if sample.task is not None]
-            if under_way:  # bounded: every sample has a largest length
-                await asyncio.wait(under_way)
+        if mode == "wait":  # it takes as long as the longest sample
+            limit_s = self._config.run.hang_timeout_s
+            await self._asked("pause", lambda llm: llm.pause_generation(mode="wait", clear_cache=False), limit_s)
         await self._asked("pause", lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
         self._paused = True
 
@@ -377,8 +382,10 @@ class VLLMEngine:
     # ------------------------------------------------------------ weights
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Make room for a version in a file. Raises `sync.plan` for anything but whole weights."""
+        """Make room for a version in a file. Raises `sync.plan` for anything but this model's whole weights."""
         self._require()
+        check_tensors(self._facts, tensors)
+        check_dtypes(tensors, str(self._args["dtype"]))
         await asyncio.to_thread(self._staged.begin, manifest, tensors)
 
     def bucket_room(self, number: int) -> memoryview | None:
@@ -448,7 +455,7 @@ class VLLMEngine:
         since, self._committed_at = time.monotonic() - self._committed_at, time.monotonic()
         if self._looking is not None:
             self._looking.cancel()
-        if self._checksum_s <= CHECKSUM_SHARE * since:
+        if self._checksum_s <= max(CHEAP_S, CHECKSUM_SHARE * since):
             self._looking = asyncio.create_task(self._note_checksums(label))
 
     async def _note_checksums(self, label: str) -> None:
@@ -475,6 +482,16 @@ class VLLMEngine:
             self._checksums = found
             return ""
         return held.manifest.digest if found == self._checksums else found
+
+
+def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
+    """Raise `sync.plan` where the engine's dtype cannot hold what is sent: the digest could never agree."""
+    for tensor in tensors:
+        if tensor.dtype not in HOLDS[dtype]:
+            raise AsyncRLError(
+                "sync.plan", f"{tensor.name}: sent as {tensor.dtype}, which {dtype} does not hold without loss",
+                remedy="set producers.dtype = \"auto\", or both ends to the same dtype",
+            )  # fmt: skip
 
 
 def seed_of(seed: int, index: int) -> int:

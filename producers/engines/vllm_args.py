@@ -5,7 +5,8 @@ Called by `producers.engines.vllm` at its start, and by `asyncrl check` in the e
 1. `arguments` is pure: what vLLM would refuse by name is refused here, with the nearest name it has;
 2. what asyncrl needs as it is (`OURS`) cannot be set in `[producers.engine_args]`; everything else can, and wins over
    the defaults;
-3. log-probs are those of the full softmax after temperature: `logprobs_mode_of` says how, or why that is impossible.
+3. log-probs are those of the full softmax after temperature: `logprobs_mode_of` says which of vLLM's own modes comes
+   nearest, `logprobs_problem` why none of them would do (where the workers' sampler is not changed).
 vLLM is imported by `known_names` and the command alone.
 
 Example: `slots = 64`, `max_prompt_tokens = 64`, `max_new_tokens = 112` become `max_num_seqs = 64`,
@@ -43,19 +44,23 @@ LEAST_BATCHED_TOKENS = 2048
 
 
 def logprobs_mode_of(sampling: SamplingConfig) -> str:
-    """vLLM's `logprobs_mode` that gives the full softmax after temperature, for every request of this run.
+    """vLLM's `logprobs_mode` nearest to the full softmax after temperature for the requests of this run."""
+    return "raw_logprobs" if cuts(sampling) else "processed_logprobs"
 
-    Raises:
-        ConfigError: `config.conflict`: something is cut and the temperature is not 1.
-    """
-    cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.greedy_baseline
-    if not cut:
-        return "processed_logprobs"
-    if sampling.temperature == 1:
-        return "raw_logprobs"
-    what = "greedy_baseline" if sampling.greedy_baseline else "top_p" if sampling.top_p < 1 else "top_k"
-    raise ConfigError(
-        "config.conflict", f"vLLM cannot record log-probs of the full softmax with sampling.{what} and "
+
+def cuts(sampling: SamplingConfig) -> str:
+    """The setting that cuts what is drawn; empty where none does."""
+    chosen = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "greedy_baseline": sampling.greedy_baseline}
+    return next((name for name, on in chosen.items() if on), "")
+
+
+def logprobs_problem(sampling: SamplingConfig) -> AsyncRLError | None:
+    """Why none of vLLM's own modes gives the full softmax after temperature for this run (`config.conflict`)."""
+    what = cuts(sampling)
+    if not what or sampling.temperature == 1:
+        return None
+    return ConfigError(
+        "config.conflict", f"this vLLM cannot record log-probs of the full softmax with sampling.{what} and "
         f"sampling.temperature = {sampling.temperature:g}: its raw ones are before the temperature, its processed ones "
         "after the cut", where="sampling", remedy="set sampling.temperature = 1, or nothing that cuts; or engine = hf",
     )  # fmt: skip
@@ -112,7 +117,7 @@ def kv_bytes(config: Config, *, item_bytes: int, free_bytes: int) -> int:
         shape = shape.get("text_config", shape)
         heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
         width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        per_token = 2 * shape["num_hidden_layers"] * heads * width * item_bytes
+        per_token = int(2 * shape["num_hidden_layers"] * heads * width * item_bytes)
     except (OSError, KeyError, TypeError, *UNREADABLE):
         return min(UNKNOWN_KV_BYTES, int(MOST_KV_SHARE * free_bytes))
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.v1.sample.sampler import Sampler
 
 from asyncrl.wire import Tensor
 from producers.engines.vllm_plugin import register
@@ -106,6 +107,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._group = join(
             init_info.group, rank=rank, size=init_info.world_size, backend=init_info.backend,
             host=init_info.master_address, port=init_info.master_port, timeout=timedelta(seconds=init_info.timeout_s),
+            device=self.device,
         )  # fmt: skip
 
     def start_weight_update(self) -> None:
@@ -123,7 +125,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         for number, group in enumerate(groups):
             memory = self._bucket(update_info, number)
             bytes_of = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
-            digests.append(digest_all(part.numpy() for part in bytes_of.values()))
+            digests.append(digest_all(part.cpu().numpy() for part in bytes_of.values()))
             self._load([(tensor.name, _view(bytes_of[tensor.name], tensor)) for tensor in group])
         self._arrived.digest = whole_digest(digests)
         self._arrived.seconds["load"] = time.perf_counter() - began
@@ -148,7 +150,8 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _from_group(self, size: int) -> torch.Tensor:
         if self._group is None:
             raise RuntimeError("the update is to come through a group, and there is none")
-        return self._group.receive(size, timeout=timedelta(seconds=self._timeout_s))
+        received: torch.Tensor = self._group.receive(size, timeout=timedelta(seconds=self._timeout_s))
+        return received
 
     def finish_weight_update(self) -> None:
         """Layerwise reload ends: the layers hold the new weights."""
@@ -183,15 +186,43 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             group.close()
 
 
+class FullSoftmax(Sampler):  # type: ignore[misc]
+    """vLLM's sampler, whose raw log-probs are taken after the temperature: of the full softmax, also where top-p and
+    top-k cut what is drawn."""
+
+    _temperature: torch.Tensor | None = None
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
+        """As vLLM's."""
+        self._temperature = sampling_metadata.temperature
+        return super().forward(logits, sampling_metadata, *args, **more)
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Log-softmax after temperature, float32, of logits `[B, V]`."""
+        logits = logits.to(torch.float32)
+        if self._temperature is not None:
+            logits = logits / self._temperature.to(torch.float32).unsqueeze(1)
+        return logits.log_softmax(dim=-1)
+
+
 class HeldWeights:
     """What `collective_rpc` can ask of a worker besides (`worker_extension_cls`)."""
 
     weight_transfer_engine: Any
+    model_runner: Any
 
     def asyncrl_held(self) -> dict[str, Any]:
         """`StagedWeightTransfer.held` of this worker."""
         held: dict[str, Any] = self.weight_transfer_engine.held
         return held
+
+    def asyncrl_full_softmax(self) -> bool:
+        """Have this worker's sampler record log-probs of the full softmax after temperature; False where it cannot."""
+        sampler: Any = getattr(self.model_runner, "sampler", None)
+        if type(sampler) is Sampler:
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
+            sampler.__class__ = FullSoftmax
+        return isinstance(sampler, FullSoftmax)
 
     def asyncrl_token(self, path: str) -> str:
         """The text of a small file, empty where this worker cannot read it: does it see the producer's files?"""

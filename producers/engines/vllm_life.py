@@ -9,6 +9,7 @@ A producer that is killed takes them along by `vllm_plugin`.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.processes import is_alive
+from asyncrl.processes import descendants, is_alive
 from producers.engines.vllm_plugin import PRODUCER
 
 LOOK_S = 0.05
+OWN_S = 1.0  # vLLM's processes seldom end by themselves, and hold nothing worth saving
 
 
 def prepare(config: Config) -> None:
@@ -30,7 +32,7 @@ def prepare(config: Config) -> None:
     mine = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind every engine of a host to the same cores
         "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
@@ -39,11 +41,17 @@ def prepare(config: Config) -> None:
     os.environ[PRODUCER] = str(os.getpid())
 
 
+def processes_of() -> list[int]:
+    """The engine processes that this one started, and what these started."""
+    started = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    return [pid for first in started for pid in (first, *descendants(first))]
+
+
 def end(llm: Any, children: Sequence[int], *, grace_s: float) -> None:
     """Shut down; on a thread, blocks at most a little longer than the grace."""
     deadline = time.monotonic() + grace_s
     with suppress(Exception):  # it may be dead already, and its processes are killed below
-        llm.shutdown(timeout=grace_s)
+        llm.shutdown(timeout=min(grace_s, OWN_S))
     while time.monotonic() < deadline and any(is_alive(pid) for pid in children):
         time.sleep(LOOK_S)
     for pid in children:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,4 +49,18 @@ def lacks(package: str, target: str) -> Callable[[], str]:
     return why_not
 
 
-RIGS = (Rig("hf", _hf, _spoil_forward),)
+def _vllm(folder: Path, kv: str) -> Engine:
+    engine: Engine = find("asyncrl.engines", "vllm")(config_of(folder, engine="vllm", kv=kv))
+    return engine
+
+
+def _kill_children(engine: Any) -> None:
+    for pid in engine._children:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+RIGS = (
+    Rig("hf", _hf, _spoil_forward),
+    Rig("vllm", _vllm, _kill_children, lacks("vllm", "vllm"), start_s=240),
+)

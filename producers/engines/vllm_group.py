@@ -1,0 +1,51 @@
+"""A worker's end of the process group through which a producer sends weights (`producers.engines.group_sender`).
+
+Called by `vllm_backend` in vLLM's worker processes. Guarantees: the group is made as the sender makes it (a TCPStore at
+rank 0 under the prefix of the group's name, torch's own helper); every broadcast is uint8 from rank 0; every wait is
+bounded. vLLM's own groups are not touched.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
+
+
+class Member:
+    """This worker in the group."""
+
+    def __init__(self, group: Any, store: Any, device: torch.device) -> None:
+        self._group = group
+        self._store = store  # kept: the group looks into it
+        self._device = device
+
+    def receive(self, size: int, *, timeout: timedelta) -> torch.Tensor:
+        """The next bytes of rank 0, uint8 `[size]`, on the group's device. Raises RuntimeError."""
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if size:
+            self._group.broadcast(memory, 0).wait(timeout)
+        return memory
+
+    def close(self) -> None:
+        """Leave the group."""
+        with suppress(RuntimeError, ValueError):  # it may be broken already
+            distributed_c10d.destroy_process_group(self._group)
+        self._store = None
+
+
+def join(
+    name: str, *, rank: int, size: int, backend: str, host: str, port: int, timeout: timedelta, device: torch.device
+) -> Member:
+    """Join the group; blocks until all are there. Raises RuntimeError after `timeout`."""
+    store = TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
+    c10d: Any = distributed_c10d
+    # Torch offers no public call that makes a group of other processes beside the default one.
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
+    return Member(group, store, torch.device("cpu") if backend == "gloo" else device)
