@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 
 class Member:
@@ -41,11 +41,11 @@ def join(
     name: str, *, rank: int, size: int, backend: str, host: str, port: int, timeout: timedelta, device: torch.device
 ) -> Member:
     """Join the group; blocks until all are there. Raises RuntimeError after `timeout`."""
-    store = TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
     c10d: Any = distributed_c10d
+    store = c10d.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
     # Torch offers no public call that makes a group of other processes beside the default one.
     group, _ = c10d._new_process_group_helper(
-        size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+        size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=timeout
     )
     c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
     return Member(group, store, torch.device("cpu") if backend == "gloo" else device)
