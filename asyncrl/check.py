@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithm_notes, algorithms, evaluation_config
+from asyncrl import algorithm_notes, algorithms, engine_env, evaluation_config
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
@@ -87,7 +87,12 @@ def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: boo
     if "learner" in roles:
         errors += check_algorithm(config)
     errors += check_keys(config, joining=joining or "buffer" not in roles)
-    return Checked(errors, derived(config, roles), notes_on(config, roles))
+    findings = []
+    if "producer" in roles:
+        wrong, has, python = engine_env.look(config, env=_environment())
+        errors += engine_env.url_problems(config) + wrong
+        findings = [Finding("engine", has, python)] if has else []
+    return Checked(errors, [*derived(config, roles), *findings], notes_on(config, roles))
 
 
 # ---------------------------------------------------------------- files

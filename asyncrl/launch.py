@@ -25,6 +25,7 @@ import msgspec
 
 from asyncrl import check as checks
 from asyncrl.config import Config, all_keys, dump, load
+from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
 from asyncrl.modes import roles_of
@@ -84,7 +85,8 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
             run_keys(config, make=True)
         path = settle_config(run, config, options, tag=tag)
         joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
-        plans = plan(config, roles, config_path=path, joining=joining, python_path=python_path())
+        homed = with_python(config) if "producer" in roles else config
+        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
         for note in checked.notes:
             _print(f"note: {note}")

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from asyncrl import role, rundir
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
+from asyncrl.engine_env import own_url
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
@@ -316,7 +317,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     client = ProducerClient(
         address, name=args.name, keys=keys, max_bytes=config.network.max_message_bytes, timeout_s=limit_s
     )
-    engine: Any = find("asyncrl.engines", config.producers.engine)(config)
+    engine: Any = find("asyncrl.engines", config.producers.engine)(own_url(config, args.name))
     held_out = HeldOutPrompts(config)
     leave = asyncio.Event()
     reason = "stopping"

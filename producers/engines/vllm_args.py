@@ -1,7 +1,7 @@
 """Settings of the vllm engine: from the configuration to the names of vLLM's `AsyncEngineArgs`.
 
 Called by `producers.engines.vllm` at its start, and by `asyncrl check` in the engine's own environment
-(`python -m producers.engines.vllm_args CONFIG.toml`). Guarantees:
+(`python -m producers.engines.vllm_args`). Guarantees:
 1. `arguments` is pure: what vLLM would refuse by name is refused here, with the nearest name it has;
 2. what asyncrl needs as it is (`OURS`) cannot be set in `[producers.engine_args]`; everything else can, and wins over
    the defaults;
@@ -132,15 +132,15 @@ def known_names() -> set[str]:
     return {item.name for item in dataclasses.fields(AsyncEngineArgs)}
 
 
-def main(argv: list[str]) -> int:
-    """Print what is wrong with the configuration's engine arguments, one JSON line of (code, message, where) each."""
-    from asyncrl.config import load
+def main() -> int:
+    """Read a resolved configuration; print what is wrong with its engine arguments, [code, message, where] per line."""
+    from asyncrl.config import parse
 
-    config = load(Path(argv[0]))
+    config = parse(sys.stdin.read())
     for error in problems(dict(config.producers.engine_args), known_names()):
         print(msgspec.json.encode((error.code, error.message, error.where)).decode())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
