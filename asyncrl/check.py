@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithm_notes, algorithms, engine_env, evaluation_config
+from asyncrl import algorithm_notes, algorithms, engine_env, evaluation_config, parallel
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
-from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors, error_for
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.evaluation import MAX_ROWS, data_of, is_due
 from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
 from asyncrl.plan import TARGETS, names_of, threads_of
@@ -113,6 +113,18 @@ def check_model(config: Config) -> Iterator[AsyncRLError]:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
     if not any((folder / name).is_file() for name in names):
         yield ConfigError("config.tokenizer", f"it has none of {', '.join(names)}", where=where)
+    yield from check_layout(config, folder / "config.json")
+
+
+def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
+    """Heads and experts of the model divide by `[learner.parallel]`."""
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, *UNREADABLE):  # said where the model is loaded
+        return
+    if isinstance(model, dict):
+        for code, message, key in parallel.model_problems(config, model):
+            yield error_for(code, message, where=".".join(key))
 
 
 def data_paths(config: Config) -> list[Path]:

@@ -23,7 +23,7 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, evaluation_config, modes, presets
+from asyncrl import algorithms, evaluation_config, modes, parallel, presets
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
@@ -228,6 +228,16 @@ class PreferenceConfig(Section, frozen=True):
     margin_key: str = ""  # reward_model: column with how much better the chosen answer is at least; empty: 0
 
 
+class ParallelConfig(Section, frozen=True):
+    """`[learner.parallel]`: how the ranks share a model; what they do not take divides the batch."""
+
+    replicate: Positive = 1  # groups of ranks that each hold all weights between them (HSDP)
+    tensor: Positive = 1  # ranks that split every matrix
+    sequence: Positive = 1  # ranks that split every packed row (Ulysses, arXiv 2309.14509)
+    pipeline: Positive = 1  # stages that the layers are split over (backend megatron)
+    expert: Positive = 1  # ranks that split the experts of a mixture-of-experts model
+
+
 class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
@@ -248,6 +258,7 @@ class LearnerConfig(Section, frozen=True):
     batch_timeout_s: Seconds = 600.0  # waiting for one batch
     restarts: Count = 3  # in 10 minutes, when started by `launch all`
     optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
@@ -576,7 +587,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"data.max_prompt_tokens + sampling.max_new_tokens{')' if pair else ''} = {row}: the longest "
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
-    for code, message, path in (*algorithms.problems(config), *evaluation_config.problems(config)):
+    found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config))
+    for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):
         yield from _check_address(config, name, where)

@@ -57,7 +57,7 @@ def keep_high_entropy(
     values = [[piece.float().cpu() for piece in part] for part in entropy]
     pairs = [pair for part in zip(values, masks, strict=True) for pair in zip(*part, strict=True)]
     mine = torch.cat([torch.zeros(0), *(piece[mask] for piece, mask in pairs)])
-    every = np.concatenate([np.frombuffer(part, np.float32) for part in gang.gather(mine.numpy().tobytes())])
+    every = np.concatenate([np.frombuffer(part, np.float32) for part in gang.gather_shares(mine.numpy().tobytes())])
     threshold = entropy_threshold(torch.from_numpy(every), share=keep)
     pieces = [
         [(mask & (piece >= threshold)).to(like.device) for piece, mask, like in zip(*part, strict=True)]
@@ -76,7 +76,7 @@ def choose_tokens(
         for sample, rows in _rows(micro, _columns(micro, number, now, known, algorithm)):
             mine[sample] = [row.tobytes() for row in rows]
     every: dict[int, list[bytes]] = {}
-    for text in gang.gather(msgspec.msgpack.encode(mine)):
+    for text in gang.gather_shares(msgspec.msgpack.encode(mine)):
         every |= msgspec.msgpack.decode(text, type=dict[int, list[bytes]])
     picked = _pick(chooser, every, seed)
     device = current[0].device if current else torch.device("cpu")

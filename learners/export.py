@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = load(RunDir(args.run).require().config)
-        gang = Gang.join(config)
+        gang = Gang.join(config, anywhere=True)
         target = export(config, gang=gang, step=args.step, out=args.out)
         if gang.lead:
             print(target)

@@ -3,7 +3,8 @@
 Called by `learners.main` and `learners.loop`. Rank 0 alone talks to services; the others follow its orders. Guarantees:
 1. orders and batches are msgpack and raw arrays on CPU tensors over Gloo, never pickled objects;
 2. every wait has the process group's timeout, which is longer than the longest wait for a batch;
-3. without torchrun a process is a gang of one on a free port of loopback.
+3. without torchrun a process is a gang of one on a free port of loopback;
+4. batches are handed out by share and sums count once per share, whatever the layout (`learners.topology`).
 """
 
 from __future__ import annotations
@@ -13,45 +14,73 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config import Config
 from asyncrl.device import Device
+from learners.topology import Topology
 
 
 class Gang:
-    """This process among its ranks. `lead` is rank 0."""
+    """This process among its ranks. `lead` is rank 0; `topology` its place (without it every rank is a share)."""
 
-    def __init__(self, rank: int, size: int, device: Device) -> None:
+    def __init__(self, rank: int, size: int, device: Device, topology: Topology | None = None) -> None:
         self.rank = rank
         self.size = size
         self.device = device
+        self.topology = topology or Topology(rank, size)
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
     @property
     def lead(self) -> bool:
         """Whether this process talks to the services."""
-        return self.rank == 0
+        return self.topology.lead
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a batch is cut."""
+        return self.topology.shares
 
     @staticmethod
-    def join(config: Config) -> Gang:
-        """Join the process group that torchrun (or `learners.main`) describes in the environment."""
+    def join(config: Config, *, anywhere: bool = False) -> Gang:
+        """Join the process group that torchrun (or `learners.main`) describes in the environment.
+
+        `anywhere`: a gang of one may take the place of any layout, for what only reads checkpoints.
+
+        Raises:
+            ConfigError: `config.conflict`, where the ranks do not divide into `[learner.parallel]`.
+        """
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, default)
         device = Device.find(config.learner.device, index=int(os.environ["LOCAL_RANK"]))
         longest = max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
         # Alone and without torchrun there is nobody to meet: no port is opened, and none can be taken.
-        alone = "MASTER_PORT" not in os.environ and os.environ["WORLD_SIZE"] == "1"
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        plain = anywhere and size == 1
+        topology = Topology(rank, size) if plain else Topology.of(config.learner.parallel, rank=rank, size=size)
+        alone = "MASTER_PORT" not in os.environ and size == 1
         store: dict[str, Any] = {}
         if alone:
             store = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
-        return Gang(dist.get_rank(), dist.get_world_size(), device)
+        return Gang(rank, size, device, topology)
 
     def leave(self) -> None:
         """Wait for the others and leave the group."""
         dist.barrier()  # bounded: the timeout of the group
         dist.destroy_process_group()
+
+    def mesh(self, **sizes: int) -> DeviceMesh:
+        """The ranks as a grid with these dimensions, slowest first; made once. Collective."""
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            names = tuple(sizes)
+            self._meshes[key] = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=names)
+        return self._meshes[key]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -69,17 +98,17 @@ class Gang:
         return content.numpy().tobytes()
 
     def scatter(self, shares: Sequence[bytes] | None) -> bytes:
-        """`shares[rank]` of rank 0, on each rank."""
+        """Of the `shares` that rank 0 gives its own, on each rank."""
         if self.size == 1:
             return (shares or [b""])[0]
-        sizes = torch.tensor([len(part) for part in shares] if shares else [0] * self.size, dtype=torch.int64)
+        sizes = torch.tensor([len(part) for part in shares] if shares else [0] * self.shares, dtype=torch.int64)
         dist.broadcast(sizes, 0)
         if self.lead:
             assert shares is not None
             for rank in range(1, self.size):
-                dist.send(_tensor(shares[rank]), rank)
-            return shares[0]
-        content = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+                dist.send(_tensor(shares[self.topology.at(rank).share]), rank)
+            return shares[self.topology.share]
+        content = torch.empty(int(sizes[self.topology.share]), dtype=torch.uint8)
         dist.recv(content, 0)  # bounded: the timeout of the group
         return content.numpy().tobytes()
 
@@ -94,10 +123,20 @@ class Gang:
         dist.all_gather(parts, _tensor(data + bytes(longest - len(data))))
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
+    def gather_shares(self, data: bytes) -> list[bytes]:
+        """The bytes of the counting rank of every share, by share, on every rank: for sums over a batch."""
+        every = self.gather(data)
+        return every if self.shares == self.size else [every[rank] for rank in self.topology.counting]
+
     def total(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks; of names that end in `_max`, the maximum. Every rank must pass the same names."""
+        """Sums over shares; of names that end in `_max`, the maximum over ranks.
+
+        Every rank that counts must pass the same names; the others may leave names out.
+        """
         if self.size == 1:
             return dict(sums)
+        if self.shares < self.size:
+            return self._total_of_shares(sums)
         result: dict[str, float] = {}
         for maximum in (False, True):
             names = sorted(name for name in sums if name.endswith("_max") is maximum)
@@ -106,6 +145,15 @@ class Gang:
                 dist.all_reduce(values, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
                 result.update(zip(names, values.tolist(), strict=True))
         return result
+
+    def _total_of_shares(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """As `total` where some ranks have the same share: in the order of the shares, as every rank sees them."""
+        every = [msgspec.msgpack.decode(part, type=dict[str, float])
+                 for part in self.gather(msgspec.msgpack.encode(dict(sums)))]  # fmt: skip
+        counting = [every[rank] for rank in self.topology.counting]
+        largest = {name: float(np.max([one[name] for one in every if name in one]))  # not max(): it may hide a NaN
+                   for one in every for name in one if name.endswith("_max")}  # fmt: skip
+        return {name: sum(one[name] for one in counting) for name in counting[0] if name not in largest} | largest
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -48,7 +48,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     started = time.monotonic()
     _quiet()
     gang = Gang.join(config)
-    gang.device.seed_all(config.run.seed + gang.rank)
+    gang.device.seed_all(config.run.seed + gang.topology.share)
     backend = find("asyncrl.backends", config.learner.backend)(config, gang)
     backend.self_check()
     if gang.lead:

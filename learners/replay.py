@@ -158,7 +158,7 @@ class Replay:
         from asyncrl.plugins import find
         from learners.checkpoint import problem_of
 
-        self._gang.device.seed_all(config.run.seed + self._gang.rank)
+        self._gang.device.seed_all(config.run.seed + self._gang.topology.share)
         backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
         backend.self_check()
         if checkpoint:

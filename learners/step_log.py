@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learners.algorithms.metrics import correction_table, table_metrics
+from learners.algorithms.metrics import LAG_BUCKETS, correction_table, table_metrics
 from learners.algorithms.tensors import masked
 from learners.algorithms.types import Correction, TokenLoss
 
@@ -78,12 +78,13 @@ class StepLog:
     def metrics(self, gang: Gang) -> dict[str, float]:
         """By catalogue name, over all ranks. Collective."""
         table = torch.zeros(0) if self._table is None else self._table.cpu()
-        every = [np.frombuffer(part, np.float64) for part in gang.gather(table.double().numpy().tobytes())]
+        mine = table.double().numpy().tobytes()
+        every = [np.frombuffer(part, np.float64) for part in gang.gather_shares(mine)]
         whole = sum((part for part in every if part.size), np.zeros(1))
         largest = gang.total({"ratio_max": 0.0 if self._ratio_max is None else float(self._ratio_max)})
         if whole.size == 1:
             return {}
-        found = table_metrics(torch.from_numpy(whole).reshape(table.shape))
+        found = table_metrics(torch.from_numpy(whole).reshape(len(LAG_BUCKETS), -1))
         told = {name: found[name] for name in TOLD} | {name: found[name] for name in found if name.startswith("lag/")}
         return told | {"tis_capped_share": found["truncated_share"], "ratio_max": largest["ratio_max"]}
 
@@ -91,5 +92,5 @@ class StepLog:
         """Mean weight of every sample over its trained tokens, by its place in the batch. Collective."""
         mine = {number: value for numbers, means in self._weights
                 for number, value in zip(numbers, means.tolist(), strict=True)}  # fmt: skip
-        parts = (msgspec.msgpack.decode(part, type=dict[int, float]) for part in gang.gather(_encode(mine)))
+        parts = (msgspec.msgpack.decode(part, type=dict[int, float]) for part in gang.gather_shares(_encode(mine)))
         return {number: value for part in parts for number, value in part.items()}

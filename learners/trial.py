@@ -121,8 +121,8 @@ class Trial:
     def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
         """What the packer breaks on, and its result where it does not."""
         try:
-            cut = supervised.assemble(batch, self._config, ranks=self._gang.size) if self._given else assemble(
-                batch, algorithm=self._config.algorithm, ranks=self._gang.size, packing=self._config.packing,
+            cut = supervised.assemble(batch, self._config, ranks=self._gang.shares) if self._given else assemble(
+                batch, algorithm=self._config.algorithm, ranks=self._gang.shares, packing=self._config.packing,
                 max_tokens=self._config.micro_batch_tokens, seed=self._seed, baselines=self._baselines or None,
             )  # fmt: skip
         except MemoryError:

@@ -209,7 +209,7 @@ def _gathered(
             rows = np.split(tensor.float().cpu().numpy(), np.cumsum(counts)[:-1]) if counts.size else []
             mine.update({int(number): row.tobytes() for number, row in zip(micro.samples, rows, strict=True)})
     every: dict[int, bytes] = {}
-    for text in gang.gather(msgspec.msgpack.encode(mine)):
+    for text in gang.gather_shares(msgspec.msgpack.encode(mine)):
         every |= msgspec.msgpack.decode(text, type=dict[int, bytes])
     return [np.frombuffer(every[number], np.float32) for number in sorted(every)]
 

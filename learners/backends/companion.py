@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError
 from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.hf_folder import write_folder
 from learners.backends.sharded import Sharded
-from learners.backends.shards import slab
+from learners.backends.shards import local_of
 from learners.batch import MicroBatch, packed_row, padded_rows
 from learners.gang import Gang
 
@@ -33,7 +33,7 @@ class Companion:
     """One rank's part of it. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
 
     def __init__(self, module: Any, settings: CompanionConfig, config: Config, gang: Gang, *, prefix: str) -> None:
-        from learners.backends.fsdp2 import make_optimizer, shard
+        from learners.backends.fsdp2 import data_mesh, make_optimizer, shard
 
         self.exported = settings.export
         self._config = config
@@ -41,8 +41,9 @@ class Companion:
         self._device = gang.device
         self._prefix = prefix
         self._model = module
-        units = shard(module, config, gang.device)
-        self._sharded = Sharded(module, units, make_optimizer(module, settings, config, gang.device), ranks=gang.size)
+        units = shard(module, config, gang)
+        optimizer = make_optimizer(module, settings, config, gang.device)
+        self._sharded = Sharded(module, units, optimizer, ranks=data_mesh(gang).size())
         self._memory: dict[str, Tensor] | None = None
 
     def _forward(self, piece: MicroBatch) -> tuple[Tensor, Tensor, Micro]:
@@ -80,7 +81,7 @@ class Companion:
 
     def remember(self) -> None:
         """Copy this rank's weights and optimizer states to the host, for `restore`."""
-        self._memory = {name: slab(value)[0].detach().to("cpu", copy=True) for name, value in self.state().items()}
+        self._memory = {name: local_of(value).detach().to("cpu", copy=True) for name, value in self.state().items()}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -89,7 +90,7 @@ class Companion:
         if memory is not None:
             self.discard()
             for name, value in self.state().items():
-                slab(value)[0].copy_(memory[name])
+                local_of(value).copy_(memory[name])
 
     def release(self) -> None:
         """Drop what `remember` saw."""

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from asyncrl import parallel
 from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -57,9 +57,9 @@ class FSDP2Backend:
         hf = load_model(config, gang.device)
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
-        self._units = shard(self._policy, config, gang.device)
+        self._units = shard(self._policy, config, gang)
         optimizer = make_optimizer(self._policy, config.learner.optim, config, gang.device)
-        self._sharded = Sharded(self._policy, self._units, optimizer, ranks=gang.size)
+        self._sharded = Sharded(self._policy, self._units, optimizer, ranks=data_mesh(gang).size())
         self.critic = Critic(config, gang) if wants_critic(config) else None
         self.process_reward = (
             ProcessRewardModel(config, gang, reference=self.reference_logprobs)
@@ -181,12 +181,12 @@ class FSDP2Backend:
         return state
 
     def save(self, folder: Path) -> Path:
-        """One safetensors file per rank with its slabs and its generator states."""
+        """One safetensors file per rank with its boxes and its generator states."""
         self._device.synchronize()
         return save_shard(folder, self._state(), rank=self._gang.rank, extra=self._device.rng_state())
 
     def load(self, folder: Path) -> None:
-        """Slabs from the files of any number of ranks; generator states where the number is the same."""
+        """Boxes from the files of any number of ranks; generator states where the number is the same."""
         extra = load_shards(folder, self._state(), rank=self._gang.rank, ranks=self._gang.size)
         if extra:
             self._device.set_rng_state(extra)
@@ -249,9 +249,24 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def shard(policy: PolicyModel | ScoreModel, config: Config, device: Device) -> list[Any]:
+def data_mesh(gang: Gang) -> DeviceMesh:
+    """The ranks over which weights are sharded and gradients reduced: `[shard]`, or `[replicate, shard]` (HSDP).
+
+    Raises:
+        ConfigError: `config.conflict`, for layouts that this backend has not.
+    """
+    place = gang.topology
+    if unfit := [name for name in parallel.NAMES if getattr(place, name) > 1 and name not in parallel.SPLITS["fsdp2"]]:
+        why = f"backend 'fsdp2' cannot split so; it has {', '.join(parallel.SPLITS['fsdp2'])}"
+        raise ConfigError("config.conflict", why, where=f"learner.parallel.{unfit[0]}")
+    if place.replicate == 1:
+        return gang.mesh(shard=gang.size)
+    return gang.mesh(replicate=place.replicate, shard=gang.size // place.replicate)
+
+
+def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> list[Any]:
     """`fully_shard` every decoder layer and the root; the units, root first."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh, device = data_mesh(gang), gang.device
     dtype = DTYPES[config.model.dtype][1]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if dtype == torch.float32:

@@ -1,43 +1,87 @@
-"""Sharded training state in safetensors files: one per rank, read back by any number of ranks.
+"""Sharded training state in safetensors files: one per rank, read back by any number of ranks in any layout.
 
-Called by `fsdp2`. Each rank writes the slab (a range of rows) that it holds of every tensor; where the slabs lie stands
-as JSON in the file's metadata. `torch.distributed.checkpoint` would do the same, but it pickles its metadata and its
-plans, and this project reads no pickle. Guarantees:
+Called by `fsdp2`. Each rank writes the box (a range of every dimension) that it holds of every tensor; where the boxes
+lie stands as JSON in the file's metadata. `torch.distributed.checkpoint` would do the same, but it pickles its metadata
+and its plans, and this project reads no pickle. Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
-2. loading fills every row of every tensor, or raises `learner.checkpoint`;
-3. a tensor that every rank holds whole (a step count) is written by rank 0 alone.
+2. loading fills every element of every tensor, or raises `learner.checkpoint`;
+3. what several ranks hold alike (a replica, a step count) is written by one of them.
 It does not make the files durable or complete as a set: `learners.checkpoint` does.
+
+Example: `[10, 4]` on 2 replicas of 2 ranks: rank 0 writes rows 0..4 with start 0, rank 1 rows 5..9 with start 5, and
+ranks 2 and 3 nothing. With the columns split over 2 ranks as well: rows 0..4, columns 2..3 have start [0, 2].
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from asyncrl.errors import AsyncRLError
 
 _EXTRA = "extra/"
+#: As files hold it: the first row of a slab of rows, or the first index of every dimension.
+Start = int | tuple[int, ...]
 
 
-def slab(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a tensor (itself where it is not sharded) and the number of the first."""
+class Box(NamedTuple):
+    """What a rank holds of a tensor: a range of every dimension. `first`: no rank before it holds the same."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    first: bool
+
+
+def box_of(tensor: Tensor) -> Box:
+    """This rank's box of a tensor; all of it where the tensor is not distributed.
+
+    Raises:
+        AsyncRLError: `internal`, for layouts whose parts are no boxes.
+    """
+    start, shape = [0] * tensor.dim(), list(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return tensor, 0
-    placement = tensor.placements[0]
-    if len(tensor.placements) != 1 or not isinstance(placement, Shard) or placement.dim != 0:
-        raise AsyncRLError("internal", f"layout {tensor.placements} cannot be written as slabs of rows")
-    local = tensor.to_local()
-    # FSDP2 gives every rank ceil(rows / ranks) rows and the last ones what is left.
-    each = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return local, min(each * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+        return Box(tuple(start), tuple(shape), first=True)
+    mesh, later = tensor.device_mesh, []
+    first = int(mesh.mesh.min()) == 0  # of meshes side by side that hold the same, the one with rank 0
+    for dimension, placement in enumerate(tensor.placements):
+        place, size = mesh.get_local_rank(dimension), mesh.size(dimension)
+        if isinstance(placement, Replicate):
+            first = first and place == 0
+        elif isinstance(placement, _StridedShard):
+            # Cut last, although it stands first: FSDP over what tensor or expert parallelism has already cut.
+            later.append((placement.dim % tensor.dim(), place, size))
+        elif isinstance(placement, Shard):
+            _cut(start, shape, placement.dim % tensor.dim(), place, size)
+        else:
+            raise AsyncRLError("internal", f"layout {tensor.placements} cannot be written")
+    for cut in later:
+        _cut(start, shape, *cut)
+    if tuple(shape) != tuple(tensor.to_local().shape):
+        raise AsyncRLError("internal", f"layout {tensor.placements} of {tuple(tensor.shape)} is no box")
+    return Box(tuple(start), tuple(shape), first)
+
+
+def _cut(start: list[int], shape: list[int], dim: int, place: int, size: int) -> None:
+    """As `torch.chunk`: every rank gets ceil(length / size), the last ones what is left."""
+    each, length = -(-shape[dim] // size), shape[dim]
+    low = min(each * place, length)
+    start[dim] += low
+    shape[dim] = min(each, length - low)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_path(folder: Path, rank: int) -> Path:
@@ -46,16 +90,16 @@ def shard_path(folder: Path, rank: int) -> Path:
 
 
 def save_shard(folder: Path, state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor]) -> Path:
-    """Write this rank's slabs and its own `extra` tensors."""
+    """Write this rank's boxes and its own `extra` tensors."""
     tensors: dict[str, Tensor] = {_EXTRA + name: value for name, value in extra.items()}
-    starts: dict[str, int] = {}
+    starts: dict[str, Start] = {}
     for name, value in state.items():
         if not isinstance(value, DTensor) and rank > 0:
             continue
-        local, start = slab(value)
-        if local.numel():
+        box, local = box_of(value), local_of(value)
+        if local.numel() and box.first:
             tensors[name] = local.detach().cpu().contiguous()
-            starts[name] = start
+            starts[name] = box.start if any(box.start[1:]) else (box.start or (0,))[0]
     path = shard_path(folder, rank)
     try:
         save_file(tensors, path, metadata={"starts": msgspec.json.encode(starts).decode()})
@@ -67,33 +111,40 @@ def save_shard(folder: Path, state: Mapping[str, Tensor], *, rank: int, extra: M
 def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> dict[str, Tensor]:
     """Fill the tensors of `state` in place; this rank's extras where the number of files equals `ranks`, else none."""
     paths = sorted(folder.glob("shard_*.safetensors"))
-    missing = {name: slab(value)[0].shape[0] if value.dim() else 1 for name, value in state.items()}
+    boxes = {name: box_of(value) for name, value in state.items()}
+    missing = {name: math.prod(box.shape) for name, box in boxes.items()}
     extra: dict[str, Tensor] = {}
     for number, path in enumerate(paths):
         with safe_open(path, framework="pt") as file:
-            starts = msgspec.json.decode(file.metadata()["starts"], type=dict[str, int])
+            starts = msgspec.json.decode(file.metadata()["starts"], type=dict[str, Start])
             for name in starts.keys() & state.keys():
-                missing[name] -= _fill(state[name], file, name, starts[name])
+                missing[name] -= _fill(state[name], boxes[name], file, name, starts[name])
             if number == rank and len(paths) == ranks:
                 for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     if key.startswith(_EXTRA):
                         extra[key.removeprefix(_EXTRA)] = file.get_tensor(key)
-    if short := [name for name, rows in missing.items() if rows]:
+    if short := [name for name, elements in missing.items() if elements]:
         raise AsyncRLError("learner.checkpoint", f"{short[0]} and {len(short) - 1} others are not in {folder}")
     return extra
 
 
-def _fill(target: Tensor, file: Any, name: str, start: int) -> int:
-    """Copy the rows that the file and this rank have in common; how many."""
-    local, first = slab(target)
+@torch.no_grad()
+def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start) -> int:
+    """Copy the elements that the file and this rank have in common; how many."""
+    local = local_of(target)
     if target.dim() == 0:
         local.copy_(file.get_tensor(name))
         return 1
     piece = file.get_slice(name)
-    low = max(first, start)
-    high = min(first + local.shape[0], start + piece.get_shape()[0])
-    if high <= low:
-        return 0
-    with torch.no_grad():
-        local[low - first : high - first].copy_(piece[low - start : high - start])
-    return int(high - low)
+    shape = piece.get_shape()
+    begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else start
+    mine, theirs, count = [], [], 1
+    for low, length, other, size in zip(box.start, box.shape, begin, shape, strict=True):
+        left, right = max(low, other), min(low + length, other + size)
+        if right <= left:
+            return 0
+        mine.append(slice(left - low, right - low))
+        theirs.append(slice(left - other, right - other))
+        count *= right - left
+    local[tuple(mine)].copy_(piece[tuple(theirs)])
+    return count
