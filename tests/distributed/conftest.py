@@ -34,8 +34,14 @@ def gang() -> Iterator[Gang]:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of two ranks by case, and their folder: of one launch for all modules."""
-    return ranks.results_in(ranks.launched(_home(tmp_path_factory), model), request.module.cases.__name__)
+    """Results of two ranks by case, and their folder: of one launch for all jobs."""
+    return ranks.results_in(ranks.launched(_home(tmp_path_factory), model, 2), request.module.cases.__name__)
+
+
+@pytest.fixture(scope="session")
+def results_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of a job by case, and its folder, by the number of ranks and the job's name."""
+    return lambda count, job: ranks.results_in(ranks.launched(_home(tmp_path_factory), model, count), job)
 
 
 @pytest.fixture(scope="module")

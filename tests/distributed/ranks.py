@@ -1,8 +1,9 @@
-"""What the tests on several ranks share: a tiny model, a gang of this process, one launch of two ranks.
+"""What the tests on several ranks share: tiny models, a gang of this process, one launch for each number of ranks.
 
-The case modules (`fsdp2_cases`, `critic_cases`, `supervised_cases`) hold what is trained; each has
-`run_all(model, gang, out)` with results by case. Under torchrun this file runs all of them in one launch and rank 0
-writes `OUT/<module>/results.json`; the tests call the same functions in a process group of one rank as the reference.
+The case modules (`backend_contract`, `critic_cases`, `supervised_cases`) hold what is trained; each has
+`run_all(model, gang, out)` with results by case. Under torchrun this file runs all jobs of a launch in one process
+group and rank 0 writes `OUT/<job>/results.json`; the tests call the same functions in a process group of one rank as
+the reference.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -26,8 +28,24 @@ from learners import update
 from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
 from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from learners.topology import Topology
 
-MODULES = ("fsdp2_cases", "critic_cases", "supervised_cases")
+
+class Job(NamedTuple):
+    """A case module in a layout. `other`: the launch and the job whose checkpoint it loads, too."""
+
+    module: str
+    layout: str = ""  # settings with ; between them; those of `[learner.parallel]` make the gang
+    other: tuple[int, str] | None = None
+
+
+#: By the number of ranks, jobs by name.
+LAUNCHES: dict[int, dict[str, Job]] = {
+    2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases")},
+    4: {
+        "hsdp": Job("backend_contract", "learner.ranks=4;learner.parallel.replicate=2", other=(2, "backend_contract")),
+    },
+}
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
 #: Of the ranks: the library, and what tests share.
@@ -43,6 +61,9 @@ learner.micro_batch_tokens = 96
 learner.optim.lr = 1e-3
 """
 
+#: The least that a gang is made of.
+LONE = 'data.max_prompt_tokens = 16\n[[reward]]\nfunction = "a:b"'
+
 
 def settings(model: Path, lines: str, extra: str = "") -> configuration.Config:
     """The shared settings, those of a case module (TOML), and overrides with ; between them."""
@@ -53,7 +74,7 @@ def settings(model: Path, lines: str, extra: str = "") -> configuration.Config:
 
 def lone_config(model: Path = Path("m")) -> configuration.Config:
     """Of a gang: which cases it will train does not matter."""
-    return settings(model, 'data.max_prompt_tokens = 16\n[[reward]]\nfunction = "a:b"')
+    return settings(model, LONE)
 
 
 def make_model(folder: Path) -> Path:
@@ -119,28 +140,36 @@ def check_no_trace(
     assert cases.digest(backend) != before
 
 
-def launched(home: Path, model: Path) -> Path:
-    """The folder with the results of two ranks, all case modules in one launch; made by whoever comes first.
+def launched(home: Path, model: Path, count: int) -> Path:
+    """The folder with the results of so many ranks, all jobs in one launch; made by whoever comes first.
 
     `home` is that of the whole test run: workers of one run share the launch. The lock is held while it runs, at most
-    `LAUNCH_S`.
+    `LAUNCH_S`. Launches whose checkpoints it loads come first.
     """
-    out = home / "two_ranks"
-    with (home / "two_ranks.lock").open("w") as lock:
+    for job in LAUNCHES[count].values():
+        if job.other is not None:
+            launched(home, model, job.other[0])
+    out = folder_of(home, count)
+    with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
             out.mkdir()
-            _launch(model, out)
+            _launch(model, out, count)
     return out
 
 
-def _launch(model: Path, out: Path) -> None:
+def folder_of(home: Path, count: int) -> Path:
+    """Where a launch of so many ranks writes."""
+    return home / f"ranks_{count}"
+
+
+def _launch(model: Path, out: Path, count: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     environment |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-             "--nproc-per-node", "2", __file__, str(model), str(out)],
+             "--nproc-per-node", str(count), __file__, str(model), str(out)],
             capture_output=True, text=True, timeout=LAUNCH_S, env=environment, check=False,
         )  # fmt: skip
         said = done.stdout + done.stderr
@@ -149,9 +178,9 @@ def _launch(model: Path, out: Path) -> None:
     (out / "said.txt").write_text(said)
 
 
-def results_in(out: Path, module: str) -> tuple[dict[str, Any], Path]:
-    """Results of a case module and its folder. Not the exit code decides: Gloo has been seen to abort at the end."""
-    results = out / module / "results.json"
+def results_in(out: Path, job: str) -> tuple[dict[str, Any], Path]:
+    """Results of a job and its folder. Not the exit code decides: Gloo has been seen to abort at the end."""
+    results = out / job / "results.json"
     assert results.exists(), (out / "said.txt").read_text()
     return msgspec.json.decode(results.read_bytes()), results.parent
 
@@ -159,16 +188,26 @@ def results_in(out: Path, module: str) -> tuple[dict[str, Any], Path]:
 def main() -> None:
     """`torchrun ranks.py MODEL OUT`."""
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    gang = Gang.join(lone_config(model))
-    for name in MODULES:
-        folder = out / name
+    joined = Gang.join(lone_config(model))
+    for name, job in LAUNCHES[joined.size].items():
+        gang, folder, started = in_layout(joined, job.layout), out / name, time.monotonic()
         if gang.lead:
             folder.mkdir()
         gang.barrier()
-        results = importlib.import_module(name).run_all(model, gang, folder)
+        given: dict[str, Any] = {"layout": job.layout} if job.layout else {}
+        if job.other is not None:
+            given["other"] = folder_of(out.parent, job.other[0]) / job.other[1] / "checkpoint"
+        results = importlib.import_module(job.module).run_all(model, gang, folder, **given)
         if gang.lead:
             (folder / "results.json").write_bytes(msgspec.json.encode(results))
-    gang.leave()
+            print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+    joined.leave()
+
+
+def in_layout(gang: Gang, layout: str) -> Gang:
+    """The same ranks in another layout."""
+    parallel = settings(Path("m"), LONE, layout).learner.parallel
+    return Gang(gang.rank, gang.size, gang.device, Topology.of(parallel, rank=gang.rank, size=gang.size))
 
 
 if __name__ == "__main__":

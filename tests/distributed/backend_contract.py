@@ -1,4 +1,9 @@
-"""All cases of the FSDP2 backend: `ranks` runs them on two ranks, `test_fsdp2.py` on one as the reference."""
+"""What every backend in every layout must do alike: cases that `ranks` runs in the layouts of its launches.
+
+`test_backend_contract.py` compares them with the same cases in one process, `run_all` with the settings of no layout. A
+backend is made by its name in the settings; what a case tells is what a backend gives to anyone: metrics, log-probs by
+sample, exported weights. Two ranks in plain FSDP2 run all cases, other layouts those of `CORE`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from made_batches import a_batch, a_group, a_sample
 from ranks import settings
 
 from asyncrl import config as configuration
+from asyncrl.plugins import find
 from learners import update
-from learners.backends.fsdp2 import FSDP2Backend, decoder_layers
+from learners.backends.base import Backend
 from learners.batch import Minibatch, Sample, _minibatch
 from learners.gang import Gang
 from learners.trial import Trial
@@ -29,6 +36,12 @@ learner.algorithm.entropy_coeff = 0.01
 [[reward]]
 function = "a:b"
 """, extra)  # fmt: skip
+
+
+def make_backend(config: configuration.Config, gang: Gang) -> Backend:
+    """The backend of these settings."""
+    made: Backend = find("asyncrl.backends", config.learner.backend)(config, gang)
+    return made
 
 
 def samples(count: int, seed: int) -> list[Sample]:
@@ -49,26 +62,26 @@ def cut(count: int, seed: int, config: configuration.Config, gang: Gang) -> list
     every = samples(count, seed)
     parts = config.learner.algorithm.minibatches
     return [
-        _minibatch(every[part::parts], ranks=gang.size, max_tokens=config.learner.micro_batch_tokens,
-                   packing=config.learner.packing)[gang.rank]
+        _minibatch(every[part::parts], ranks=gang.shares, max_tokens=config.learner.micro_batch_tokens,
+                   packing=config.learner.packing)[gang.topology.share]
         for part in range(parts)
     ]  # fmt: skip
 
 
-def digest(backend: FSDP2Backend) -> tuple[dict[str, list[float]], str, list[str]]:
+def digest(backend: Backend) -> tuple[dict[str, list[float]], str, list[str]]:
     """Every exported tensor as numbers, a digest of all bytes, and the names; empty but on rank 0."""
     total, values, names = hashlib.blake2b(), {}, []
     for name, data in backend.iter_hf_weights():
         total.update(data)
         names.append(name)
-        values[name] = data.view(np.float32).tolist()
+        values[name] = np.array(data).view(np.float32).tolist()
     return values, total.hexdigest(), names
 
 
 def case(model: Path, gang: Gang, *, extra: str, count: int = 14) -> dict[str, Any]:
     """Three steps: metrics of each and the weights after them."""
     config = make_config(model, extra=extra)
-    backend = FSDP2Backend(config, gang)
+    backend = make_backend(config, gang)
     backend.self_check()
     metrics, by_sample = [], []
     for step in range(1, STEPS + 1):
@@ -95,37 +108,77 @@ CASES = {
 }
 
 
-def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
-    """Results by case; checkpoints and an export under `out`."""
-    results = {name: case(model, gang, extra=extra, count=1 if name == "few" else 14)
-               for name, extra in CASES.items()}  # fmt: skip
-    results |= {name: through_a_trial(model, gang, extra) for name, extra in WHOLE.items()}
-    results["half"] = half_precision(model, gang)
-    results["poison"] = {how: poison(model, gang, how) for how in ("raises", "nan")}
-    results["resume"] = resume(model, gang, out / "checkpoint")
+#: Of these the cases of every layout.
+CORE = ("plain", "small_rows", "minibatches", "few", "kl_cov")
+
+
+def run_all(model: Path, gang: Gang, out: Path, layout: str = "", other: Path | None = None) -> dict[str, Any]:
+    """Results by case; checkpoints and an export under `out`. `other`: a checkpoint of another layout at step 2."""
+    wanted = CORE if layout else (*CASES, *WHOLE)
+    also = f"{layout};" if layout else ""
+    results = {name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
+               for name, extra in CASES.items() if name in wanted}  # fmt: skip
+    results |= {name: through_a_trial(model, gang, extra, also) for name, extra in WHOLE.items() if name in wanted}
+    results["half"] = half_precision(model, gang, layout)
+    results["forward"] = forward(model, gang, layout)
+    results["poison"] = {how: poison(model, gang, how, layout) for how in (("nan",) if layout else ("raises", "nan"))}
+    results["resume"] = resume(model, gang, out / "checkpoint", layout)
+    if other is not None:
+        results["from_other"] = continued(model, gang, other, layout)
     return results | words(gang)
+
+
+def by_sample(share: Minibatch, found: list[Any], gang: Gang) -> dict[int, list[float]]:
+    """Numbers by micro-batch `[N]` of this rank as those of every sample, of all shares."""
+    mine: dict[int, list[float]] = {}
+    for micro, values in zip(share.micro, found, strict=True):
+        for row, value in zip(micro.sequences.tolist(), values.float().cpu().tolist(), strict=True):
+            mine.setdefault(int(micro.samples[row]), []).append(value)
+    every: dict[int, list[float]] = {}
+    for text in gang.gather_shares(msgspec.msgpack.encode(mine)):
+        every |= msgspec.msgpack.decode(text, type=dict[int, list[float]])
+    return dict(sorted(every.items()))
+
+
+def forward(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
+    """Every number that a forward pass gives, by sample, and those of the reference after a step."""
+    config = make_config(model, extra=layout)
+    backend = make_backend(config, gang)
+    share = cut(14, 1, config, gang)
+    (part,) = share
+    numbers = backend.forward_numbers(part.micro, squares=True)
+    found = {
+        "logprobs": by_sample(part, backend.forward_logprobs(part.micro), gang),
+        "again": by_sample(part, [piece.logprobs for piece in numbers], gang),
+        "entropy": by_sample(part, [piece.entropy for piece in numbers], gang),
+        "squares": by_sample(part, [piece.square_sums for piece in numbers], gang),
+    }
+    train_step(share, backend=backend, gang=gang, config=config.learner, step=1)
+    return found | {
+        "reference": by_sample(part, backend.reference_logprobs(part.micro), gang),
+        "after": by_sample(part, backend.forward_logprobs(part.micro), gang),
+    }
 
 
 def words(gang: Gang) -> dict[str, Any]:
     """What the collectives of the gang bring."""
-    parts = [f"part {number}".encode() * (number + 1) for number in range(gang.size)]
+    parts = [f"part {number}".encode() * (number + 1) for number in range(gang.shares)]
     return {
         "gather": [part.decode() for part in gang.gather(f"rank {gang.rank}".encode() * (gang.rank + 1))],
         "share": gang.share(b"order" if gang.lead else None).decode(),
         "scatter": [part.decode() for part in gang.gather(gang.scatter(parts if gang.lead else None))],
-        "total": gang.total({"x": gang.rank + 1.0, "y_max": float(gang.rank)}),
+        "total": gang.total({"x": gang.topology.share + 1.0, "y_max": float(gang.rank)}),
     }
 
 
-def half_precision(model: Path, gang: Gang) -> dict[str, Any]:
+def half_precision(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
     """bf16 compute over fp32 master weights: exported bytes are half as many."""
-    config = make_config(model, extra="model.dtype=bfloat16")
-    backend = FSDP2Backend(config, gang)
+    config = make_config(model, extra=f"{layout};model.dtype=bfloat16")
+    backend = make_backend(config, gang)
     backend.self_check()
     metrics = train_step(cut(14, 1, config, gang), backend=backend, gang=gang, config=config.learner, step=1).metrics
     exported = {name: data.nbytes for name, data in backend.iter_hf_weights()}
-    masters = {str(p.dtype) for p in backend._policy.parameters()}
-    return {"metrics": metrics, "bytes": exported, "masters": sorted(masters), "specs": backend.weight_specs()}
+    return {"metrics": metrics, "bytes": exported, "specs": backend.weight_specs()}
 
 
 #: Settings that look at the whole batch: forward passes first, then statistics on rank 0, then the step.
@@ -142,10 +195,10 @@ WHOLE = {
 }
 
 
-def through_a_trial(model: Path, gang: Gang, extra: str) -> dict[str, Any]:
+def through_a_trial(model: Path, gang: Gang, extra: str, also: str = "") -> dict[str, Any]:
     """Two steps from claimed batches, as the learner makes them."""
-    config = make_config(model, extra=";".join(f"learner.algorithm.{part}" for part in extra.split(";")))
-    backend = FSDP2Backend(config, gang)
+    config = make_config(model, extra=also + ";".join(f"learner.algorithm.{part}" for part in extra.split(";")))
+    backend = make_backend(config, gang)
     trial = Trial(config.learner, gang=gang, backend=backend, say=str, bury=lambda *_: None)
     metrics, by_sample = [], []
     for step in (1, 2):
@@ -171,10 +224,10 @@ def through_a_trial(model: Path, gang: Gang, extra: str) -> dict[str, Any]:
 MARK = -7.25
 
 
-def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
-    """A step whose loss breaks on one rank alone, for two of six groups; the ranks find them and train the rest."""
-    config = make_config(model)
-    backend = FSDP2Backend(config, gang)
+def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
+    """A step whose loss breaks on one share alone, for two of six groups; the ranks find them and train the rest."""
+    config = make_config(model, extra=layout)
+    backend = make_backend(config, gang)
     rng = np.random.default_rng(5)
     groups = [
         a_group(n, rng.integers(3, 20, 4), [
@@ -211,10 +264,10 @@ def poison(model: Path, gang: Gang, how: str) -> dict[str, Any]:
             "left": [group.group for group in left.groups] if left is not None else []}  # fmt: skip
 
 
-def resume(model: Path, gang: Gang, folder: Path) -> dict[str, Any]:
+def resume(model: Path, gang: Gang, folder: Path, layout: str) -> dict[str, Any]:
     """Two steps, a checkpoint, a third step; then the third step again from the checkpoint in a new backend."""
-    config = make_config(model)
-    backend = FSDP2Backend(config, gang)
+    config = make_config(model, extra=layout)
+    backend = make_backend(config, gang)
     for step in (1, 2):
         train_step(cut(14, step, config, gang), backend=backend, gang=gang, config=config.learner, step=step)
     if gang.lead:
@@ -226,13 +279,22 @@ def resume(model: Path, gang: Gang, folder: Path) -> dict[str, Any]:
     saved = digest(backend)[1]
     third = train_step(cut(14, 3, config, gang), backend=backend, gang=gang, config=config.learner, step=3).metrics
     after = digest(backend)[1]
-    fresh = FSDP2Backend(config, gang)
+    fresh = make_backend(config, gang)
     fresh.self_check()
     fresh.load(folder)
     loaded = digest(fresh)[1]
     again = train_step(cut(14, 3, config, gang), backend=fresh, gang=gang, config=config.learner, step=3).metrics
     result = {"third": third, "again": again, "digest": after, "digest_again": digest(fresh)[1],
-              "saved": saved, "loaded": loaded,
-              "layers": len(decoder_layers(backend._policy.model))}  # fmt: skip
+              "saved": saved, "loaded": loaded}  # fmt: skip
     fresh.export_hf(folder.parent / "export")
     return result
+
+
+def continued(model: Path, gang: Gang, checkpoint: Path, layout: str = "") -> dict[str, Any]:
+    """The third step from a checkpoint of `resume` that was written in another layout."""
+    config = make_config(model, extra=layout)
+    backend = make_backend(config, gang)
+    backend.load(checkpoint)
+    third = train_step(cut(14, 3, config, gang), backend=backend, gang=gang, config=config.learner, step=3).metrics
+    values, _, names = digest(backend)
+    return {"metrics": [third], "weights": values, "names": names}

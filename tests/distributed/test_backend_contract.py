@@ -1,0 +1,195 @@
+"""Every layout of every backend against one process: losses, norms, log-probs, exported weights, checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import backend_contract as cases
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.errors import AsyncRLError
+from learners.gang import Gang
+
+#: The first test of a layout waits for its launch, and for the one whose checkpoint that loads.
+pytestmark = pytest.mark.timeout(1200)
+
+#: Ranks and job.
+LAYOUTS = [(2, "backend_contract"), (4, "hsdp")]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
+
+
+def close(got: Any, wanted: Any, limit: float, what: str = "") -> None:
+    np.testing.assert_allclose(got, wanted, atol=limit, rtol=limit, err_msg=what)
+
+
+def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5) -> None:
+    for left, right in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert left.keys() == right.keys()
+        for name in ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "ratio_max", "clip_share"):
+            assert left[name] == pytest.approx(right[name], rel=limit, abs=limit), name
+    for left, right in zip(got.get("by_sample", ()), wanted.get("by_sample", ()), strict=True):
+        assert len(left) == len(right) and left, "a mean importance weight of every sample, on whatever rank it was"
+        for (number, weight), (other, expected) in zip(left, right, strict=True):
+            assert number == other and weight == pytest.approx(expected, rel=limit, abs=limit)
+    assert got["names"] == wanted["names"]
+    for name, values in got["weights"].items():
+        np.testing.assert_allclose(values, wanted["weights"][name], atol=limit, rtol=0, err_msg=name)
+
+
+@every_layout
+@pytest.mark.parametrize("name", [name for name in cases.CORE if name in cases.CASES])
+def test_steps_equal_one_process(results_of: Any, one: Any, layout: tuple[int, str], name: str) -> None:
+    got = results_of(*layout)[0][name]
+    compare(got, one[0][name])
+    assert got["specs"] == [[*spec[:2], list(spec[2])] for spec in one[0][name]["specs"]]
+
+
+@every_layout
+@pytest.mark.parametrize("name", [name for name in cases.CORE if name in cases.WHOLE])
+def test_steps_that_look_at_the_whole_batch_equal_one_process(
+    results_of: Any, one: Any, layout: tuple[int, str], name: str
+) -> None:
+    compare(results_of(*layout)[0][name], one[0][name])
+
+
+@every_layout
+def test_a_forward_pass_gives_the_same_numbers(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+    got, wanted = results_of(*layout)[0]["forward"], one[0]["forward"]
+    for what, numbers in wanted.items():
+        assert {int(sample) for sample in got[what]} == set(range(14))
+        for sample, values in numbers.items():
+            close(got[what][str(sample)], values, 2e-6, f"{what} of sample {sample}")
+    for sample, values in got["logprobs"].items():
+        assert got["again"][sample] == values  # the same pass, with entropies and squares
+        close(got["reference"][sample], values, 2e-6)  # before the first update
+    assert got["after"] != got["logprobs"]
+
+
+@every_layout
+def test_half_precision_has_narrow_exports(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+    half, plain = results_of(*layout)[0]["half"], one[0]["plain"]
+    for name, dtype, shape in half["specs"]:
+        assert dtype == "BF16" and half["bytes"][name] == 2 * int(np.prod(shape)), name
+    assert half["metrics"]["loss"] == pytest.approx(plain["metrics"][0]["loss"], abs=0.02)
+    assert half["metrics"]["grad_norm"] == pytest.approx(plain["metrics"][0]["grad_norm"], rel=0.05)
+    assert half["metrics"]["loss"] != plain["metrics"][0]["loss"]
+
+
+@every_layout
+def test_a_checkpoint_continues_bitwise_in_its_layout(results_of: Any, layout: tuple[int, str]) -> None:
+    resume = results_of(*layout)[0]["resume"]
+    assert resume["saved"] == resume["loaded"]
+    assert resume["digest"] == resume["digest_again"] != resume["saved"]
+    assert resume["third"] == resume["again"]
+
+
+@every_layout
+def test_a_checkpoint_continues_on_one_rank(
+    model: Path, gang: Gang, results_of: Any, one: Any, layout: tuple[int, str]
+) -> None:
+    _, out = results_of(*layout)
+    got = cases.continued(model, gang, out / "checkpoint")
+    compare(got, {**got, "metrics": [one[0]["plain"]["metrics"][2]], "weights": one[0]["plain"]["weights"]})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=[name for _, name in LAYOUTS[1:]])
+def test_a_checkpoint_of_another_layout_continues(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+    got = results_of(*layout)[0]["from_other"]
+    compare(got, {**got, "metrics": [one[0]["plain"]["metrics"][2]], "weights": one[0]["plain"]["weights"]})
+
+
+@every_layout
+def test_a_replica_is_written_once(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+    """The files of all ranks together hold what the file of one holds."""
+    from safetensors import safe_open
+
+    def elements(folder: Path) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for path in folder.glob("shard_*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    if not name.startswith("extra/"):
+                        found[name] = found.get(name, 0) + file.get_tensor(name).numel()
+        return found
+
+    assert elements(results_of(*layout)[1] / "checkpoint") == elements(one[1] / "checkpoint")
+
+
+@every_layout
+def test_a_missing_part_is_refused(
+    model: Path, gang: Gang, results_of: Any, layout: tuple[int, str], tmp_path: Path
+) -> None:
+    shutil.copy(results_of(*layout)[1] / "checkpoint" / "shard_00000.safetensors", tmp_path)
+    with pytest.raises(AsyncRLError, match="are not in"):
+        cases.make_backend(cases.make_config(model), gang).load(tmp_path)
+
+
+@every_layout
+def test_the_export_is_a_hugging_face_folder(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = results_of(*layout)[1] / "export"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).encode("12")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.generation_config.eos_token_id == 2
+    wanted = one[0]["plain"]["weights"]
+    for name, parameter in loaded.named_parameters():
+        np.testing.assert_allclose(parameter.detach().flatten().numpy(), wanted[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("layout", "how"), [(LAYOUTS[0], "raises"), *((layout, "nan") for layout in LAYOUTS)])
+def test_poison_in_one_share_is_found_by_all(results_of: Any, one: Any, layout: tuple[int, str], how: str) -> None:
+    for results in (results_of(*layout)[0], one[0]):
+        found = results["poison"][how]
+        assert sorted(map(int, found["found"])) == [1, 4] and found["left"] == [0, 2, 3, 5] and not found["broken"]
+        if how == "raises":
+            assert all("loss: ValueError: seen on rank" in why for why in found["found"].values())
+    compare(results_of(*layout)[0]["poison"][how], one[0]["poison"][how])
+
+
+@every_layout
+def test_orders_and_sums_reach_every_rank(results_of: Any, layout: tuple[int, str]) -> None:
+    results = results_of(*layout)[0]
+    ranks, shares = layout[0], len(set(results["scatter"]))
+    assert results["gather"] == [f"rank {rank}" * (rank + 1) for rank in range(ranks)]
+    assert results["share"] == "order"
+    assert set(results["scatter"]) == {f"part {share}" * (share + 1) for share in range(shares)}
+    assert results["total"] == {"x": shares * (shares + 1) / 2, "y_max": ranks - 1.0}
+
+
+# ---------------------------------------------------------------- cases of two ranks alone
+
+
+@pytest.mark.parametrize("name", sorted(set(cases.CASES) - set(cases.CORE)))
+def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
+    compare(two[0][name], one[0][name])
+
+
+@pytest.mark.parametrize("name", sorted(cases.WHOLE))
+def test_two_ranks_equal_one_where_the_whole_batch_is_looked_at(two: Any, one: Any, name: str) -> None:
+    compare(two[0][name], one[0][name])
+    assert two[0][name]["coefficients"] == pytest.approx(msgspec.to_builtins(one[0][name]["coefficients"]), rel=1e-6)
+    assert (one[0][name]["kl_coeff"] not in (0.001, 0.1)) is (name == "kl_reward")
+
+
+@pytest.mark.parametrize("name", ["small_rows", "padded", "checkpointing", "offload"])
+def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) -> None:
+    compare(two[0][name], two[0]["plain"])
+
+
+@pytest.mark.parametrize("name", ["sequence_mean", "bypass", "minibatches"])
+def test_settings_that_should_change_the_result_do(one: Any, name: str) -> None:
+    assert one[0][name]["digest"] != one[0]["plain"]["digest"]
+
+
+def test_exported_names_dtypes_and_shapes_follow_the_plan(two: Any) -> None:
+    result = two[0]["plain"]
+    assert [name for name, _, _ in result["specs"]] == result["names"]
+    for name, dtype, shape in result["specs"]:
+        assert dtype == "F32" and len(result["weights"][name]) == int(np.prod(shape)), name
+    assert "lm_head.weight" not in result["names"] and "model.embed_tokens.weight" in result["names"]
