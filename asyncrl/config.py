@@ -327,6 +327,11 @@ class Config(Section, frozen=True, kw_only=True):
         return self.learner.steps * self.buffer.batch_groups
 
     @property
+    def longest_response(self) -> int:
+        """max(sampling.max_new_tokens, evaluation.max_new_tokens where there are evaluations): what engines must hold."""
+        return max(self.sampling.max_new_tokens, self.evaluation.enabled * self.evaluation.max_new_tokens)
+
+    @property
     def run_dir(self) -> Path:
         """The run folder."""
         return Path(self.run.dir)

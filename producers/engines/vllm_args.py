@@ -78,7 +78,7 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
     for error in problems(given, known):
         raise error
     producers = config.producers
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.longest_response
     made: dict[str, Any] = {
         "model": config.model.path, "trust_remote_code": config.model.trust_remote_code,
         "dtype": producers.dtype if producers.dtype != "auto" else config.model.dtype,
@@ -120,7 +120,7 @@ def kv_bytes(config: Config, *, item_bytes: int, free_bytes: int) -> int:
         per_token = int(2 * shape["num_hidden_layers"] * heads * width * item_bytes)
     except (OSError, KeyError, TypeError, *UNREADABLE):
         return min(UNKNOWN_KV_BYTES, int(MOST_KV_SHARE * free_bytes))
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.longest_response
     blocks = config.producers.slots * -(-longest // KV_BLOCK) + 2  # one is vLLM's own
     return max(LEAST_KV_BYTES, min(blocks * KV_BLOCK * per_token, int(MOST_KV_SHARE * free_bytes)))
 

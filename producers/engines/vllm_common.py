@@ -89,7 +89,7 @@ class VLLMBase:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._max_new = config.sampling.max_new_tokens
+        self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
         self._facts = facts_of(config.model.path)
         self._staged = StagedWeights(config.run_dir / "scratch")
@@ -198,7 +198,7 @@ class VLLMBase:
                     f"{config.data.max_prompt_tokens}")  # fmt: skip
         if request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
             return (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
-                    f"sampling.max_new_tokens = {self._max_new}")  # fmt: skip
+                    f"at most {self._max_new} are planned for")  # fmt: skip
         if request.temperature <= 0 or not request.indices:
             return "temperature must be above 0 and indices not empty"
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._facts.vocab:
