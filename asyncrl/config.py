@@ -328,7 +328,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def longest_response(self) -> int:
-        """max(sampling.max_new_tokens, evaluation.max_new_tokens where there are evaluations): what engines must hold."""
+        """The longest response that an engine must hold, of training and of evaluations."""
         return max(self.sampling.max_new_tokens, self.evaluation.enabled * self.evaluation.max_new_tokens)
 
     @property
