@@ -1,14 +1,15 @@
-"""The decode loop of the slot sampler, one step at a time, without threads and without asyncio.
+"""The decode loop of the hf engine, one step at a time, without threads and without asyncio.
 
 Called by `producers.engines.hf` on its decode thread, and by tests directly. A step is: seat waiting samples in free
-rows, one forward over the live rows, one token per row, hand out the finished ones. Guarantees:
-1. a prompt is prefilled once per group and version, and its K/V copied to the rows of its samples; prompts of several
-   waiting groups share one right-padded prefill (causal attention never looks at the padding);
+rows, feed the live rows, one token per row, hand out the finished ones. What the model remembers of the samples, and
+how it is fed, is a `memory.Memory`. Guarantees:
+1. a prompt is prefilled once per group and version, and copied for its samples; prompts of several waiting groups are
+   prefilled together;
 2. a prefill holds the prompt without its last token; the first decode step feeds that one. So every token of a sample
    comes from a decode step, and its version is the version of that step;
 3. tokens of a sample depend on (weights, prompt, seed, index) alone, up to the float noise of another batch shape;
-4. `swap` runs between two steps; with `recompute` all live K/V is made again under the new weights; a shared prefill
-   of before is never used after it, also where the version keeps its number;
+4. `swap` runs between two steps; with `recompute` all that is remembered of live rows is made again under the new
+   weights; a shared prefill of before is never used after it, also where the version keeps its number;
 5. after `halt` nothing is decoded until the next `swap`, nor while `paused`; while `draining` nobody new gets a row.
 It raises what torch raises; the engine turns that into `engine.broken`.
 """
@@ -18,31 +19,27 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncrl.engine import GenDelta, GenRequest
-from producers.engines.kv import CaptureCache, KVStore, SlotCache
+from producers.engines.memory import Memory, pieces
 from producers.engines.sampling import sample
-from producers.engines.slots import LAST, POSITION, TOP_K, SlotTable
+from producers.engines.slots import TOP_K, SlotTable
 
-VIEW_STEP = 16  # the visible length is rounded up to this, so that shapes repeat
-PREFILL_TOKENS = 8192  # padded tokens of one prefill
 PREFILL_GROUPS = 16  # prompts prefilled ahead of their turn
 
 
 class Prefix:
-    """K/V of a prompt without its last token, `[layers, 1, kv_heads, P - 1, head_dim]`, made after swap `era`."""
+    """What is remembered of a prompt without its last token, made after swap `era`; `kept` None: it has one token."""
 
-    __slots__ = ("era", "keys", "values")
+    __slots__ = ("era", "kept")
 
-    def __init__(self, era: int, keys: Tensor | None, values: Tensor | None) -> None:
+    def __init__(self, era: int, kept: Any | None) -> None:
         self.era = era
-        self.keys = keys
-        self.values = values
+        self.kept = kept
 
 
 class Waiting:
@@ -59,9 +56,8 @@ class Waiting:
 class Decoder:
     """The state of one engine. Single-threaded."""
 
-    def __init__(self, model: torch.nn.Module, store: KVStore, table: SlotTable, *, recompute: bool) -> None:
-        self.model = model
-        self.store = store
+    def __init__(self, memory: Memory, table: SlotTable, *, recompute: bool) -> None:
+        self.memory = memory
         self.table = table
         self.version = -1
         self.steps = 0
@@ -74,10 +70,6 @@ class Decoder:
         self._recompute = recompute
         self._waiting: deque[Waiting] = deque()
         self._eras: list[tuple[int, int]] = []  # (first step, version)
-        device = table.state.device
-        self._device = device
-        self._rows = torch.arange(table.slots, device=device)
-        self._places = torch.arange(store.max_len, device=device)
 
     @property
     def waiting(self) -> int:
@@ -118,7 +110,7 @@ class Decoder:
         deltas: list[GenDelta] = []
         if live:
             state = self.table.state[:live]
-            tokens, logprobs = self._sample(self._forward(state, live), state, live)
+            tokens, logprobs = self._sample(self.memory.forward(self.table), state, live)
             rows = self.table.record(state, tokens, logprobs)
             self.steps += 1
             self.generated_tokens += live
@@ -140,7 +132,7 @@ class Decoder:
         self._era += 1
         self._eras.append((self.steps, version))
         if self._recompute and self.table.live:
-            self._remake()
+            self.memory.remake(self.table)
         return time.perf_counter() - started
 
     def halt(self) -> None:
@@ -152,22 +144,6 @@ class Decoder:
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
         self._eras.clear()
 
-    # ------------------------------------------------------------ forward
-
-    def _forward(self, state: Tensor, live: int) -> Tensor:
-        """Logits of the next token, `[live, V]`."""
-        longest = int(self.table.positions[:live].max()) + 1
-        visible = min(-(-longest // VIEW_STEP) * VIEW_STEP, self.store.max_len)
-        positions = state[:, POSITION]
-        mask = (self._places[:visible] <= positions[:, None])[:, None, None]
-        cache = SlotCache(self.store, self._rows[:live], positions, visible)
-        output = self.model(
-            input_ids=state[:, LAST, None], position_ids=positions[:, None], attention_mask=mask,
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
     def _sample(self, logits: Tensor, state: Tensor, live: int) -> tuple[Tensor, Tensor]:
         knobs = self.table.knobs[:live]
         cuts = self.table.cuts
@@ -175,21 +151,6 @@ class Decoder:
             logits, self.table.numbers(state), knobs[:, 0],
             top_p=knobs[:, 1] if cuts else None, top_k=state[:, TOP_K] if cuts else None,
         )  # fmt: skip
-
-    def _prefill(self, rows: list[npt.NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
-        """K and V of these token rows, right-padded: `[layers, rows, kv_heads, longest, head_dim]`."""
-        longest = max(len(row) for row in rows)
-        padded = np.zeros((len(rows), longest), dtype=np.int64)
-        for place, row in enumerate(rows):
-            padded[place, : len(row)] = row
-        places = self._places[:longest]
-        cache = CaptureCache()
-        self.model(
-            input_ids=torch.from_numpy(padded).to(self._device), position_ids=places[None].expand(len(rows), -1),
-            attention_mask=(places <= places[:, None])[None, None], past_key_values=cache, use_cache=True,
-            logits_to_keep=1,
-        )  # fmt: skip
-        return cache.stacked()
 
     # ------------------------------------------------------------ rows
 
@@ -203,49 +164,23 @@ class Decoder:
             indices = entry.todo[: self.table.free]
             del entry.todo[: len(indices)]
             first = self.table.add(entry.request, indices, step=self.steps)
-            if entry.prefix.keys is not None and entry.prefix.values is not None:
-                self.store.write(first, len(indices), entry.prefix.keys, entry.prefix.values)
+            self.memory.seat(first, self.table.lanes[first:], entry.prefix.kept)
             if not entry.todo:
                 self._waiting.popleft()
 
     def _prefill_ahead(self) -> None:
-        """Prefill the first waiting prompts together: one forward for several groups."""
-        chosen: list[Waiting] = []
-        longest = 0
-        for entry in self._waiting:
-            if entry.prefix is not None and entry.prefix.era == self._era:
-                continue
-            longest = max(longest, len(entry.request.prompt_ids) - 1)
-            if chosen and (longest * (len(chosen) + 1) > PREFILL_TOKENS or len(chosen) == PREFILL_GROUPS):
-                break
-            chosen.append(entry)
-        prompts = [entry.request.prompt_ids[:-1] for entry in chosen]
-        if not any(len(prompt) for prompt in prompts):  # one-token prompts have nothing to keep
-            for entry in chosen:
-                entry.prefix = Prefix(self._era, None, None)
-            return
-        keys, values = self._prefill(prompts)
-        for place, (entry, prompt) in enumerate(zip(chosen, prompts, strict=True)):
-            part = (slice(None), slice(place, place + 1), slice(None), slice(0, len(prompt)))
-            entry.prefix = Prefix(self._era, keys[part], values[part])
-
-    def _remake(self) -> None:
-        """Make the K/V of all live rows again under the current weights."""
-        rows = [self.table.sequence(row) for row in range(self.table.live)]
-        first = 0
-        while first < len(rows):
-            last, longest = first, 0
-            while last < len(rows):
-                longest = max(longest, len(rows[last]))
-                if last > first and longest * (last - first + 1) > PREFILL_TOKENS:
-                    break
-                last += 1
-            if any(len(row) for row in rows[first:last]):
-                self.store.write(first, last - first, *self._prefill(rows[first:last]))
-            first = last
+        """Prefill the first waiting prompts together, as many as one prefill takes."""
+        stale = [entry for entry in self._waiting if entry.prefix is None or entry.prefix.era != self._era]
+        chosen = stale[:PREFILL_GROUPS]
+        chosen = chosen[pieces([len(entry.request.prompt_ids) - 1 for entry in chosen])[0]]
+        for entry in chosen:
+            entry.prefix = Prefix(self._era, None)
+        several = [entry for entry in chosen if len(entry.request.prompt_ids) > 1]
+        if several:
+            made = self.memory.prefill([entry.request.prompt_ids[:-1] for entry in several])
+            for entry, kept in zip(several, made, strict=True):
+                entry.prefix = Prefix(self._era, kept)
 
     def _release(self, rows: list[int]) -> None:
-        moves = self.table.release(rows)
-        if moves.holes:
-            sources, holes = (torch.tensor(side, device=self._device) for side in (moves.sources, moves.holes))
-            self.store.move(sources, holes, moves.tokens)
+        lanes = [self.table.lanes[row] for row in rows]
+        self.memory.release(lanes, self.table.release(rows))

@@ -1,4 +1,4 @@
-"""The default engine: a slot sampler on the transformers forward. It runs wherever torch does, a laptop's CPU included.
+"""The default engine: a sampler on the transformers forward. It runs wherever torch does, a laptop's CPU included.
 
 Called by `producers.main` through `asyncrl.engine.Engine`. The decode loop owns the model and runs in one thread; the
 event loop talks to it by a queue of closures and gets finished samples back by `call_soon_threadsafe`. Guarantees:
@@ -8,7 +8,7 @@ event loop talks to it by a queue of closures and gets finished samples back by 
    is no second copy: nothing is decoded from `begin_update` to the commit of a whole version;
 3. log-probs are those of the full softmax after temperature, float32; token versions are exact;
 4. any failure of the loop ends every iterator and every later call with `engine.broken`: nothing hangs.
-Sliding windows and hybrid caches are refused at start (`loading`). What a step does stands in `decoder`.
+Which models run, and how, is found at start (`loading`). What a step does stands in `decoder`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.decoder import Decoder
-from producers.engines.kv import KVStore
-from producers.engines.loading import check_memory, load_model, probe
-from producers.engines.selfcheck import check_decoder
-from producers.engines.slots import SlotTable
+from producers.engines.loading import TRIED, build_decoder, load_model
 from producers.engines.weights import ModelWeights
 
 T = TypeVar("T")
@@ -51,6 +48,8 @@ class _Outbox:
 class HFEngine:
     """Made by name with the resolved configuration: `find("asyncrl.engines", "hf")(config)`."""
 
+    tried: Sequence[str] = TRIED  # decoders, in this order
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._max_new = config.sampling.max_new_tokens
@@ -65,6 +64,7 @@ class HFEngine:
         self._weights: ModelWeights | None = None
         self._dirty = False  # in place: the parameters are of no version
         self._swap_s = 0.0
+        self._detail = ""
 
     # ------------------------------------------------------------ life
 
@@ -81,17 +81,15 @@ class HFEngine:
         device = Device.find(config.producers.device).torch_device
         self._model = load_model(config, device=device, max_len=self._max_len)
         self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
-        keys, values = probe(self._model, device=device, where=config.model.path)
-        slots = config.producers.slots
-        check_memory(keys, values, slots=slots, max_len=self._max_len, beside=self._weights.second_copy)
-        store = KVStore(keys, values, slots=slots, max_len=self._max_len)
-        table = SlotTable(slots, max_new_tokens=self._max_new, device=device)
-        decoder = Decoder(self._model, store, table, recompute=config.producers.kv_at_swap == "recompute")
-        check_decoder(
-            decoder, vocab=self._vocab(), max_prompt=config.data.max_prompt_tokens, max_new=self._max_new,
-            where=config.model.path,
+        built = build_decoder(
+            self._model, slots=config.producers.slots, max_prompt=config.data.max_prompt_tokens, max_new=self._max_new,
+            recompute=config.producers.kv_at_swap == "recompute", where=config.model.path,
+            beside=self._weights.second_copy, tried=self.tried,
         )  # fmt: skip
-        return decoder
+        if built.way == "caches":
+            self._detail = f"decodes with transformers' caches, one forward per group: {built.why}"
+            print(f"engine hf: {self._detail}", flush=True)
+        return built.decoder
 
     async def close(self, *, grace_s: float) -> None:
         """Stop the decode thread after its step; iterators under way end with an error."""
@@ -109,8 +107,8 @@ class HFEngine:
             alive=self._failure is None, version=-1 if self._dirty else decoder.version,
             running=decoder.table.live, waiting=decoder.waiting,
             generated_tokens=decoder.generated_tokens, busy_s=decoder.busy_s, swap_s=self._swap_s,
-            detail=self._failure.message if self._failure else "", kv_used=decoder.table.live / decoder.table.slots,
-            paused=decoder.paused,
+            detail=self._failure.message if self._failure else self._detail,
+            kv_used=decoder.table.held / (decoder.table.slots * self._max_len), paused=decoder.paused,
         )  # fmt: skip
 
     def capabilities(self) -> EngineCapabilities:

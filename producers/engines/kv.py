@@ -1,19 +1,30 @@
 """The key-value memory of the slot sampler, and the two caches that transformers sees of it.
 
-Called by the decoder. `KVStore` holds K and V as `[layers, slots, kv_heads, max_len, head_dim]`; the live rows are the
-first ones. `SlotCache` is what a decode step passes as `past_key_values`: it writes one position per row and shows the
-live rows up to the longest. `CaptureCache` is what a prefill passes: it keeps what each layer computed. Guarantees:
-1. memory is allocated once, as zeros, so that a masked position is never NaN;
-2. nothing outside the live rows and the visible length is read.
-Neither is a `transformers.Cache`: a model that wants more than `update` (windows, states) fails at start, in the probe.
+Called by `slot_memory`. `KVStore` holds K and V of each layer as `[slots, kv_heads, length, head_dim]`; the live rows
+are the first ones. `SlotCache` is what a decode step passes as `past_key_values`: it writes one position per row and
+shows the live rows up to the longest. `CaptureCache` is what a prefill passes: it keeps what each layer computed.
+Guarantees:
+1. memory comes as zeros, so that a masked position is never NaN; it grows with the longest sample, by doubling up to
+   `max_len`, one layer at a time, and does not shrink;
+2. nothing outside the live rows and the visible length is read;
+3. layers may differ in heads and widths (K from V too), not in which tokens they keep: all of them.
+Neither is a `transformers.Cache`: a model that wants more than `update` (windows that forget, states) fails in the
+probe of `slot_memory`, and gets `cohorts` instead.
+
+Example: 64 slots, 8 KV heads of 128, bfloat16: 256 KiB for each position of a layer. 32 layers hold 256 positions in
+2 GiB; the first sample that passes them makes it 4 GiB.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+FIRST_LENGTH = 256  # positions of a store at its start
+KV = list[tuple[Tensor, Tensor]]  # by layer
 
 
 class CaptureCache:
@@ -22,7 +33,7 @@ class CaptureCache:
     is_compileable = False
 
     def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: KV = []
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take what the layer computed and let it attend to just that."""
@@ -35,65 +46,82 @@ class CaptureCache:
         """No past."""
         return 0
 
-    def stacked(self) -> tuple[Tensor, Tensor]:
-        """K and V as `[layers, B, kv_heads, T, head_dim]`. Raises RuntimeError where layers differ in shape."""
-        shapes = {(tuple(keys.shape), tuple(values.shape)) for keys, values in self.layers}
-        if len(shapes) != 1:
-            raise RuntimeError(f"layers store keys and values of {len(shapes)} different shapes")
-        keys, values = zip(*self.layers, strict=True)
-        return torch.stack(keys), torch.stack(values)
-
 
 class KVStore:
-    """K and V of all slots. `keys` and `values`: `[layers, slots, kv_heads, max_len, head_dim]`."""
+    """K and V of all slots: `layers[i]` are keys and values `[slots, kv_heads, length, head_dim]`."""
 
-    def __init__(self, keys: Tensor, values: Tensor, *, slots: int, max_len: int) -> None:
-        """Sized like the sample `keys` and `values` of a prefill, `[layers, 1, kv_heads, T, head_dim]`."""
+    def __init__(self, like: KV, *, slots: int, max_len: int) -> None:
+        """With the layers of a prefill: `[1, kv_heads, T, head_dim]` each."""
+        self.slots = slots
         self.max_len = max_len
-        self.keys = _zeros(keys, slots, max_len)
-        self.values = _zeros(values, slots, max_len)
+        self.length = 0
+        self.layers: KV = [(keys[:0], values[:0]) for keys, values in like]  # no memory yet
 
     @staticmethod
-    def nbytes(keys: Tensor, values: Tensor, *, slots: int, max_len: int) -> int:
-        """Bytes that a store of this size takes."""
-        per_token = (keys[:, 0, :, 0].numel() + values[:, 0, :, 0].numel()) * keys.element_size()
-        return per_token * slots * max_len
+    def nbytes(like: KV, *, slots: int, max_len: int) -> int:
+        """Bytes of a store that has grown to its end."""
+        return sum(part[:, :, 0].numel() * part.element_size() for pair in like for part in pair) * slots * max_len
 
-    def write(self, first: int, count: int, keys: Tensor, values: Tensor) -> None:
-        """Fill rows `first..first+count` from the left with `[layers, count or 1, kv_heads, T, head_dim]`."""
-        tokens = keys.shape[3]
-        self.keys[:, first : first + count, :, :tokens] = keys
-        self.values[:, first : first + count, :, :tokens] = values
+    def reach(self, length: int) -> None:
+        """Make room for this many positions of every row."""
+        if length <= self.length:
+            return
+        while self.length < length:
+            self.length = min(self.max_len, max(FIRST_LENGTH, 2 * self.length))
+            if self.length == self.max_len:
+                break
+        for layer, (keys, values) in enumerate(self.layers):
+            self.layers[layer] = (self._longer(keys), self._longer(values))
+
+    def _longer(self, old: Tensor) -> Tensor:
+        rows, heads, length, width = old.shape
+        new = torch.zeros((self.slots, heads, self.length, width), dtype=old.dtype, device=old.device)
+        if rows:
+            new[:, :, :length] = old
+        return new
+
+    def write(self, first: int, count: int, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Fill rows `first..first+count` from the left with `[count or 1, kv_heads, T, head_dim]` by layer."""
+        tokens = parts[0][0].shape[2]
+        self.reach(tokens)
+        for held, new in zip(self.layers, parts, strict=True):
+            for block, part in zip(held, new, strict=True):
+                block[first : first + count, :, :tokens] = part
 
     def move(self, sources: Tensor, holes: Tensor, tokens: int) -> None:
         """Copy rows `sources` to rows `holes`, the first `tokens` positions."""
-        for block in (self.keys, self.values):
-            block[:, holes, :, :tokens] = block[:, sources, :, :tokens]
-
-
-def _zeros(like: Tensor, slots: int, max_len: int) -> Tensor:
-    layers, _, heads, _, width = like.shape
-    return torch.zeros((layers, slots, heads, max_len, width), dtype=like.dtype, device=like.device)
+        for pair in self.layers:
+            for block in pair:
+                block[holes, :, :tokens] = block[sources, :, :tokens]
 
 
 class SlotCache:
-    """One decode step's view of the store: row `i` writes at `positions[i]` and sees the first `visible` positions."""
+    """One decode step's view of the store: row `i` writes at `positions[i]` and sees the first `visible` positions.
+
+    `bands`: what `attention.attend` may use of it.
+    """
 
     is_compileable = False
 
-    def __init__(self, store: KVStore, rows: Tensor, positions: Tensor, visible: int) -> None:
+    def __init__(
+        self, store: KVStore, rows: Tensor, positions: Tensor, visible: int, *, bands: Sequence[Any] = ()
+    ) -> None:
         self._store = store
         self._rows = rows
         self._positions = positions
         self._live = rows.shape[0]
         self._visible = visible
+        self._bands = bands
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[live, kv_heads, 1, head_dim]`; K and V as `[live, kv_heads, visible, head_dim]`, views."""
-        all_keys, all_values = self._store.keys[layer], self._store.values[layer]
+        all_keys, all_values = self._store.layers[layer]
         all_keys[self._rows, :, self._positions] = keys[:, :, 0]
         all_values[self._rows, :, self._positions] = values[:, :, 0]
-        return all_keys[: self._live, :, : self._visible], all_values[: self._live, :, : self._visible]
+        seen: Any = all_keys[: self._live, :, : self._visible]
+        if self._bands:
+            seen.bands = self._bands
+        return seen, all_values[: self._live, :, : self._visible]
 
     def get_seq_length(self, _layer: int = 0) -> int:
         """Positions are given per row; models that ask for one number get the visible length less the new token."""

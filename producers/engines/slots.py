@@ -97,6 +97,11 @@ class SlotTable:
         return self.slots - self.live
 
     @property
+    def held(self) -> int:
+        """Tokens that are remembered of the live samples."""
+        return int(self.positions[: self.live].sum())
+
+    @property
     def cuts(self) -> bool:
         """True where some live sample uses top-k or top-p."""
         return bool(self._cuts)

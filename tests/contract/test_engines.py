@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
+from transformers import GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
 from asyncrl.config import Config, parse
 from asyncrl.engine import GenDelta, GenRequest, joined
@@ -49,6 +49,24 @@ def _gpt2() -> GPT2Config:
                       bos_token_id=1, initializer_range=0.2)  # fmt: skip
 
 
+def _mistral() -> MistralConfig:
+    """A window that every test's samples leave: decoded by slots."""
+    return MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=8, eos_token_id=EOS,
+        initializer_range=0.2,
+    )  # fmt: skip
+
+
+def _lfm2() -> Lfm2Config:
+    """Convolutions beside attention: decoded by transformers' caches."""
+    return Lfm2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, layer_types=["conv", "full_attention"], eos_token_id=EOS,
+        initializer_range=0.2,
+    )  # fmt: skip
+
+
 def make(shape: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +87,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save(root / name, make_shape()) for name, make_shape in SHAPES.items()}
 
 
-SHAPES: dict[str, Callable[[], Any]] = {"qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2}
+SHAPES: dict[str, Callable[[], Any]] = {
+    "qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2, "mistral": _mistral, "lfm2": _lfm2
+}  # fmt: skip
+KINDS = pytest.mark.parametrize("kind", ["qwen3", "mistral", "lfm2"])  # full attention, a window, a hybrid
 
 
 def config_of(folder: Path, **producers: Any) -> Config:
@@ -184,8 +205,9 @@ def test_logprobs_equal_a_plain_forward(folders: dict[str, Path], family: str) -
             assert item.finish == "stop" or len(item.token_ids) == 20
 
 
-def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path]) -> None:
-    model = make(_qwen3(), seed=1)
+@KINDS
+def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path], kind: str) -> None:
+    model = make(SHAPES[kind](), seed=1)
 
     async def alone(engine: HFEngine) -> dict[int, GenDelta]:
         await push(engine, model, 0)
@@ -202,8 +224,8 @@ def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path]) -> None
         )  # fmt: skip
         return results[2], results[5]
 
-    single = run(config_of(folders["qwen3"], slots=1), alone)[2]
-    group, other = run(config_of(folders["qwen3"], slots=6), crowded)
+    single = run(config_of(folders[kind], slots=1), alone)[2]
+    group, other = run(config_of(folders[kind], slots=6), crowded)
     assert single.token_ids.tolist() == group[2].token_ids.tolist()
     assert np.abs(single.logprobs - group[2].logprobs).max() < 1e-4
     assert group[0].token_ids.tolist() != group[1].token_ids.tolist()
@@ -252,8 +274,10 @@ def _inside_top_p(model: PreTrainedModel, prompt: list[int], tokens: np.ndarray)
 # ---------------------------------------------------------------- weights
 
 
-def _swap_in_flight(folder: Path, kv: str) -> tuple[PreTrainedModel, PreTrainedModel, dict[int, GenDelta], list[Any]]:
-    old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
+def _swap_in_flight(
+    folder: Path, kind: str, kv: str
+) -> tuple[PreTrainedModel, PreTrainedModel, dict[int, GenDelta], list[Any]]:
+    old, new = make(SHAPES[kind](), seed=1), make(SHAPES[kind](), seed=2)
 
     async def body(engine: HFEngine) -> tuple[dict[int, GenDelta], list[Any]]:
         digests = [await push(engine, old, 3)]
@@ -269,8 +293,9 @@ def _swap_in_flight(folder: Path, kv: str) -> tuple[PreTrainedModel, PreTrainedM
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_swap_in_flight_has_exact_runs(folders: dict[str, Path], kv: str) -> None:
-    old, new, group, (digests, health) = _swap_in_flight(folders["qwen3"], kv)
+@KINDS
+def test_swap_in_flight_has_exact_runs(folders: dict[str, Path], kind: str, kv: str) -> None:
+    old, new, group, (digests, health) = _swap_in_flight(folders[kind], kind, kv)
     assert [sent == held for sent, held in digests] == [True, True] and digests[0] != digests[1]
     assert health.version == 4 and health.swap_s > 0
     mixed = [item for item in group.values() if len(item.runs) == 2]
@@ -288,8 +313,9 @@ def test_swap_in_flight_has_exact_runs(folders: dict[str, Path], kv: str) -> Non
             assert gap.max() > 1e-3, "old K/V under new weights cannot give the new model's log-probs"
 
 
-def test_an_unfinished_update_changes_nothing(folders: dict[str, Path]) -> None:
-    model, other = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
+@KINDS
+def test_an_unfinished_update_changes_nothing(folders: dict[str, Path], kind: str) -> None:
+    model, other = make(SHAPES[kind](), seed=1), make(SHAPES[kind](), seed=2)
 
     async def body(engine: HFEngine) -> tuple[Any, ...]:
         await push(engine, model, 0)
@@ -302,7 +328,7 @@ def test_an_unfinished_update_changes_nothing(folders: dict[str, Path]) -> None:
         await engine.abort_update()
         return first, await all_of(engine, request("b", PROMPTS[0])), early.value.code, engine.health().version
 
-    first, second, code, version = run(config_of(folders["qwen3"], slots=2), body)
+    first, second, code, version = run(config_of(folders[kind], slots=2), body)
     assert first[0].token_ids.tolist() == second[0].token_ids.tolist()
     assert (code, version) == ("sync.failed", 0)
 
@@ -341,8 +367,9 @@ def test_bfloat16_engine_holds_what_was_sent(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- requests that end early, or do not fit
 
 
-def test_abort_ends_the_iterator_and_frees_the_slots(folders: dict[str, Path]) -> None:
-    model = make(_qwen3(), seed=1)
+@KINDS
+def test_abort_ends_the_iterator_and_frees_the_slots(folders: dict[str, Path], kind: str) -> None:
+    model = make(SHAPES[kind](), seed=1)
 
     async def body(engine: HFEngine) -> tuple[Any, ...]:
         await push(engine, model, 0)
@@ -355,7 +382,7 @@ def test_abort_ends_the_iterator_and_frees_the_slots(folders: dict[str, Path]) -
         kept = await asyncio.wait_for(other, 10)
         return got, count, kept, await all_of(engine, request("x", PROMPTS[0])), engine.health()
 
-    got, count, kept, again, health = run(config_of(folders["qwen3"], slots=4), body)
+    got, count, kept, again, health = run(config_of(folders[kind], slots=4), body)
     assert len(got) + count == 9 and count > 0
     assert sorted(kept) == [0, 1] and sorted(again) == [0]
     assert (health.running, health.waiting) == (0, 0)
@@ -435,34 +462,37 @@ def _refusal(folder: Path, **producers: Any) -> ConfigError:
     return run(config_of(folder, **producers), body, start=False)
 
 
-def test_sliding_windows_are_refused_by_name(tmp_path: Path) -> None:
-    shape = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, sliding_window=16,
-    )  # fmt: skip
-    error = _refusal(save(tmp_path / "m", shape), slots=2)
-    assert error.code == "config.model" and "sliding window of 16" in error.message
+def test_a_model_that_no_decoder_fits_is_refused(tmp_path: Path) -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    shape = RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    RwkvForCausalLM(shape).save_pretrained(tmp_path)
+    error = _refusal(tmp_path, slots=2)
+    assert error.code == "config.model" and "slots: " in error.message and "caches: " in error.message
 
 
-def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
-    from transformers import MambaConfig
-
-    shape = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
-    shape.save_pretrained(tmp_path)
-    assert _refusal(tmp_path, slots=2).code == "config.model"
-
-
-def test_a_model_that_ignores_positions_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ignores_positions_is_decoded_otherwise(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from producers.engines import kv
 
     right = kv.SlotCache.__init__
 
-    def off_by_one(self: Any, store: Any, rows: Any, positions: Any, visible: int) -> None:
-        right(self, store, rows, (positions + 1).clamp(max=visible - 1), visible)
+    def off_by_one(self: Any, store: Any, rows: Any, positions: Any, visible: int, **more: Any) -> None:
+        right(self, store, rows, (positions + 1).clamp(max=visible - 1), visible, **more)
 
     monkeypatch.setattr(kv.SlotCache, "__init__", off_by_one)
-    error = _refusal(folders["qwen3"], slots=2)
-    assert error.code == "config.model" and "differ" in error.message
+    model = make(_qwen3(), seed=1)
+
+    async def body(engine: HFEngine) -> tuple[dict[int, GenDelta], str]:
+        await push(engine, model, 0)
+        return await all_of(engine, request("x", PROMPTS[0], (0, 1))), engine.health().detail
+
+    group, detail = run(config_of(folders["qwen3"], slots=2), body)
+    assert "caches" in detail and "differ" in detail
+    for item in group.values():
+        gap = plain_logprobs(model, PROMPTS[0], item.token_ids, temperature=1.0) - item.logprobs
+        assert np.abs(gap).max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -515,9 +545,10 @@ def one_thread() -> Iterator[None]:
 # ---------------------------------------------------------------- deltas, continued samples, priorities, pauses
 
 
-def test_deltas_follow_each_other_and_give_the_whole_sample(folders: dict[str, Path]) -> None:
+@KINDS
+def test_deltas_follow_each_other_and_give_the_whole_sample(folders: dict[str, Path], kind: str) -> None:
     """Deltas of some tokens, over a swap, joined: what the engine gives whole."""
-    old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
+    old, new = make(SHAPES[kind](), seed=1), make(SHAPES[kind](), seed=2)
 
     async def body(engine: HFEngine) -> tuple[list[GenDelta], dict[int, GenDelta]]:
         await push(engine, old, 3)
@@ -530,7 +561,7 @@ def test_deltas_follow_each_other_and_give_the_whole_sample(folders: dict[str, P
                 await engine.commit_update()
         return deltas, await all_of(engine, request("y", PROMPTS[0], (0,), max_new_tokens=20, stop_ids=()))
 
-    deltas, later = run(config_of(folders["qwen3"], slots=4), body)
+    deltas, later = run(config_of(folders[kind], slots=4), body)
     for index in range(6):
         parts = [delta for delta in deltas if delta.index == index]
         assert [part.finish for part in parts] == ["", "", "", "", "", "", "length"]
@@ -544,8 +575,9 @@ def test_deltas_follow_each_other_and_give_the_whole_sample(folders: dict[str, P
     assert later[0].start == 0 and later[0].finish == "length"
 
 
-def test_a_continued_sample_is_the_one_without_a_break(folders: dict[str, Path]) -> None:
-    model = make(_qwen3(), seed=1)
+@KINDS
+def test_a_continued_sample_is_the_one_without_a_break(folders: dict[str, Path], kind: str) -> None:
+    model = make(SHAPES[kind](), seed=1)
 
     async def body(engine: HFEngine) -> tuple[dict[int, GenDelta], dict[int, GenDelta]]:
         await push(engine, model, 0)
@@ -557,7 +589,7 @@ def test_a_continued_sample_is_the_one_without_a_break(folders: dict[str, Path])
             rest |= await all_of(engine, again)
         return whole, rest
 
-    whole, rest = run(config_of(folders["qwen3"], slots=3), body)
+    whole, rest = run(config_of(folders[kind], slots=3), body)
     for index, item in whole.items():
         assert rest[index].token_ids.tolist() == item.token_ids[25:].tolist()
         assert np.abs(rest[index].logprobs - item.logprobs[25:]).max() < 1e-4

@@ -32,11 +32,19 @@ def _hf(folder: Path, kv: str) -> Engine:
     return engine
 
 
+def _hf_caches(folder: Path, kv: str) -> Engine:
+    """The hf engine as it decodes models that do not fit its slots."""
+    engine: Any = _hf(folder, kv)
+    engine.tried = ("caches",)
+    made: Engine = engine
+    return made
+
+
 def _spoil_forward(engine: Any) -> None:
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("spoiled")
 
-    engine._decoder.model.forward = fail
+    engine._decoder.memory.model.forward = fail
 
 
 def lacks(package: str, target: str) -> Callable[[], str]:
@@ -62,5 +70,6 @@ def _kill_children(engine: Any) -> None:
 
 RIGS = (
     Rig("hf", _hf, _spoil_forward),
+    Rig("hf-caches", _hf_caches, _spoil_forward),
     Rig("vllm", _vllm, _kill_children, lacks("vllm", "vllm"), start_s=240),
 )

@@ -1,22 +1,26 @@
-"""The parts of the slot sampler: drawing, rows and lanes, version runs, prefill sharing."""
+"""The parts of the hf engine: drawing, rows and lanes, version runs, prefill sharing, K/V, bands, caches."""
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.engine import GenRequest
 from asyncrl.versions import expand, runs_of
-from producers.engines import decoder as decoder_module
+from producers.engines import attention, memory
+from producers.engines.attention import Band, plan
+from producers.engines.cohorts import CohortMemory
 from producers.engines.decoder import Decoder
-from producers.engines.kv import KVStore
-from producers.engines.loading import probe
+from producers.engines.kv import FIRST_LENGTH, KVStore
+from producers.engines.memory import pieces
 from producers.engines.sampling import sample
+from producers.engines.slot_memory import SlotMemory
 from producers.engines.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, uniforms_of
 
 CPU = torch.device("cpu")
@@ -95,7 +99,7 @@ def test_runs_between_steps_equal_a_record_per_token() -> None:
 
 
 def request(name: str, prompt: int, indices: tuple[int, ...] = (0,), *, tokens: int = 30, **more: Any) -> GenRequest:
-    ids = np.arange(3, 3 + prompt, dtype=np.int32)
+    ids = 3 + np.arange(prompt, dtype=np.int32) % 37
     return GenRequest(name, ids, indices, 1, tokens, **({"stop_ids": (2,)} | more))
 
 
@@ -154,12 +158,19 @@ def model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa").eval()
 
 
-def make(model: Qwen3ForCausalLM, slots: int, *, recompute: bool = False) -> Decoder:
-    keys, values = probe(model, device=CPU, where="")
-    store = KVStore(keys, values, slots=slots, max_len=64)
-    decoder = Decoder(model, store, SlotTable(slots, max_new_tokens=30, device=CPU), recompute=recompute)
+def make(model: Any, slots: int, *, recompute: bool = False, way: str = "slots", max_len: int = 64) -> Decoder:
+    held: Any
+    if way == "slots":
+        held = SlotMemory(model, slots=slots, max_len=max_len, device=CPU, where="")
+    else:
+        held = CohortMemory(model, max_len=max_len, device=CPU, where="")
+    table = SlotTable(slots, max_new_tokens=max_len - 10, device=CPU)
+    decoder = Decoder(held, table, recompute=recompute)
     decoder.swap(0, lambda: None)
     return decoder
+
+
+WAYS = pytest.mark.parametrize("way", ["slots", "caches"])
 
 
 class Forwards:
@@ -170,8 +181,9 @@ class Forwards:
         self.widest = 0
         inner = model.forward
 
+        @functools.wraps(inner)  # the engine looks at its parameters
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if type(kwargs["past_key_values"]).__name__ == "CaptureCache":
+            if kwargs["input_ids"].shape[1] > 1:
                 self.prefills.append(kwargs["input_ids"].shape[0])
             else:
                 self.widest = max(self.widest, kwargs["input_ids"].shape[0])
@@ -209,8 +221,9 @@ def test_one_token_prompts_need_no_prefill(model: Qwen3ForCausalLM, monkeypatch:
     assert len(finish(decoder)) == 2 and forwards.prefills == []
 
 
-def test_the_step_shrinks_with_the_live_rows(model: Qwen3ForCausalLM) -> None:
-    decoder = make(model, slots=4)
+@WAYS
+def test_the_step_shrinks_with_the_live_rows(model: Qwen3ForCausalLM, way: str) -> None:
+    decoder = make(model, slots=4, way=way)
     for number in range(4):
         decoder.submit(request(f"g{number}", 3, tokens=1 + 5 * number, stop_ids=()))
     live = []
@@ -221,8 +234,11 @@ def test_the_step_shrinks_with_the_live_rows(model: Qwen3ForCausalLM) -> None:
     assert decoder.generated_tokens == 1 + 6 + 11 + 16
 
 
-def test_a_prefix_of_an_older_version_is_not_used(model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make(model, slots=1)
+@WAYS
+def test_a_prefix_of_an_older_version_is_not_used(
+    model: Qwen3ForCausalLM, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = make(model, slots=1, way=way)
     forwards = Forwards(model, monkeypatch)
     decoder.submit(request("a", 4, (0, 1), tokens=3, stop_ids=()))
     decoder.step()
@@ -233,28 +249,176 @@ def test_a_prefix_of_an_older_version_is_not_used(model: Qwen3ForCausalLM, monke
     assert expand(samples["a", 0].runs).tolist() == [0, 7, 7]
 
 
-def test_recompute_in_small_pieces_gives_the_same(model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_recompute_in_small_pieces_gives_the_same(
+    model: Qwen3ForCausalLM, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(decoder: Decoder) -> None:
+        held: Any = decoder.memory
+        layers = held.store.layers if way == "slots" else [
+            (layer.keys, layer.values) for cohort in held.cohorts for layer in cohort.cache.layers
+        ]  # fmt: skip
+        assert layers
+        for keys, values in layers:
+            keys.fill_(9.0)
+            values.fill_(9.0)
+
     def tokens(limit: int, *, swap: bool) -> dict[tuple[str, int], list[int]]:
-        monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", limit)
-        decoder = make(model, slots=5, recompute=True)
+        monkeypatch.setattr(memory, "PREFILL_TOKENS", limit)
+        decoder = make(model, slots=5, recompute=True, way=way)
         for number in range(3):
             decoder.submit(request(f"g{number}", 2 + 3 * number, (0, 1, 2), tokens=20))
         for _ in range(6):
             decoder.step()
-        early = {}
         if swap:  # the same weights again: recomputing must change nothing
-            decoder.store.keys.fill_(9.0)
-            decoder.store.values.fill_(9.0)
+            with torch.inference_mode():
+                spoil(decoder)
             decoder.swap(1, lambda: None)
-        return early | {key: item.token_ids.tolist() for key, item in finish(decoder).items()}
+        return {key: item.token_ids.tolist() for key, item in finish(decoder).items()}
 
     plain = tokens(8192, swap=False)
     assert tokens(8192, swap=True) == plain
     assert tokens(12, swap=True) == plain
 
 
-def test_abort_forgets_waiting_and_live_samples(model: Qwen3ForCausalLM) -> None:
-    decoder = make(model, slots=3)
+def test_a_group_of_caches_shares_its_prefill_and_nothing_else(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = make(model, slots=3, way="caches")
+    forwards = Forwards(model, monkeypatch)
+    decoder.submit(request("a", 5, tuple(range(8)), tokens=6, stop_ids=()))
+    decoder.submit(request("b", 5, (0,), tokens=6, stop_ids=()))
+    samples = finish(decoder)
+    assert forwards.prefills == [1, 1] and forwards.widest == 3
+    alone = finish_one(make(model, slots=1, way="caches"), request("a", 5, (6,), tokens=6, stop_ids=()))
+    assert samples["a", 6].token_ids.tolist() == alone.token_ids.tolist()
+
+
+def finish_one(decoder: Decoder, wanted: GenRequest) -> Any:
+    decoder.submit(wanted)
+    (item,) = finish(decoder).values()
+    return item
+
+
+def test_pieces_of_a_prefill_cover_all_rows_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PREFILL_TOKENS", 50)
+    rng = random.Random(2)
+    for _ in range(200):
+        lengths = [rng.randint(0, 80) for _ in range(rng.randint(0, 12))]
+        found = pieces(lengths)
+        assert [place for piece in found for place in range(piece.start, piece.stop)] == list(range(len(lengths)))
+        for piece in found:
+            rows = lengths[piece]
+            assert len(rows) == 1 or max(rows) * len(rows) <= 50
+
+
+# ---------------------------------------------------------------- K/V and bands
+
+
+def test_the_store_grows_with_the_longest_sample_and_keeps_what_it_holds(model: Qwen3ForCausalLM) -> None:
+    like = [(torch.zeros(1, 2, 1, 4), torch.zeros(1, 1, 1, 6)), (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4))]
+    store = KVStore(like, slots=3, max_len=3 * FIRST_LENGTH)
+    assert sum(part.numel() for pair in store.layers for part in pair) == 0  # nothing before the first sample
+    part = [(torch.rand(1, k.shape[1], 5, k.shape[3]), torch.rand(1, v.shape[1], 5, v.shape[3])) for k, v in like]
+    store.write(1, 2, part)
+    lengths = [store.length]
+    for wanted in (FIRST_LENGTH, FIRST_LENGTH + 1, 2 * FIRST_LENGTH + 1, 3 * FIRST_LENGTH):
+        store.reach(wanted)
+        lengths.append(store.length)
+    assert lengths == [FIRST_LENGTH, FIRST_LENGTH, 2 * FIRST_LENGTH, 3 * FIRST_LENGTH, 3 * FIRST_LENGTH]
+    for (keys, values), (new_keys, new_values) in zip(store.layers, part, strict=True):
+        assert keys.shape[:3] == (3, new_keys.shape[1], 3 * FIRST_LENGTH) and values.shape[3] == new_values.shape[3]
+        assert torch.equal(keys[1:, :, :5], new_keys.expand(2, -1, -1, -1)) and not keys[1:, :, 5:].any()
+        assert torch.equal(values[2, :, :5], new_values[0]) and not values[0].any()
+    held = sum(part.numel() * 4 for pair in store.layers for part in pair)
+    assert KVStore.nbytes(like, slots=3, max_len=3 * FIRST_LENGTH) == held
+
+
+def test_bands_cover_every_row_and_read_less() -> None:
+    rng = np.random.default_rng(0)
+    splits = 0
+    for _ in range(300):
+        lengths = np.clip(rng.lognormal(rng.uniform(3, 7), rng.uniform(0.1, 1.5), rng.integers(1, 65)), 1, 8000)
+        lengths = lengths.astype(np.int64)
+        bands = plan(lengths, device=CPU)
+        assert bands[0].rows is None and len(bands) <= attention.MOST
+        reach = np.full(len(lengths), bands[0].visible)
+        for rows, visible in bands[1:]:
+            assert rows is not None and (reach[rows.numpy()] < visible).all()
+            reach[rows.numpy()] = visible
+        assert (reach >= lengths).all() and reach.max() < lengths.max() + attention.STEP
+        splits += len(bands) > 1
+    assert 100 < splits < 300
+    assert plan(np.array([60] * 63 + [7000]), device=CPU)[0].visible == 64
+    assert plan(np.array([60] * 64), device=CPU) == [Band(None, 64)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_bands_change_no_log_prob(model: Qwen3ForCausalLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long and short samples together, in one band and in several: the same tokens; and several bands there are."""
+    shape = model.config if kind == "qwen3" else MistralConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, sliding_window=20,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        other: Any = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").eval()
+    calls: list[int] = []
+    real = attention.attend
+
+    def attend(module: Any, query: Any, key: Any, *rest: Any, **given: Any) -> Any:
+        calls.append(len(getattr(key, "bands", ())))
+        return real(module, query, key, *rest, **given)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    assert attention.install(other)
+
+    def tokens(call: int) -> dict[tuple[str, int], Any]:
+        monkeypatch.setattr(attention, "CALL", call)
+        monkeypatch.setattr(attention, "COPIED", 1)
+        decoder = make(other, slots=12, max_len=128)
+        for number, prompt in enumerate((3, 40, 4, 5, 90, 2, 40, 3, 3, 40, 3, 3)):
+            decoder.submit(request(f"g{number}", prompt, tokens=20, stop_ids=()))
+        return finish(decoder)
+
+    one = tokens(10**9)
+    assert set(calls) == {0}
+    several = tokens(0)
+    assert max(calls) >= 3
+    for key, item in one.items():
+        assert item.token_ids.tolist() == several[key].token_ids.tolist()
+        assert np.abs(item.logprobs - several[key].logprobs).max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@WAYS
+def test_tokens_on_an_accelerator_are_those_of_the_cpu(model: Qwen3ForCausalLM, way: str) -> None:
+    import copy
+
+    device = torch.device("cuda:0")
+    moved: Any = copy.deepcopy(model).to(device)
+    held: Any = SlotMemory(moved, slots=3, max_len=64, device=device, where="") if way == "slots" else CohortMemory(
+        moved, max_len=64, device=device, where=""
+    )  # fmt: skip
+    there = Decoder(held, SlotTable(3, max_new_tokens=54, device=device), recompute=True)
+    there.swap(0, lambda: None)
+    here = make(model, slots=3, recompute=True, way=way)
+    for decoder in (here, there):
+        for number in range(3):
+            decoder.submit(request(f"g{number}", 2 + 3 * number, (0, 1, 2), tokens=20))
+        for _ in range(6):
+            decoder.step()
+        decoder.swap(1, lambda: None)
+    found = finish(there)
+    for key, item in finish(here).items():
+        assert found[key].token_ids.tolist() == item.token_ids.tolist()
+        assert np.abs(found[key].logprobs - item.logprobs).max() < 1e-3
+
+
+@WAYS
+def test_abort_forgets_waiting_and_live_samples(model: Qwen3ForCausalLM, way: str) -> None:
+    decoder = make(model, slots=3, way=way)
     decoder.submit(request("a", 3, tuple(range(5)), stop_ids=()))
     decoder.submit(request("b", 3, (0, 1), tokens=4, stop_ids=()))
     decoder.step()
