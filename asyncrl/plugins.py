@@ -33,6 +33,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "asyncrl.engines": {
         "hf": "producers.engines.hf:HFEngine",
         "vllm": "producers.engines.vllm:VLLMEngine",
+        "sglang": "producers.engines.sglang:SGLangEngine",
         "dataset": "producers.dataset:DatasetEngine",
     },
     "asyncrl.backends": {"fsdp2": "learners.backends.fsdp2:FSDP2Backend"},

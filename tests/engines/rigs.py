@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rig_sglang
 from engine_lab import config_of
 
 from asyncrl.engine import Engine
@@ -72,4 +73,6 @@ RIGS = (
     Rig("hf", _hf, _spoil_forward),
     Rig("hf-caches", _hf_caches, _spoil_forward),
     Rig("vllm", _vllm, _kill_children, lacks("vllm", "vllm"), start_s=240),
+    Rig("sglang_standin", rig_sglang.make_stand_in, rig_sglang.break_it),
+    Rig("sglang", rig_sglang.make, rig_sglang.break_it, rig_sglang.why_not, rig_sglang.START_S),
 )

@@ -1,0 +1,112 @@
+"""One sample at an SGLang server: what has come, of which weights it is, and what is asked next.
+
+Called by the sglang engine, on its event loop. Guarantees:
+1. a delta holds tokens whose version is certain: those of a turn while no weights have changed since it was sent, else
+   those that the server's last event names. So after a swap no delta comes before the end of the sample;
+2. versions of tokens that were handed on never change: an engine that says otherwise later is `engine.broken`;
+3. a sample may take several turns: the server gave it up, or stopped at a token that is no stop token of the request
+   (the end token of its own tokenizer). The next turn asks for the rest behind what there is.
+It does not talk to the server.
+
+Example: prompt `[5, 6]`, 10 tokens asked, stop tokens `{3}`. The server stops after `[7, 2]` since 2 is its end token;
+the second turn asks for 8 tokens behind `[5, 6, 7, 2]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.versions import runs_of
+
+EVENTS = 16  # of a sample, where no deltas are asked for: a stream repeats all tokens in every event
+LEAST_INTERVAL = 8  # tokens between two of them
+
+Outbox = asyncio.Queue[GenDelta | AsyncRLError | None]
+
+
+class Sample:
+    """One index of one request. `name` begins with the request's id and a slash: servers abort by what ids begin with,
+    and ends with a semicolon, so that none is the beginning of another."""
+
+    def __init__(self, request: GenRequest, index: int, outbox: Outbox) -> None:
+        self.request = request
+        self.index = index
+        self.outbox = outbox
+        self.turns = 0
+        self.given_up = 0  # by the server
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []  # of the first tokens, as far as they are certain
+        self._sent = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Id of the turn under way."""
+        return f"{self.request.id}/{self.index}/{self.turns};"
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.request.max_new_tokens - len(self.tokens)
+
+    def ask(self, *, salt: str) -> dict[str, Any]:
+        """The body of the next turn. All sampling settings are named: what is not comes from the server's defaults."""
+        self.turns += 1
+        request = self.request
+        every = request.delta_tokens or max(LEAST_INTERVAL, self.left // EVENTS)
+        return {
+            "rid": self.name, "input_ids": [*request.prompt_ids.tolist(), *self.tokens], "stream": True,
+            "return_logprob": True, "logprob_start_len": -1, "extra_key": salt, "cache_salt": salt,
+            "sampling_params": {
+                "max_new_tokens": self.left, "temperature": request.temperature, "top_p": request.top_p,
+                "top_k": request.top_k or -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+                "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_token_ids": list(request.stop_ids),
+                "ignore_eos": not request.stop_ids, "skip_special_tokens": False, "stream_interval": every,
+                "sampling_seed": seed_of(request.seed, self.index),
+            },
+        }  # fmt: skip
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """New tokens, in order."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+
+    def ascertain(self, versions: Sequence[int]) -> None:
+        """These are the versions of all tokens so far. Raises `engine.broken` where they contradict what was said."""
+        if list(versions[: len(self.versions)]) != self.versions:
+            what = "the server names other weights for tokens than before"
+            raise WorkError("engine.broken", what, where=self.name)
+        self.versions = list(versions)
+
+    def due(self) -> bool:
+        """Whether enough is new for a delta."""
+        every = self.request.delta_tokens
+        return every > 0 and len(self.versions) - self._sent >= every
+
+    def stopped(self) -> bool:
+        """Whether its last token ends it."""
+        return bool(self.tokens) and self.tokens[-1] in self.request.stop_ids
+
+    def hand_on(self, finish: str) -> None:
+        """Put what is new and certain into the outbox."""
+        start, end = self._sent, len(self.versions)
+        self._sent = end
+        delta = GenDelta(
+            self.request.id, self.index, np.asarray(self.tokens[start:end], dtype=np.int32),
+            np.asarray(self.logprobs[start:end], dtype=np.float32), runs_of(self.versions[start:]), finish, start,
+        )  # fmt: skip
+        self.outbox.put_nowait(delta)
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The server's seed of a sample, 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
