@@ -31,6 +31,7 @@ GAINS = {"running_sum": 0.25, "add": 0.15}
 TASKS = tuple(GAINS)
 STEPS = {"running_sum": 40, "add": 60}  # of the demonstration; a longer run may take longer than WALL_S
 ROWS = 4096
+HELD_OUT_ROWS = 64
 MODEL_TIMEOUT_S = 3600.0
 GAIN_STEPS = 20  # a shorter run need not show a gain
 MIN_PROCESSES = 6
@@ -57,6 +58,8 @@ def demo(
         _make_prompts(task, data, seed=config.run.seed)
     if not _set_by_user("data.path", overrides):
         _make_answers(task, data, seed=config.run.seed)
+    if not _set_by_user("evaluation.path", overrides):
+        _make_held_out(task, Path(config.evaluation.path), seed=config.run.seed)
     if not (Path(config.model.path) / MODEL_DONE).exists() and not _set_by_user("model.path", overrides):
         _make_model(task, Path(config.model.path))
         config = absolute(config)
@@ -100,7 +103,7 @@ def task_settings(task: str) -> list[str]:
     if task not in TASKS:
         raise ConfigError("usage", f"task {task!r} is none of {', '.join(TASKS)}")
     settings = [f"run.name=demo-{task}", f"run.dir=runs/demo-{task}", f"model.path=runs/models/{task}",
-                f"data.path=runs/data/{task}.jsonl",
+                f"data.path=runs/data/{task}.jsonl", f"evaluation.path=runs/data/{task}-heldout.jsonl",
                 f'reward=[{{function = "asyncrl.recipes.tasks:{task}_reward"}}]']  # fmt: skip
     if task == "add":
         settings += ["sampling.max_new_tokens=6", "data.max_prompt_tokens=8", f"learner.steps={STEPS[task]}"]
@@ -112,6 +115,15 @@ def _make_prompts(task: str, path: Path, *, seed: int) -> None:
 
     count = tasks.write_jsonl(path, tasks.prompt_rows(task, ROWS, seed))
     print(f"prompts   {count} rows -> {path}", flush=True)
+
+
+def _make_held_out(task: str, path: Path, *, seed: int) -> None:
+    """Prompts that the run evaluates and never trains, from a stream of their own; made once."""
+    from asyncrl.recipes import tasks
+
+    if not path.exists():
+        rows = tasks.write_jsonl(path, tasks.prompt_rows(task, HELD_OUT_ROWS, seed, split="heldout"))
+        print(f"held out  {rows} rows -> {path}", flush=True)
 
 
 def _make_answers(task: str, prompts: Path, *, seed: int) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from asyncrl.audit import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.evaluation_figures import ALL
 from asyncrl.metrics import read_lines
 from asyncrl.rundir import RunDir
 from asyncrl.supervise import Outcome
@@ -159,6 +160,20 @@ def ledger_text(audit: Audit) -> str:
     return f"issued {audit.issued} = {' + '.join(f'{name} {count}' for name, count in parts)}"
 
 
+def _held_out(lines: list[Line]) -> list[str]:
+    """`held out  mean@4 0.247 (step 0) -> 0.933 (step 40), 3 evaluations`; nothing without evaluations."""
+    told = []
+    for line in (lines[0], lines[-1]) if lines else ():
+        sources = list(dict(line.get("sources") or {}))
+        name = f"val-core/{sources[0] if len(sources) == 1 else ALL}/reward/mean@{line.get('evaluation_samples')}"
+        told.append(f"{line[name]:.3f} (step {line['step']})" if name in line else f"- (step {line.get('step')})")
+    if not told:
+        return []
+    missing = sum(int(line.get("evaluation_missing", 0)) + int(line.get("evaluation_failed", 0)) for line in lines)
+    more = f"; {missing} prompts failed or missing" if missing else ""
+    return [f"held out  mean@{lines[-1].get('evaluation_samples')} {' -> '.join(told)}, {len(lines)} evaluations{more}"]
+
+
 def summary(data: RunData, outcome: Outcome) -> list[str]:
     """The lines that `asyncrl launch` ends with."""
     audit, deliveries = data.audit, data.deliveries()
@@ -173,6 +188,7 @@ def summary(data: RunData, outcome: Outcome) -> list[str]:
         f"reward    {early:.3f} -> {late:.3f} (mean of the first and of the last {ENDS} steps)",
         f"lag       mean {audit.lag_mean:.2f}, max {audit.lag_max}, bound {audit.bound_max}"
         + (f"; {audit.over_bound} groups over it" if audit.over_bound else ""),
+        *_held_out(data.evaluations),
         f"ledger    {ledger_text(audit)}; doubled {audit.doubled}",
         f"weights   {deliveries.matched} deliveries acknowledged with the right digest, {deliveries.wrong} with "
         f"another, {deliveries.left_out} not in time; {audit.spans_matched} of {audit.spans} spans match",

@@ -14,10 +14,11 @@ from asyncrl.config import Config, parse
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.hang import HangWatch
 from asyncrl.report import write_report
-from asyncrl.report.data import load_run
+from asyncrl.report.data import load_run, summary
 from asyncrl.report.evaluation import section
 from asyncrl.rundir import RunDir
 from asyncrl.status import render
+from asyncrl.supervise import Outcome
 from learners.evaluations import LastEvaluations, numbers, told
 from learners.trackers import tag_of
 
@@ -52,6 +53,16 @@ def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
     shown = section(load_run(run))
     assert "0.900 ± 0.100" in shown and shown.count("<td") == 10 * 6, "2 steps x 3 sources; the last of step 20"
     assert "20 to 22" in shown and "5 of 8 x 4" in shown and "is being generated 2, reward_failed 1" in shown
+
+
+def test_the_summary_tells_the_first_and_the_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    outcome = Outcome(code=0, reason="done", wall_s=1.0, restarts={})
+    assert not any(line.startswith("held out") for line in summary(load_run(run), outcome))
+    lines = [LINE, {**LINE, "step": 40, "round": 8, "val-core/all/reward/mean@4": 0.9}]
+    (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    told = [line for line in summary(load_run(run), outcome) if line.startswith("held out")]
+    assert told == ["held out  mean@4 0.400 (step 20) -> 0.900 (step 40), 2 evaluations; 6 prompts failed or missing"]
 
 
 def test_status_says_what_runs() -> None:
