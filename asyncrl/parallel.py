@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HERE = ("learner", "parallel")
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
 #: What the built-in backends split.
-SPLITS = {"fsdp2": ("replicate",)}
+SPLITS = {"fsdp2": ("replicate", "sequence")}
 #: Of these a backend takes one at a time.
 ALONE: dict[str, tuple[str, ...]] = {"fsdp2": ()}
 

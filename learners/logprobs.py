@@ -15,12 +15,14 @@ Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from learners.sequence import Split, states_of
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -160,6 +162,7 @@ class PolicyModel(nn.Module):
         self.model: Any = model
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.split: Split | None = None  # rows are split over ranks (`learners.sequence`)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False,
@@ -176,15 +179,17 @@ class PolicyModel(nn.Module):
             squares: `TokenNumbers` with sums of squares, without gradient.
         """
         if whole:
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            with self.split.off() if self.split is not None else nullcontext():
+                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
             logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-        inner = self.model.base_model
-        hidden = inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        head, states = self.model.get_output_embeddings(), hidden.flatten(0, 1)[positions]
+        states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
+        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
         options: dict[str, Any] = {
             "bias": getattr(head, "bias", None), "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
         }  # fmt: skip
         if squares:
-            return token_numbers(states, head.weight, targets, squares=True, **options)
-        return chunked_logprobs(states, head.weight, targets, **options)
+            numbers = token_numbers(hidden, head.weight, targets, squares=True, **options)
+            return TokenNumbers(*(states.whole(part) for part in numbers if part is not None))
+        logprobs, entropy = chunked_logprobs(hidden, head.weight, targets, **options)
+        return states.whole(logprobs), states.whole(entropy)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from learners.sequence import Split, states_of
 
 
 class ScoreModel(nn.Module):
@@ -25,6 +26,7 @@ class ScoreModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model: Any = model
+        self.split: Split | None = None  # rows are split over ranks (`learners.sequence`)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False
@@ -38,11 +40,10 @@ class ScoreModel(nn.Module):
             targets: token ids; only their number counts.
             whole: no difference here: there are no logits to leave out.
         """
-        inner = self.model.base_model
-        hidden = inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        states = states_of(self.model.base_model, input_ids, position_ids, positions + 1, split=self.split)
         weight = self.model.score.weight
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        scores = hidden.flatten(0, 1)[positions + 1].to(wide) @ weight[0].to(wide)
+        wide = torch.float64 if states.hidden.dtype == torch.float64 else torch.float32
+        scores = states.whole(states.hidden.to(wide) @ weight[0].to(wide))
         return scores, torch.zeros_like(scores)
 
 

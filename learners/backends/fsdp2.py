@@ -6,7 +6,7 @@ Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of
 3. a gradient that is not finite changes nothing;
 4. weights leave layer by layer: at most one layer is whole at a time, two where they are lent (`iter_hf_weights`).
 Every rank reads the model folder on the host before it is sharded: a host with R ranks needs R copies of the weights
-in memory while it starts. It does not do tensor, context or expert parallelism.
+in memory while it starts. Rows may be split over ranks (`learners.sequence`). It does not do tensor or expert parallelism.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl import parallel
 from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners import attention
+from learners import attention, sequence
 from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
@@ -275,6 +275,8 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> list[
     if config.learner.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.pin_memory_ok)
     layers = decoder_layers(policy.model)
+    if gang.topology.sequence > 1:
+        policy.split = sequence.install(policy.model, layers, gang)
     for unit in (*layers, policy):
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if not config.learner.cpu_offload:

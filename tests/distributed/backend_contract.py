@@ -104,17 +104,19 @@ CASES = {
     "minibatches": "learner.algorithm.minibatches=2",
     "checkpointing": "learner.gradient_checkpointing=true",
     "offload": "learner.cpu_offload=true",
+    "dense_mask": "model.attn_implementation=sdpa",
     "few": "",  # fewer samples than ranks
 }
 
 
-#: Of these the cases of every layout.
+#: Of these the cases of every layout, and those of some layouts beside them.
 CORE = ("plain", "small_rows", "minibatches", "few", "kl_cov")
+MORE = {"sequence": ("padded", "checkpointing", "dense_mask", "high_entropy")}
 
 
 def run_all(model: Path, gang: Gang, out: Path, layout: str = "", other: Path | None = None) -> dict[str, Any]:
     """Results by case; checkpoints and an export under `out`. `other`: a checkpoint of another layout at step 2."""
-    wanted = CORE if layout else (*CASES, *WHOLE)
+    wanted = wanted_of(layout)
     also = f"{layout};" if layout else ""
     results = {name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
                for name, extra in CASES.items() if name in wanted}  # fmt: skip
@@ -126,6 +128,13 @@ def run_all(model: Path, gang: Gang, out: Path, layout: str = "", other: Path | 
     if other is not None:
         results["from_other"] = continued(model, gang, other, layout)
     return results | words(gang)
+
+
+def wanted_of(layout: str) -> tuple[str, ...]:
+    """The cases of a layout."""
+    if not layout:
+        return (*CASES, *WHOLE)
+    return (*CORE, *(name for word, names in MORE.items() if word in layout for name in names))
 
 
 def by_sample(share: Minibatch, found: list[Any], gang: Gang) -> dict[int, list[float]]:

@@ -41,7 +41,8 @@ class Job(NamedTuple):
 
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
-    2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases")},
+    2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases")}
+    | {"ulysses": Job("backend_contract", "learner.ranks=2;learner.parallel.sequence=2")},
     4: {
         "hsdp": Job("backend_contract", "learner.ranks=4;learner.parallel.replicate=2", other=(2, "backend_contract")),
     },

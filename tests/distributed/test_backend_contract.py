@@ -10,6 +10,7 @@ import backend_contract as cases
 import msgspec
 import numpy as np
 import pytest
+import ranks
 
 from asyncrl.errors import AsyncRLError
 from learners.gang import Gang
@@ -18,7 +19,8 @@ from learners.gang import Gang
 pytestmark = pytest.mark.timeout(1200)
 
 #: Ranks and job.
-LAYOUTS = [(2, "backend_contract"), (4, "hsdp")]
+LAYOUTS = [(2, "backend_contract"), (2, "ulysses"), (4, "hsdp")]
+CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(ranks.LAUNCHES[layout[0]][layout[1]].layout)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
 
 
@@ -40,20 +42,15 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
         np.testing.assert_allclose(values, wanted["weights"][name], atol=limit, rtol=0, err_msg=name)
 
 
-@every_layout
-@pytest.mark.parametrize("name", [name for name in cases.CORE if name in cases.CASES])
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout[1]}-{name}" for layout, name in CASES])
 def test_steps_equal_one_process(results_of: Any, one: Any, layout: tuple[int, str], name: str) -> None:
-    got = results_of(*layout)[0][name]
-    compare(got, one[0][name])
-    assert got["specs"] == [[*spec[:2], list(spec[2])] for spec in one[0][name]["specs"]]
-
-
-@every_layout
-@pytest.mark.parametrize("name", [name for name in cases.CORE if name in cases.WHOLE])
-def test_steps_that_look_at_the_whole_batch_equal_one_process(
-    results_of: Any, one: Any, layout: tuple[int, str], name: str
-) -> None:
-    compare(results_of(*layout)[0][name], one[0][name])
+    got, wanted = results_of(*layout)[0][name], one[0][name]
+    compare(got, wanted)
+    if "specs" in got:
+        assert got["specs"] == [[*spec[:2], list(spec[2])] for spec in wanted["specs"]]
+    else:
+        assert got["coefficients"] == pytest.approx(msgspec.to_builtins(wanted["coefficients"]), rel=1e-6)
+        assert (got["kl_coeff"] not in (0.001, 0.1)) is (name == "kl_reward")
 
 
 @every_layout
@@ -155,29 +152,17 @@ def test_poison_in_one_share_is_found_by_all(results_of: Any, one: Any, layout: 
 @every_layout
 def test_orders_and_sums_reach_every_rank(results_of: Any, layout: tuple[int, str]) -> None:
     results = results_of(*layout)[0]
-    ranks, shares = layout[0], len(set(results["scatter"]))
-    assert results["gather"] == [f"rank {rank}" * (rank + 1) for rank in range(ranks)]
+    count, shares = layout[0], len(set(results["scatter"]))
+    assert results["gather"] == [f"rank {rank}" * (rank + 1) for rank in range(count)]
     assert results["share"] == "order"
     assert set(results["scatter"]) == {f"part {share}" * (share + 1) for share in range(shares)}
-    assert results["total"] == {"x": shares * (shares + 1) / 2, "y_max": ranks - 1.0}
+    assert results["total"] == {"x": shares * (shares + 1) / 2, "y_max": count - 1.0}
 
 
 # ---------------------------------------------------------------- cases of two ranks alone
 
 
-@pytest.mark.parametrize("name", sorted(set(cases.CASES) - set(cases.CORE)))
-def test_two_ranks_equal_one(two: Any, one: Any, name: str) -> None:
-    compare(two[0][name], one[0][name])
-
-
-@pytest.mark.parametrize("name", sorted(cases.WHOLE))
-def test_two_ranks_equal_one_where_the_whole_batch_is_looked_at(two: Any, one: Any, name: str) -> None:
-    compare(two[0][name], one[0][name])
-    assert two[0][name]["coefficients"] == pytest.approx(msgspec.to_builtins(one[0][name]["coefficients"]), rel=1e-6)
-    assert (one[0][name]["kl_coeff"] not in (0.001, 0.1)) is (name == "kl_reward")
-
-
-@pytest.mark.parametrize("name", ["small_rows", "padded", "checkpointing", "offload"])
+@pytest.mark.parametrize("name", ["small_rows", "padded", "checkpointing", "offload", "dense_mask"])
 def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) -> None:
     compare(two[0][name], two[0]["plain"])
 
