@@ -6,7 +6,8 @@ Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of
 3. a gradient that is not finite changes nothing;
 4. weights leave layer by layer: at most one layer is whole at a time, two where they are lent (`iter_hf_weights`).
 Every rank reads the model folder on the host before it is sharded: a host with R ranks needs R copies of the weights
-in memory while it starts. Rows may be split over ranks (`learners.sequence`). It does not do tensor or expert parallelism.
+in memory while it starts. Rows may be split over ranks (`learners.sequence`). It does not do tensor or expert
+parallelism.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class HFEngine:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._max_new = config.sampling.max_new_tokens
+        self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
         self._model: torch.nn.Module | None = None
         self._decoder: Decoder | None = None
@@ -162,7 +162,7 @@ class HFEngine:
                        f"{config.data.max_prompt_tokens}")  # fmt: skip
         elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
             problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
-                       f"sampling.max_new_tokens = {self._max_new}")  # fmt: skip
+                       f"at most {self._max_new} are planned for")  # fmt: skip
         elif request.temperature <= 0 or not request.indices:
             problem = "temperature must be above 0 and indices not empty"
         elif int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab():

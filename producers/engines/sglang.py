@@ -61,7 +61,7 @@ class SGLangEngine:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._max_new = config.sampling.max_new_tokens
+        self._max_new = config.longest_response
         self._limit_s = config.weightsync.timeout_s
         self._model = ModelFacts(0, {}, False)
         self._client: HttpClient | None = None
@@ -242,7 +242,7 @@ class SGLangEngine:
                        f"{config.data.max_prompt_tokens}")  # fmt: skip
         elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
             problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
-                       f"sampling.max_new_tokens = {self._max_new}")  # fmt: skip
+                       f"at most {self._max_new} are planned for")  # fmt: skip
         elif request.temperature <= 0 or not request.indices:
             problem = "temperature must be above 0 and indices not empty"
         elif request.top_k == 1 and request.temperature != 1:

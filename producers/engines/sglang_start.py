@@ -51,14 +51,14 @@ def address_towards(url: str) -> str:
 def check_server(found: ServerFacts, config: Config, *, architecture: str, where: str) -> None:
     """Raise `config.conflict` where its arguments contradict the run, `handshake.mismatch` for another model."""
     name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.longest_response
     problems = [
         (found.dp_size != 1 or found.pp_size != 1, f"dp_size = {found.dp_size}, pp_size = {found.pp_size}: weights go "
          "to tensor-parallel workers of one replica", "start one server per producer, without --dp-size and --pp-size"),
         (found.dtype not in (name, "auto"), f"its dtype is {found.dtype}, the run's is {name}",
          f"start it with --dtype {name}"),
         (found.max_req_input_len + 1 < longest, f"it takes {found.max_req_input_len} tokens, data.max_prompt_tokens + "
-         f"sampling.max_new_tokens = {longest}", "start it with a larger --context-length"),
+         f"max_new_tokens = {longest}", "start it with a larger --context-length"),
         (config.producers.kv_at_swap == "keep" and not found.disable_overlap_schedule,
          "with overlap scheduling a pause in place leaves a step under way, whose tokens it names after the new "
          "weights", 'start it with --disable-overlap-schedule, or set producers.kv_at_swap = "recompute"'),
