@@ -49,6 +49,7 @@ bench: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_e2e.py
 	$(BIN)/python benchmarks/bench_logprobs.py
 	$(BIN)/python benchmarks/bench_packing.py
+	$(BIN)/python benchmarks/bench_engines.py $(if $(wildcard .venv-vllm/bin/python),--vllm-python .venv-vllm/bin/python)
 	$(BIN)/python benchmarks/bench_weightsync.py
 	$(BIN)/python benchmarks/bench_delta.py
 
