@@ -127,9 +127,9 @@ def continues(one: BegunSample, request: GenRequest, digests: Mapping[int, str])
 
 
 def continued(request: GenRequest, one: BegunSample) -> GenRequest:
-    """The request for the rest of a sample of a group."""
+    """The request for the rest of a sample of a group; before those that start now, as its tokens age."""
     return replace(
         request, id=f"{request.id}:{one.index}", indices=(one.index,), begun=len(one.token_ids),
         prompt_ids=np.concatenate([request.prompt_ids, one.token_ids]),
-        max_new_tokens=request.max_new_tokens - len(one.token_ids),
+        max_new_tokens=request.max_new_tokens - len(one.token_ids), priority=request.priority - 1,
     )  # fmt: skip

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from sim_net import Ask, Process, Task
 
 from asyncrl import wire
 from asyncrl.errors import Unavailable, WireError
+from asyncrl.versions import Runs, joined_runs
+from buffers.begun import PieceData, packed, unpacked
 
 if TYPE_CHECKING:
     from sim_world import World
@@ -72,6 +75,14 @@ def responses_of(head: wire.Samples, payload: Any) -> dict[int, tuple[int, ...]]
 # ---------------------------------------------------------------- producers
 
 
+class Begun(NamedTuple):
+    """The first tokens of a sample."""
+
+    tokens: tuple[int, ...]
+    runs: Runs
+    digests: dict[int, str]
+
+
 class Producer:
     """One producer process."""
 
@@ -86,6 +97,7 @@ class Producer:
         self.stop = False
         self.by_place = False
         self.cancelled: set[tuple[int, int]] = set()
+        self.begun: dict[tuple[int, int, int], Begun] = {}  # group, token, index -> what is there of the sample
 
     def life(self) -> Task:
         """Hello, then lease and generate until the run is done."""
@@ -111,6 +123,7 @@ class Producer:
             for lease in leases.leases:
                 if (lease.group, lease.token) not in self.work:
                     self.work[lease.group, lease.token] = lease
+                    self.take_over(lease, packet)
                     yield self.group(lease)
             if leases.done and not self.work:
                 self.process.exit("")
@@ -149,6 +162,9 @@ class Producer:
             count = self.rng.randint(1, len(missing))
             part, missing = missing[:count], missing[count:]
             begun, digest = self.version, self.digest
+            if self.world.checkpoints:
+                yield from self.checkpoint(lease, part)
+                digest = self.digest if begun == self.version else digest
             yield 0.02 + self.rng.expovariate(6.0)
             if (lease.group, lease.token) in self.cancelled:
                 break
@@ -158,6 +174,35 @@ class Producer:
             if any(reason.startswith(LOST) for reason in reply.refused.values()):
                 break
         self.work.pop((lease.group, lease.token), None)
+
+    def take_over(self, lease: wire.Lease, packet: Any) -> None:
+        """What other producers began of this lease; now and then it is left alone."""
+        for one in unpacked(packet.message, packet.payloads).get((lease.group, lease.token), ()):
+            tokens = tuple(one.token_ids.tolist())
+            if (lease.group, one.index, tokens) not in self.world.sent_pieces:
+                self.world.fail("content", f"nobody began sample {lease.group}:{one.index} with {tokens}")
+            if one.digests.get(self.version, self.digest) == self.digest and self.rng.random() < 0.8:
+                self.begun[lease.group, lease.token, one.index] = Begun(tokens, one.runs, dict(one.digests))
+                self.world.hits["continued"] += 1
+
+    def checkpoint(self, lease: wire.Lease, part: list[int]) -> Any:
+        """Send one token more of each of these samples, ahead of the whole."""
+        pieces = []
+        for index in part:
+            key = (lease.group, lease.token, index)
+            there = self.begun.get(key, Begun((), (), {}))
+            if len(there.tokens) < 2 and self.rng.random() < 0.7:
+                token = self.rng.getrandbits(30) if there.tokens else lease.group * 64 + index
+                run = ((self.version, 1),)
+                self.begun[key] = Begun(
+                    (*there.tokens, token), joined_runs(there.runs, run), there.digests | {self.version: self.digest}
+                )
+                self.world.sent_pieces.add((lease.group, index, self.begun[key].tokens))
+                start = len(there.tokens)
+                pieces.append(PieceData(index, start, np.array([token], np.int32), np.array([-0.5], np.float32), run))
+        if pieces:
+            message, payload = packed(self.process.name, lease, pieces, {self.version: self.digest})
+            yield from patiently(lambda: Ask(message, (payload,)))
 
     def send(self, message: wire.Samples, payload: bytes) -> Any:
         """By place, where the service is on the same host; else, and where it does not find it, with the payload."""
@@ -184,13 +229,17 @@ class Producer:
         if world.odd("stale_tokens") and begun > 0:  # a worker that lies about its version: admission must not trust it
             begun, digest = begun - 1, world.weights.digests.get(begun - 1, "")
             world.hits["stale_tokens"] += 1
-        heads, responses = [], []
+        heads, responses, digests = [], [], {begun: digest, ended: last}
         for index in part:
             length = rng.randint(2, 3)
             response = (lease.group * 64 + index, rng.getrandbits(30), 7)[:length]
             runs: Any = (
                 ((begun, length),) if begun == ended or rng.random() < 0.5 else ((begun, 1), (ended, length - 1))
             )
+            there = self.begun.pop((lease.group, lease.token, index), None)
+            if there is not None:
+                response, length = (*there.tokens, 7), len(there.tokens) + 1
+                runs, digests = joined_runs(there.runs, ((ended, 1),)), there.digests | digests
             heads.append(wire.SampleHead(index, length, "stop", runs))
             responses.append(response)
         broken = world.odd("poison")
@@ -200,7 +249,7 @@ class Producer:
         if world.own_rewards:
             rewards = {head.index: reward_of(text) for head, text in zip(heads, responses, strict=True)}
         message = wire.Samples(
-            self.process.name, lease.group, lease.token, tuple(heads), {begun: digest, ended: last}, fields, "{}", 1,
+            self.process.name, lease.group, lease.token, tuple(heads), digests, fields, "{}", 1,
             rewards=rewards,
         )  # fmt: skip
         return message, payload

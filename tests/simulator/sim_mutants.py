@@ -179,12 +179,19 @@ def _replay_recorded_anew(self: Any, batch: Any, now: float) -> Any:
     return real_again(self, batch, now)
 
 
+def _every_piece_is_next(self: Any, group: Any, head: Any, item: Any, keep: Any) -> Any:
+    found = group.underway.get(item.index)
+    start = item.start if found is None else found.length
+    return real_take_piece(self, group, head, msgspec.structs.replace(item, start=start), keep)
+
+
 def _commit_anything(self: Any, **named: Any) -> None:
     with contextlib.suppress(StateLost):
         real_commit(self, **named)
 
 
 real_sort = Groups._sort_samples
+real_take_piece = Groups._take_piece
 real_commit = Groups.commit
 real_flush = service.BufferService.flush
 real_record = Groups._record
@@ -225,6 +232,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "a late copy of a registration registers": [(Groups, "register", _register_again)],
     "a goodbye from ahead is taken": [(Groups, "goodbye", _any_goodbye)],
     "any commit is taken": [(Groups, "commit", _commit_anything)],
+    "every piece of a sample is taken as the next one": [(Groups, "_take_piece", _every_piece_is_next)],
 }  # fmt: skip
 
 

@@ -89,6 +89,10 @@ class World:
         self.checkpoint_every = pick([1, 2, 3])
         self.own_rewards = rng.random() < 0.4
         self.share_files = rng.random() < 0.5
+        self.checkpoints = (
+            random.Random(f"checkpoints of {seed}").random() < 0.4
+        )  # the other schedules stay as they were
+        self.sent_pieces: set[tuple[int, int, tuple[int, ...]]] = set()  # group, index, tokens of its beginning
         self.medium = Medium(pick(["sqlite", "redis"]))
         self.files = Files()
         self.history: list[bytes] = []

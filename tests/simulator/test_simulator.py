@@ -19,7 +19,14 @@ from sim_run import campaign, schedule, told
 
 MESSAGE_FAULTS = {"lost_request", "lost_answer", "doubled", "overtaken", "flipped", "of_the_dead"}
 #: What must have been seen at least once: the paths behind it were taken.
-CONSEQUENCES = {"registered_again", "fenced_learner", "service_fenced", "publish_refused", "sent_after_all"}
+CONSEQUENCES = {
+    "registered_again",
+    "fenced_learner",
+    "service_fenced",
+    "publish_refused",
+    "sent_after_all",
+    "continued",
+}
 FAULTS_EACH = 25
 
 

@@ -116,6 +116,7 @@ def test_the_greedy_baseline_goes_on_greedily() -> None:
 def test_tokens_that_were_begun_go_into_the_prompt_in_order() -> None:
     part = continued(REQUEST, begun(0, 1))
     assert part.prompt_ids.tolist() == [7, 8, 10] and part.prompt_ids.dtype == np.int32 and part.max_new_tokens == 19
+    assert part.priority < REQUEST.priority
 
 
 def test_parts_of_a_group_end_together() -> None:
