@@ -33,6 +33,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "asyncrl.engines": {
         "hf": "producers.engines.hf:HFEngine",
         "vllm": "producers.engines.vllm:VLLMEngine",
+        "vllm_http": "producers.engines.vllm_http:VLLMHTTPEngine",
         "sglang": "producers.engines.sglang:SGLangEngine",
         "dataset": "producers.dataset:DatasetEngine",
     },

@@ -221,15 +221,17 @@ def _alive(pid: int) -> bool:
 
 
 class Labels:
-    """What an engine calls the versions that were committed to it: `"{version}.{count}"`, each once."""
+    """What an engine calls the versions that were committed to it: `"{version}.{count}"`, each once; `tag` is added
+    where an engine may have heard labels of somebody else."""
 
-    def __init__(self) -> None:
+    def __init__(self, tag: str = "") -> None:
+        self._tag = tag
         self._versions: dict[str, int] = {}
         self.current = ""  # empty before the first commit
 
     def new(self, version: int) -> str:
         """A label that was never used, for the next commit; in force once it is `current`."""
-        label = f"{version}.{len(self._versions) + 1}"
+        label = f"{version}.{len(self._versions) + 1}{self._tag}"
         self._versions[label] = version
         return label
 

@@ -210,6 +210,7 @@ class HeldWeights:
 
     weight_transfer_engine: Any
     model_runner: Any
+    device: torch.device
 
     def asyncrl_held(self) -> dict[str, Any]:
         """`StagedWeightTransfer.held` of this worker."""
@@ -223,6 +224,12 @@ class HeldWeights:
             sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
             sampler.__class__ = FullSoftmax
         return isinstance(sampler, FullSoftmax)
+
+    def asyncrl_model(self) -> dict[str, Any]:
+        """Numbers and words of the model's configuration; its dtype and the device of this worker."""
+        config = self.model_runner.model_config
+        shape = {key: value for key, value in config.hf_text_config.to_dict().items() if isinstance(value, (int, str))}
+        return {"shape": shape, "dtype": str(config.dtype).removeprefix("torch."), "device": self.device.type}
 
     def asyncrl_token(self, path: str) -> str:
         """The text of a small file, empty where this worker cannot read it: does it see the producer's files?"""

@@ -33,7 +33,7 @@ from producers.engines.staged import Labels, StagedVersion, StagedWeights
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
 CALL_LIMIT_S = 60.0
 CHECKSUM_SHARE = 0.05  # of the time between commits, for checksums right after one
-CHEAP_S = 0.1  # or shorter than this
+CHEAP_S = 0.5  # or shorter than this
 #: Safetensors names, by the dtypes that hold all their values.
 HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F16"}}
 
@@ -51,6 +51,8 @@ class Sample:
         self.logprobs: list[float] = []
         self.sent = 0
         self.versions: list[int] = []  # of the tokens that were sent
+        self.label = ""  # in force when it was submitted
+        self.ended = False
         self.task: asyncio.Task[None] | None = None
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -87,13 +89,14 @@ class Sample:
 class VLLMBase:
     """See the module."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, tag: str = "") -> None:
+        """`tag` is part of every label, see `staged.Labels`."""
         self._config = config
         self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
         self._facts = facts_of(config.model.path)
         self._staged = StagedWeights(config.run_dir / "scratch")
-        self._labels = Labels()
+        self._labels = Labels(tag)
         self._samples: dict[tuple[str, int], Sample] = {}
         self._failure: AsyncRLError | None = None
         self._full_softmax = False  # of the log-probs, whatever a request asks
@@ -209,6 +212,7 @@ class VLLMBase:
 
     def _submit(self, sample: Sample) -> None:
         self._samples[sample.request.id, sample.index] = sample
+        sample.label = self._labels.current
         sample.task = asyncio.create_task(self._decode(sample))
 
     def _submit_anew(self) -> None:
@@ -223,6 +227,7 @@ class VLLMBase:
         if reason not in ("stop", "length", "abort"):
             raise WorkError("engine.broken", f"vLLM ended a sample with {reason!r}", where=sample.name)
         self._samples.pop((sample.request.id, sample.index), None)
+        sample.ended = True
         sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), reason)
 
     def _forget(self, ids: Sequence[str] | None) -> list[Sample]:
@@ -324,6 +329,8 @@ class VLLMBase:
         held, label = self._staged.held, self._labels.current
         if held is None:
             return ""
+        if self._looking is not None and not self._looking.done():
+            await asyncio.wait({self._looking}, timeout=CALL_LIMIT_S)
         found = await self._checksum()
         if label != self._labels.current:
             return ""

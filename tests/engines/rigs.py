@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rig_sglang
+import rig_vllm_http
 from engine_lab import config_of
 
 from asyncrl.engine import Engine
@@ -75,4 +76,5 @@ RIGS = (
     Rig("vllm", _vllm, _kill_children, lacks("vllm", "vllm"), start_s=240),
     Rig("sglang_standin", rig_sglang.make_stand_in, rig_sglang.break_it),
     Rig("sglang", rig_sglang.make, rig_sglang.break_it, rig_sglang.why_not, rig_sglang.START_S),
+    Rig("vllm_http", rig_vllm_http.make, rig_vllm_http.break_it, lacks("vllm", "vllm"), start_s=240),
 )

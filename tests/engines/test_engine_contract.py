@@ -39,6 +39,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.versions import expand
 from asyncrl.wire import Tensor
 
+SWAPS = 8  # tries to meet samples in their middle
 CASES = [(rig, kv) for rig in RIGS for kv in rig.kv]
 LONG = [(7 * n + 3) % VOCAB for n in range(300)]  # several blocks of any prefix cache
 PROMPTS = [[3, 4, 5, 6, 7], [9, 10], list(range(11, 40)), [30, 31, 32]]
@@ -231,7 +232,18 @@ def test_requests_beyond_the_limits_are_refused(bench: Bench) -> None:
 def test_a_swap_in_mid_request_has_exact_runs(bench: Bench, case: tuple[Rig, str]) -> None:
     """Every token's log-prob is that of the weights that its run names: under `recompute` on K/V of these weights,
     under `keep` on the K/V of before. No token is lost or made twice."""
-    kv, old = case[1], bench.version
+    mixed = 0
+    for _ in range(SWAPS):  # a server far away may be done before it hears of the new weights
+        mixed += _swap_in_mid_request(bench, case[1])
+        if mixed >= 4:
+            return
+        bench.push(1)
+    pytest.fail("the swaps came after the samples had ended")
+
+
+def _swap_in_mid_request(bench: Bench, kv: str) -> int:
+    """From weights 1 to 2; how many samples have tokens of both."""
+    old = bench.version
     asked = ((0, PROMPTS[2]), (1, PROMPTS[0]))
 
     async def swap() -> list[dict[int, GenDelta]]:
@@ -262,7 +274,7 @@ def test_a_swap_in_mid_request_has_exact_runs(bench: Bench, case: tuple[Rig, str
                 assert np.abs(after - item.logprobs)[cut:].max() > 10 * LIMIT
                 after = kept_logprobs(1, 2, prompt, item.token_ids, cut)
             assert np.abs(after - item.logprobs)[cut:].max() < LIMIT
-    assert mixed >= 4, "the swap came after the samples had ended"
+    return mixed
 
 
 def test_a_new_request_never_meets_older_keys_and_values(bench: Bench) -> None:
