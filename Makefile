@@ -82,7 +82,8 @@ $(VLLM_STAMP): pyproject.toml
 # The contract suite and a short run, on the real engine.
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(VLLM_VENV)/bin/python -m pytest -m "not chaos" tests/engines/test_engine_contract.py tests/engines/vllm -k vllm
+		$(VLLM_VENV)/bin/python -m pytest -m "not chaos" -k vllm \
+		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(BIN)/python -m pytest -n 0 -m "not chaos" tests/e2e/test_vllm_run.py
 

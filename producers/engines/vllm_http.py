@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import Any
@@ -56,6 +57,7 @@ class VLLMHTTPEngine(VLLMBase):
     async def start(self) -> None:
         """Look at the server; the version is -1 until the first update is committed, whatever it holds."""
         self._client = HttpClient(self._config.producers.url[0])
+        await self._reached()
         server = self._server = await inspect(self._client, self._config)
         self._full_softmax = server.logprobs == "full"
         self._logprobs_mode = MODES.get(server.logprobs, "")
@@ -65,6 +67,21 @@ class VLLMHTTPEngine(VLLMBase):
             self._staged = StagedWeights(server.folders[-1], folders=server.folders)
         await self._open_channel(server)
         self._watching = asyncio.create_task(self._watch())
+
+    async def _reached(self) -> None:
+        """Wait for the server; it may just be loading its model."""
+        assert self._client is not None
+        deadline = time.monotonic() + self._config.run.hang_timeout_s / 2
+        while True:
+            try:
+                await self._client.get("/health", timeout_s=CALL_LIMIT_S)
+                return
+            except Refused:  # it answers
+                return
+            except WorkError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _open_channel(self, server: ServerFacts) -> None:
         info: dict[str, Any] = {}
@@ -81,8 +98,9 @@ class VLLMHTTPEngine(VLLMBase):
                 "group": self._group.name, "master_address": self._group.host, "master_port": port, "rank_offset": 1,
                 "world_size": self._group.size, "backend": backend, "timeout_s": CALL_LIMIT_S,
             }  # fmt: skip
-            init = asyncio.ensure_future(self._group.join())
+            init = asyncio.ensure_future(self._group.join())  # bounded: by timeout_s above
         try:
+            # bounded: both have a limit of their own
             await asyncio.gather(
                 init, self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=2 * CALL_LIMIT_S)
             )
@@ -232,6 +250,7 @@ class VLLMHTTPEngine(VLLMBase):
         info = {"update_info": update_info(staged, path="" if self._group is not None else str(staged.path))}
         sending = asyncio.ensure_future(self._send(staged))
         try:
+            # bounded: both have a limit of their own, and SWAP_LIMIT_S ends the commit
             await asyncio.gather(sending, self._post("/update_weights", info, timeout_s=SWAP_LIMIT_S))
         finally:
             sending.cancel()
