@@ -32,7 +32,7 @@ from weightsync.transports.worker import Worker
 
 T = TypeVar("T")
 END_S = 2.0  # a group that is in order ends at once
-LOOK_S = 0.05
+LISTEN_S = 120.0  # torch is imported meanwhile
 BACKENDS = ("gloo", "nccl", "hccl")
 
 
@@ -83,7 +83,7 @@ class GroupSender:
             ConfigError: `config.network` where this host lacks the address, `config.extra` without torch or backend.
         """
         self._worker = Worker(f"group-{self.name}")
-        self.port = await self._do("listen", self._open)
+        self.port = await self._do("no store", self._open, within_s=LISTEN_S)
         return self.port
 
     def _open(self) -> int:
@@ -130,15 +130,16 @@ class GroupSender:
     def _broadcast(self, data: memoryview) -> None:
         self._group.broadcast(self._place.send(data), 0).wait(timedelta(seconds=self._timeout_s))
 
-    async def _do(self, what: str, work: Callable[[], T]) -> T:
+    async def _do(self, what: str, work: Callable[[], T], *, within_s: float = 0.0) -> T:
         """Run it on the group's thread within the limit; a failure is remembered."""
         if self._worker is None or self._failed:
             raise WorkError("engine.broken", f"group {self.name}: {self._failed or 'not listening'}")
         self._failed = what  # also where this wait is cancelled in the middle
+        limit_s = within_s or self._timeout_s
         try:
-            result = await asyncio.wait_for(asyncio.wrap_future(self._worker.submit(work)), self._timeout_s + END_S)
+            result = await asyncio.wait_for(asyncio.wrap_future(self._worker.submit(work)), limit_s + END_S)
         except TimeoutError:
-            self._failed = f"{what} within {self._timeout_s:g} s"
+            self._failed = f"{what} within {limit_s:g} s"
             raise WorkError("engine.broken", f"group {self.name}: {self._failed}") from None
         except RuntimeError as error:  # DistError and what the backends raise
             self._failed = f"{what}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"

@@ -38,15 +38,15 @@ from asyncrl.fingerprint import model_fingerprint
 from asyncrl.versions import expand
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.admission import Admission
-from producers.engines.group_sender import GroupSender, pieces
+from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
 from producers.engines.model_files import ModelFacts, check_tensors, facts_of
 from producers.engines.sglang_answers import piece_of
 from producers.engines.sglang_sample import Outbox, Sample
 from producers.engines.sglang_server import ServerFacts, SGLangServer, together
-from producers.engines.sglang_start import address_towards, check_prefixes, check_server, url_of
+from producers.engines.sglang_start import address_towards, check_prefixes, check_request, check_server, url_of
+from producers.engines.sglang_weights import digest_of, load
 from producers.engines.staged import Labels, StagedVersion, StagedWeights
-from weightsync.digest import bucket_digest, whole_digest
 
 T = TypeVar("T")
 LOOK_S = 2.0  # between two looks at the server
@@ -109,7 +109,7 @@ class SGLangEngine:
         )  # fmt: skip
         port = await group.listen()
         joining = server.join_group(group.name, host=group.host, port=port, size=group.size, backend=backend)
-        await together(joining, group.join())
+        await together(joining, group.join())  # bounded: by the group's limit
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self, *, grace_s: float) -> None:
@@ -196,7 +196,7 @@ class SGLangEngine:
     async def _vital(self, work: Awaitable[T]) -> T:
         """Its result; a failure of it breaks the engine."""
         try:
-            return await work
+            return await work  # bounded: a call of the server, with its deadline
         except AsyncRLError as error:
             raise self._fail(error) from None
 
@@ -209,7 +209,9 @@ class SGLangEngine:
             WorkError: the request does not fit the engine's limits (`sample.invalid`).
             AsyncRLError: the engine has failed (`engine.broken`).
         """
-        self._check(request)
+        self._require()
+        taken, version = request.id in self._samples, self._version
+        check_request(request, self._config, vocab=self._model.vocab, taken=taken, version=version)
         outbox: Outbox = asyncio.Queue()
         samples = self._samples[request.id] = [Sample(request, index, outbox) for index in request.indices]
         for sample in samples:
@@ -230,29 +232,6 @@ class SGLangEngine:
             for sample in samples:
                 if sample.task is not None:
                     sample.task.cancel()  # closes its connection, which the server takes as an abort
-
-    def _check(self, request: GenRequest) -> None:
-        prompt, config, vocab = request.prompt_ids, self._config, self._model.vocab
-        self._require()
-        problem = ""
-        if request.id in self._samples:
-            problem = f"request id {request.id!r} is in use"
-        elif not 1 <= len(prompt) - request.begun <= config.data.max_prompt_tokens:
-            problem = (f"prompt of {len(prompt) - request.begun} tokens, data.max_prompt_tokens = "
-                       f"{config.data.max_prompt_tokens}")  # fmt: skip
-        elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
-            problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
-                       f"at most {self._max_new} are planned for")  # fmt: skip
-        elif request.temperature <= 0 or not request.indices:
-            problem = "temperature must be above 0 and indices not empty"
-        elif request.top_k == 1 and request.temperature != 1:
-            problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
-        elif int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token ends the server
-            problem = f"prompt token {int(prompt.max())} outside the vocabulary of {vocab}"
-        elif self._version < 0:
-            problem = "no weights have been committed yet"
-        if problem:
-            raise WorkError("sample.invalid", problem, where=request.id)
 
     async def _follow(self, sample: Sample) -> None:
         """Turn after turn to the sample's end; what goes wrong ends its request, or the engine."""
@@ -375,7 +354,7 @@ class SGLangEngine:
         if held is None or self._control.locked():
             return ""
         server = self._require()
-        digest = await asyncio.to_thread(_digest_of, held)
+        digest = await asyncio.to_thread(digest_of, held)
         sums = await self._vital(server.checksums(timeout_s=self._limit_s))
         if swaps != self._swaps:
             return ""
@@ -388,7 +367,7 @@ class SGLangEngine:
         staged = self._staged.complete()
         async with self._control:
             label = f"{self._owner}/{self._labels.new(staged.manifest.version)}"
-            digest = await asyncio.to_thread(_digest_of, staged)
+            digest = await asyncio.to_thread(digest_of, staged)
             try:
                 await self._load(staged, label)
             except AsyncRLError as error:
@@ -405,18 +384,7 @@ class SGLangEngine:
         self._swaps += 1
         started = time.perf_counter()
         recompute = self._config.producers.kv_at_swap == "recompute"
-        await server.pause("retract" if recompute else "in_place")
-        if recompute:
-            await server.flush()
-        await server.begin()
-        todo = [(number, part) for number, tensors in enumerate(staged.groups) for part in pieces(tensors)]
-        for place, (number, part) in enumerate(todo, start=1):
-            data = staged.bucket(number)[part[0].offset : part[-1].offset + part[-1].nbytes]
-            name = label if place == len(todo) else None
-            await server.update(part, group=group.name, label=name, sending=group.send(data))
-        await server.end()
-        if (held := await server.label()) != label:
-            raise WorkError("engine.broken", f"after the commit of {label} the server says that it holds {held!r}")
+        await load(server, group, staged, label, recompute=recompute)
         self._label, self._version = label, staged.manifest.version
         self._staged.committed()
         if not self._paused:
@@ -428,9 +396,3 @@ class SGLangEngine:
             looked = time.perf_counter()
             self._checksums = await server.checksums(timeout_s=self._limit_s)
             self._checksum_s = time.perf_counter() - looked
-
-
-def _digest_of(staged: StagedVersion) -> str:
-    """Digest of a version as it lies in its file."""
-    groups = enumerate(staged.groups)
-    return whole_digest([bucket_digest(tensors, staged.bucket(number)) for number, tensors in groups])

@@ -219,4 +219,4 @@ async def together(*works: Awaitable[None]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks, timeout=CALL_S)

@@ -1,6 +1,6 @@
-"""Whether an SGLang server fits a run: looked at once, before anything is generated.
+"""Whether an SGLang server fits a run, looked at once before anything is generated; and a request the engine.
 
-Called by the sglang engine at its start. Every refusal is `config.conflict` with the argument of the server that is to
+Called by the sglang engine. Every refusal is `config.conflict` with the argument of the server that is to
 be changed, but for a missing address and another model. Guarantees:
 1. a server whose token versions would be wrong is refused: with overlap scheduling SGLang pauses in place while a step
    is under way, and the token of that step is named after the new weights. `recompute` retracts what runs, which takes
@@ -11,6 +11,7 @@ be changed, but for a missing address and another model. Guarantees:
 from __future__ import annotations
 
 import socket
+import uuid
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, HandshakeError
+from asyncrl.engine import GenRequest
+from asyncrl.errors import ConfigError, HandshakeError, WorkError
 from producers.engines.http import HttpClient
 from producers.engines.sglang_answers import Answer
 from producers.engines.sglang_server import CALL_S, ServerFacts, answer_as
@@ -82,7 +84,8 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
     length = min(max(PROBE_TOKENS, PROBE_PAGES * found.page_size) + 1, found.max_req_input_len - 1)
     prompt = [(7 * place + 3) % max(vocab, 1) for place in range(length)] if vocab else [1] * length
     cached = []
-    for salt in ("asyncrl-probe-1", "asyncrl-probe-1", "asyncrl-probe-2"):
+    own = uuid.uuid4().hex  # the producer before has left its probes in the cache
+    for salt in (f"{own}/1", f"{own}/1", f"{own}/2"):
         body = {
             "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "extra_key": salt, "cache_salt": salt,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
@@ -95,3 +98,27 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
             "cache of another salt: after new weights prompts would meet K/V of the old ones", where=client.url,
             remedy="start it with --disable-radix-cache",
         )  # fmt: skip
+
+
+def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
+    """Raise `sample.invalid` for a request that the engine cannot keep its promises for; `taken`: its id is in use."""
+    prompt, longest = request.prompt_ids, config.longest_response
+    problem = ""
+    if taken:
+        problem = f"request id {request.id!r} is in use"
+    elif not 1 <= len(prompt) - request.begun <= config.data.max_prompt_tokens:
+        problem = (f"prompt of {len(prompt) - request.begun} tokens, data.max_prompt_tokens = "
+                   f"{config.data.max_prompt_tokens}")  # fmt: skip
+    elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > longest:
+        problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are "
+                   "planned for")  # fmt: skip
+    elif request.temperature <= 0 or not request.indices:
+        problem = "temperature must be above 0 and indices not empty"
+    elif request.top_k == 1 and request.temperature != 1:
+        problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
+    elif int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end the server
+        problem = f"prompt token {int(prompt.max())} outside the vocabulary of {vocab}"
+    elif version < 0:
+        problem = "no weights have been committed yet"
+    if problem:
+        raise WorkError("sample.invalid", problem, where=request.id)

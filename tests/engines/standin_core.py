@@ -256,10 +256,10 @@ function = "unused:unused"
         await self.engine.resume()
         self.going.set()
 
-    async def give_up(self, beginning: str | None) -> None:
-        """End the requests whose names begin so (None: all); they answer with what they have."""
+    async def give_up(self, beginning: str | None, *, exact: bool = False) -> None:
+        """End the requests whose names begin so, or are so (None: all); they answer with what they have."""
         for name, job in list(self.jobs.items()):
-            if beginning is None or name.startswith(beginning):
+            if beginning is None or name == beginning or (name.startswith(beginning) and not exact):
                 job.given_up = True
                 await self.engine.abort([job.turn])
 

@@ -6,7 +6,8 @@ environment is made (`make sglang`).
 
 import sys
 
-import prelude  # also in the children, which import this file
+import prelude
+import seeds
 
 CPU = [
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
@@ -14,19 +15,8 @@ CPU = [
 ]  # fmt: skip
 
 
-def deterministic_on_a_cpu() -> None:
-    """Seeds count in deterministic mode alone, which SGLang has for GPUs: their kernels must not depend on the batch.
-    On a CPU its own samplers do what they do on a GPU, and results differ by float noise with the batch."""
-    import sglang.srt.batch_invariant_ops as kernels
-    from sglang.srt.arg_groups import choices
-
-    kernels.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
-    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-
-
-prelude.install()
-deterministic_on_a_cpu()  # in the children too
+prelude.install()  # in the children too, which import this file
+seeds.install()
 
 
 def main() -> None:
