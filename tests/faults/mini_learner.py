@@ -26,7 +26,8 @@ from asyncrl.fingerprint import model_fingerprint
 from asyncrl.rundir import RunDir, endpoint, write_atomic
 from buffers.client import ClaimedBatch, LearnerClient
 from learners.services import Heart, Services
-from weightsync.plan import TensorSpec, plan_buckets
+from producers.engines.model_files import facts_of
+from weightsync.plan import Plan, TensorSpec, plan_buckets
 from weightsync.publisher import Publisher
 
 TENSORS = ("first", "second", "third")
@@ -57,6 +58,26 @@ def tensors_of(weights: str) -> Any:
         yield name, np.frombuffer(data, np.uint8)
 
 
+def parts_of(config: Config, weights: str) -> Any:
+    """What is published: bytes of the hash, or where the model folder has tensors, values drawn from it."""
+    shapes = facts_of(config.model.path).shapes
+    if not shapes:
+        yield from tensors_of(weights)
+    for name, shape in shapes.items():
+        seed = int.from_bytes(hashlib.blake2b(f"{name} {weights}".encode(), digest_size=8).digest(), "little")
+        values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+        yield name, values.reshape(-1).view(np.uint8)
+
+
+def plan_of(config: Config) -> Plan:
+    """Its layout."""
+    shapes = facts_of(config.model.path).shapes
+    specs = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
+    return plan_buckets(
+        specs or [TensorSpec(name, "U8", (64,)) for name in TENSORS], bucket_bytes=8192 if shapes else 64
+    )
+
+
 def trained_on(weights: str, batch: ClaimedBatch) -> str:
     digest = hashlib.blake2b(weights.encode(), digest_size=16)
     for group in batch.groups:
@@ -79,7 +100,7 @@ class MiniLearner:
     def run(self) -> str:
         state, services, steps = self.state, self.services, self.config.learner.steps
         if services.register(step=state.step, ledger=state.ledger, digests=state.digests):
-            services.publish(state.step, tensors_of(state.weights))
+            services.publish(state.step, parts_of(self.config, state.weights))
         while True:
             try:
                 services.raise_trouble()
@@ -111,7 +132,7 @@ class MiniLearner:
         services.note_trained(batch)
         state.step = batch.step
         if services.wants_publish(batch):
-            services.publish(state.step, tensors_of(state.weights))
+            services.publish(state.step, parts_of(self.config, state.weights))
         services.commit(state.step)
         if state.step % self.config.learner.checkpoint_every == 0:
             self.save()
@@ -142,7 +163,7 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     leaving = threading.Event()
     services = Services(
         config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
-        plan=plan_buckets([TensorSpec(name, "U8", (64,)) for name in TENSORS], bucket_bytes=64),
+        plan=plan_of(config),
         heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving), vocabulary=13,
     )  # fmt: skip
     try:
