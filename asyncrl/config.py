@@ -238,11 +238,17 @@ class ParallelConfig(Section, frozen=True):
     expert: Positive = 1  # ranks that split the experts of a mixture-of-experts model
 
 
+class MegatronConfig(Section, frozen=True):
+    """`[learner.megatron]`: of the backend megatron."""
+
+    sequence_parallel: bool = False  # norms on slices of a row over the tensor places; needs TransformerEngine
+
+
 class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
     mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # by reward; or on rows as they are (docs/supervised.md)
-    backend: str = "fsdp2"  # fsdp2, or a name of the entry-point group asyncrl.backends
+    backend: str = "fsdp2"  # fsdp2, megatron, or a name of the entry-point group asyncrl.backends
     ranks: Positive = 1  # processes of the gang on this host
     steps: Positive = 100  # optimizer batches of the whole run
     micro_batch_tokens: Positive = 16384  # token budget of one packed row
@@ -263,6 +269,7 @@ class LearnerConfig(Section, frozen=True):
     critic: CriticConfig = field(default_factory=CriticConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 class WeightSyncConfig(Section, frozen=True):

@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from asyncrl import megatron
+
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
 HERE = ("learner", "parallel")
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
 #: What the built-in backends split.
-SPLITS = {"fsdp2": ("replicate", "sequence")}
+SPLITS = {"fsdp2": ("replicate", "sequence"), "megatron": ("tensor", "pipeline")}
 #: Of these a backend takes one at a time.
 ALONE: dict[str, tuple[str, ...]] = {"fsdp2": ()}
 
@@ -31,6 +33,7 @@ Conflict = tuple[str, str, tuple[str, ...]]
 def problems(config: Config) -> Iterator[Conflict]:
     """Layouts that contradict the ranks or the backend."""
     learner = config.learner
+    yield from megatron.problems(config)
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
     for name in NAMES:
         if sizes[name] > 1 and name not in SPLITS.get(learner.backend, NAMES):
@@ -61,6 +64,8 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
         "num_key_value_heads": (model.get("num_key_value_heads") or heads, ("tensor", "sequence")),
         "num_experts": (model.get("num_experts") or model.get("num_local_experts") or 0, ("expert",)),
     }
+    if config.learner.backend == "megatron":
+        counts |= megatron.model_sizes(model)
     for key, (count, names) in counts.items():
         for name in names:
             size = int(getattr(parallel, name))

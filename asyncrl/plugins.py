@@ -37,7 +37,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "sglang": "producers.engines.sglang:SGLangEngine",
         "dataset": "producers.dataset:DatasetEngine",
     },
-    "asyncrl.backends": {"fsdp2": "learners.backends.fsdp2:FSDP2Backend"},
+    "asyncrl.backends": {
+        "fsdp2": "learners.backends.fsdp2:FSDP2Backend",
+        "megatron": "learners.backends.megatron:MegatronBackend",
+    },
     "asyncrl.trackers": {"tensorboard": "learners.trackers:TensorBoardTracker"},
 }
 

@@ -1,0 +1,171 @@
+"""Megatron-core's distributed optimizer: AdamW over float32 master weights that the shares of a batch divide.
+
+Called by `megatron`. Guarantees:
+1. gradients are summed over the shares in float32, never averaged: losses already have global denominators;
+2. the norm counts every parameter once, over all tensor places, stages and shares, a tied head once;
+3. a gradient that is not finite changes nothing;
+4. every parameter decays alike, norms and biases too, as in the backend fsdp2;
+5. `whole` and `fill` see parameters whole, with their states, whatever part of them this rank updates.
+Megatron-core exchanges the names of parameter groups between the ranks as pickled objects while it is built: within
+the gang, and never from a file.
+
+Example: at 2 shares each rank updates one half of the flat memory of all parameters, then they gather the new weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.config import OptimConfig
+from learners.backends.base import UpdateInfo
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """`ddp` is the model in Megatron-core's `DistributedDataParallel`."""
+
+    def __init__(self, ddp: Any, optim: OptimConfig, *, bf16: bool) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self._ddp = ddp
+        self._shares = parallel_state.get_data_parallel_group()
+        settings = OptimizerConfig(
+            optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2, adam_eps=optim.eps, decoupled_weight_decay=True, bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=True, clip_grad=0.0,
+        )  # fmt: skip
+        # Empty overrides: without them norms and biases would not decay.
+        chained = get_megatron_optimizer(settings, [ddp], config_overrides={}, use_gloo_process_groups=False)
+        (self._inner,) = chained.chained_optimizers
+
+    def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
+        """Clip by the global norm and update; nothing where the norm is not finite. Collective."""
+        norm = self._norm()
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            for group in self._inner.param_groups:
+                group["lr"] = lr
+            if norm > max_norm:
+                self._clip(norm, max_norm)
+            self._inner.step_with_ready_grads()
+        self.forget()
+        return UpdateInfo(norm, skipped)
+
+    def discard(self) -> float:
+        """Forget the gradients; their global norm. Collective."""
+        norm = self._norm()
+        self.forget()
+        return norm
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._ddp.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def _norm(self) -> float:
+        self._inner.prepare_grads()
+        return float(self._inner.get_grad_norm())
+
+    def _clip(self, norm: float, max_norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        clip_grad_by_total_norm_fp32(self._inner.get_parameters(), max_norm, norm)
+
+    # ------------------------------------------------------------ whole states
+
+    def _mine(self, parameter: Tensor) -> tuple[slice, dict[str, Tensor]] | None:
+        """The flat range of a parameter that this rank updates, its master weights and its states; None: no part."""
+        if parameter not in self._inner.model_param_gbuf_map:
+            return None
+        part = self._inner._get_model_param_range_map(parameter)["param"]
+        group, place = self._inner.model_param_group_index_map[parameter]
+        master = self._inner.optimizer.param_groups[group]["params"][place]
+        states = self._inner.optimizer.state[master]
+        for name in STATES:
+            states.setdefault(name, torch.zeros_like(master))
+        if "step" not in self._inner.optimizer.param_groups[group]:  # fused AdamW counts by group
+            states.setdefault("step", torch.zeros((), dtype=torch.float32))
+        return slice(part.start, part.end), {"model": master.detach(), **{name: states[name] for name in STATES}}
+
+    @torch.no_grad()
+    def whole(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Master weights (`model`) and states of a parameter, float32, in its shape. Collective over the shares."""
+        found = {}
+        mine = self._mine(parameter)
+        for name in ("model", *STATES):
+            flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            if mine is not None:
+                flat[mine[0]] = mine[1][name].view(-1)
+            if self._shares.size() > 1:
+                # As whole numbers: a sum with zeros that keeps every bit.
+                dist.all_reduce(flat.view(torch.int32), group=self._shares)
+            found[name] = flat.view(parameter.shape)
+        return found
+
+    @torch.no_grad()
+    def fill(self, parameter: Tensor, read: Callable[[str], Tensor], *, states: bool) -> None:
+        """A parameter, and this rank's part of its master weights, from `read("model")`; with `states` of those too."""
+        whole = read("model").to(parameter.device)
+        parameter.copy_(whole)
+        mine = self._mine(parameter)
+        if mine is not None:
+            mine[1]["model"].copy_(whole.view(-1)[mine[0]])
+        for name in STATES if states else ():
+            value = read(name)
+            if mine is not None:
+                mine[1][name].copy_(value.view(-1)[mine[0]])
+
+    @property
+    def updates(self) -> float:
+        """How many updates the states have seen."""
+        for group in self._inner.optimizer.param_groups:
+            if "step" in group:  # fused AdamW of TransformerEngine
+                return float(group["step"])
+            for master in group["params"]:
+                found = self._inner.optimizer.state.get(master, {}).get("step")
+                if found is not None:
+                    return float(found)
+        return 0.0
+
+    @updates.setter
+    def updates(self, count: float) -> None:
+        for group in self._inner.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = int(count)
+            for master in group["params"]:
+                if "step" in self._inner.optimizer.state[master]:
+                    self._inner.optimizer.state[master]["step"].fill_(count)
+
+
+def wrap(model: Any, settings: Any) -> Any:
+    """The model with one flat buffer of float32 gradients, reduced and scattered over the shares once per update."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    ddp = DistributedDataParallel(
+        settings,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,
+        ),
+        model,
+    )  # fmt: skip
+
+    def finalize(models: Any, _: Any = None, **options: Any) -> None:
+        """Without the count of tokens: losses have their denominators."""
+        finalize_model_grads(models, None, **options)
+
+    settings.finalize_model_grads_func = finalize
+    settings.no_sync_func = ddp.no_sync
+    return ddp

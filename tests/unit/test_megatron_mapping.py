@@ -1,0 +1,281 @@
+"""Where Hugging Face tensors lie in Megatron-core's parameters: every element once, both ways, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl import config, parallel
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from learners.backends.megatron_checkpoint import Store, pieces, write
+from learners.backends.megatron_logprobs import Slice, sliced_logprobs, sliced_numbers
+from learners.backends.megatron_mapping import (
+    Facts,
+    check_layout,
+    facts_of,
+    joined,
+    locals_of,
+    shapes_of,
+    shared,
+    slices,
+    sources_of,
+    within,
+)
+from learners.backends.megatron_weights import assembled
+from learners.logprobs import chunked_logprobs, token_numbers
+from learners.topology import Topology
+from weightsync.layouts import Shard, fill, volume
+from weightsync.plan import TensorSpec, plan_buckets
+
+MODELS = {
+    "qwen3": Facts(4, 8, 8, 4, 4, 12, 13, tied=True, qk_norm=True),
+    "qwen2": Facts(4, 8, 8, 4, 2, 12, 13, qkv_bias=True),
+    "llama": Facts(4, 8, 4, 4, 2, 12, 16),
+}
+PLACES = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (4, 1, 1),
+    (1, 2, 1),
+    (1, 4, 2),
+    (2, 2, 1),
+    (2, 2, 2),
+    (4, 2, 1),
+]  # tensor, stages, shares
+every_model = pytest.mark.parametrize("name", sorted(MODELS))
+every_place = pytest.mark.parametrize("place", PLACES, ids=str)
+
+
+def topology(place: tuple[int, int, int], rank: int = 0) -> Topology:
+    tensor, pipeline, shares = place
+    return Topology(rank, tensor * pipeline * shares, tensor=tensor, pipeline=pipeline)
+
+
+def weights(facts: Facts) -> dict[str, torch.Tensor]:
+    """Every element of every tensor is another number."""
+    made, start = {}, 1
+    for name, shape in shapes_of(facts).items():
+        made[name] = torch.arange(start, start + int(np.prod(shape)), dtype=torch.float32).view(shape)
+        start += made[name].numel()
+    return made
+
+
+def parameters(facts: Facts, place: Topology, start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        local.name: assembled(local, lambda part: start[part.name][slices(part.box)])
+        for local in locals_of(facts, place)
+    }
+
+
+@every_model
+@every_place
+def test_every_element_comes_in_and_goes_out_once(name: str, place: tuple[int, int, int]) -> None:
+    """The parts of all ranks, as shards of a plan of weight sync, which refuses what comes twice or never."""
+    facts, start = MODELS[name], weights(MODELS[name])
+    shapes = shapes_of(facts)
+    plan = plan_buckets([TensorSpec(tensor, "F32", shape) for tensor, shape in shapes.items()], bucket_bytes=1 << 20)
+    buckets = [memoryview(bytearray(size)) for size in plan.bucket_bytes]
+    every = topology(place)
+    held = {rank: parameters(facts, every.at(rank), start) for rank in range(every.size)}
+    sources = sources_of(facts, every)
+    assert list(sources) == list(shapes)
+    fill(
+        plan,
+        (
+            Shard(tensor, one.part.box, held[one.rank][one.parameter][slices(one.part.local)].contiguous().numpy())
+            for tensor, parts in sources.items() for one in parts
+        ),
+        buckets,
+    )  # fmt: skip
+    for planned in plan.tensors:
+        data = buckets[planned.bucket][planned.offset : planned.offset + planned.nbytes]
+        assert np.array_equal(np.frombuffer(data, np.float32), start[planned.name].flatten().numpy()), planned.name
+
+
+@every_model
+def test_only_padding_of_the_vocabulary_is_left_free(name: str) -> None:
+    facts, start = MODELS[name], weights(MODELS[name])
+    for rank in range(4):
+        for local in locals_of(facts, topology((4, 1, 1), rank)):
+            whole = assembled(local, lambda part: start[part.name][slices(part.box)])
+            free = int((whole == 0).sum())
+            assert free == whole.numel() - sum(volume(part.box) for part in local.parts)
+            padded = 3 * facts.hidden if facts.vocab == 13 and rank == 3 and local.shape[0] == 4 else 0
+            if "embedding" in local.name or "output_layer" in local.name:
+                assert free == padded
+            else:
+                assert free == 0
+
+
+def test_query_key_and_value_heads_interleave_by_group() -> None:
+    """The example of the module, and what a file gets of it."""
+    facts = Facts(1, 16, 4, 2, 8, 16, 16)
+    local = next(one for one in locals_of(facts, topology((2, 1, 1), 1)) if one.name.endswith("linear_qkv.weight"))
+    said = [(part.name.split(".")[-2], part.box[0], part.local[0]) for part in local.parts]
+    assert said == [("q_proj", (16, 32), (0, 16)), ("k_proj", (8, 16), (16, 24)), ("v_proj", (8, 16), (24, 32))]
+    wide = next(one for one in locals_of(facts, topology((1, 1, 1))) if one.name.endswith("linear_qkv.weight"))
+    assert [(name.split(".")[-2], box[0]) for name, box, _ in joined(wide)] == [
+        ("q_proj", (0, 32)), ("k_proj", (0, 16)), ("v_proj", (0, 16)),
+    ]  # fmt: skip
+
+
+def test_fused_norms_have_other_names_and_the_same_parts() -> None:
+    facts = MODELS["qwen3"]
+    plain, fused = locals_of(facts, topology((1, 1, 1))), locals_of(facts, topology((1, 1, 1)), fused=True)
+    assert [one.parts for one in plain] == [one.parts for one in fused]
+    moved = {one.name for one in fused} - {one.name for one in plain}
+    assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in moved and len(moved) == 8
+
+
+@every_model
+@pytest.mark.parametrize("places", [((2, 2, 1), (1, 1, 1)), ((1, 1, 1), (4, 2, 1)), ((4, 1, 1), (2, 2, 2))], ids=str)
+def test_a_checkpoint_goes_from_any_layout_to_any_other(name: str, places: Any, tmp_path: Any) -> None:
+    facts, start = MODELS[name], weights(MODELS[name])
+    writer, reader = topology(places[0]), topology(places[1])
+    for rank in range(writer.size):
+        boxes = []
+        for local in locals_of(facts, writer.at(rank)):
+            if not local.copy:
+                whole = parameters(facts, writer.at(rank), start)[local.name]
+                boxes += pieces(local, {"model": whole, "exp_avg": -whole})
+        steps = {f"step/{tensor}": torch.tensor(7.0) for tensor in start}
+        write(tmp_path, boxes, rank=rank, extra={"cpu": torch.tensor([rank])}, steps=steps)
+    store = Store(tmp_path)
+    for rank in range(reader.size):
+        wanted = parameters(facts, reader.at(rank), start)
+        for local in locals_of(facts, reader.at(rank)):
+            assert assembled(local, lambda part: store.read("model", part)).equal(wanted[local.name])
+            assert assembled(local, lambda part: store.read("exp_avg", part)).equal(-wanted[local.name])
+    assert store.step("model.norm.weight") == 7.0
+    assert store.extra(rank=0, ranks=writer.size)["cpu"].tolist() == [0]
+    assert store.extra(rank=0, ranks=writer.size + 1) == {}
+    store.close()
+    (tmp_path / "shard_00000.safetensors").unlink()
+    with pytest.raises(AsyncRLError, match="are not in") as caught:
+        short = Store(tmp_path)
+        for rank in range(reader.size):
+            for local in locals_of(facts, reader.at(rank)):
+                assembled(local, lambda part: short.read("model", part))
+    assert caught.value.code == "learner.checkpoint"
+
+
+def test_a_damaged_file_is_said(tmp_path: Any) -> None:
+    (tmp_path / "shard_00000.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(AsyncRLError) as caught:
+        Store(tmp_path)
+    assert caught.value.code == "learner.checkpoint"
+
+
+def test_boxes() -> None:
+    assert shared(((0, 4), (2, 6)), ((3, 8), (0, 3))) == ((3, 4), (2, 3))
+    assert shared(((0, 4),), ((4, 8),)) is None
+    assert within(((3, 4), (2, 3)), ((0, 4), (2, 6)), ((10, 14), (0, 4))) == ((13, 14), (0, 1))
+
+
+JSON = {
+    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "vocab_size": 100, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_facts_of_a_config() -> None:
+    assert facts_of(JSON) == Facts(4, 64, 4, 2, 32, 96, 100, tied=True, qk_norm=True)
+    bare = {**JSON, "model_type": "llama", "num_key_value_heads": None, "head_dim": None}
+    assert facts_of(bare) == Facts(4, 64, 4, 4, 16, 96, 100, tied=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "qwen3_moe"}, "builds llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic"}}, "dynamic"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        facts_of({**JSON, **change})
+
+
+@pytest.mark.parametrize(("place", "says"), [((4, 1, 1), "num_key_value_heads = 2"), ((1, 3, 1), "num_hidden_layers")])
+def test_a_model_that_does_not_divide_is_refused(place: tuple[int, int, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_layout(facts_of(JSON), topology(place))
+    check_layout(facts_of(JSON), topology((2, 2, 1)))
+
+
+# ---------------------------------------------------------------- settings
+
+
+TOML = """
+model.path = "m"
+data.source = "a:b"
+learner.backend = "megatron"
+learner.ranks = 4
+[[reward]]
+function = "a:b"
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("model.dtype=float16", "bfloat16"),
+        ("learner.cpu_offload=true", "cpu_offload"),
+        ("learner.algorithm.advantage=gae", "critic"),
+        ("learner.algorithm.advantage=prime", "process"),
+        ("learner.megatron.sequence_parallel=true", "tensor is 1"),
+        ("learner.parallel.replicate=2", "cannot split so"),
+        ("learner.parallel.sequence=2", "cannot split so"),
+    ],
+)
+def test_settings_that_the_backend_does_not_do_are_refused(extra: str, says: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        config.parse(TOML, overrides=[extra])
+    assert any(says in error.message for error in caught.value.errors), caught.value.errors
+    with_fsdp2 = ["learner.backend=fsdp2", extra]
+    if "parallel" not in extra and "prime" not in extra:
+        assert config.parse(TOML, overrides=with_fsdp2).learner.backend == "fsdp2"
+
+
+def test_layers_and_inner_widths_divide() -> None:
+    made = config.parse(TOML, overrides=["learner.parallel.tensor=2", "learner.parallel.pipeline=2"])
+    model = {**JSON, "num_hidden_layers": 3, "intermediate_size": 95}
+    said = [message for _, message, _ in parallel.model_problems(made, model)]
+    assert len(said) == 2 and "num_hidden_layers = 3" in "".join(said) and "intermediate_size = 95" in "".join(said)
+    assert not list(parallel.model_problems(made, JSON))
+
+
+# ---------------------------------------------------------------- log-probs of slices
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_one_slice_gives_what_whole_logits_give(temperature: float) -> None:
+    """Over several slices: the tests on several ranks. Here rows of padding, and both gradients."""
+    torch.manual_seed(0)
+    hidden = torch.randn(9, 6, requires_grad=True)
+    weight = torch.randn(13, 6, requires_grad=True)
+    targets = torch.randint(0, 11, (9,))
+    other = (hidden.detach().clone().requires_grad_(), weight.detach()[:11].clone().requires_grad_())
+    factors = torch.randn(2, 9)
+    options: Any = {"temperature": temperature, "chunk_tokens": 4}
+    got = sliced_logprobs(hidden, weight, targets, Slice(0, 11, None), **options)
+    wanted = chunked_logprobs(*other, targets, **options)
+    for left, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+    for found in (got, wanted):
+        (found[0] * factors[0] + found[1] * factors[1]).sum().backward()
+    torch.testing.assert_close(hidden.grad, other[0].grad, atol=1e-5, rtol=1e-5)
+    assert weight.grad is not None and bool((weight.grad[11:] == 0).all())
+    torch.testing.assert_close(weight.grad[:11], other[1].grad, atol=1e-5, rtol=1e-5)
+    numbers = sliced_numbers(hidden, weight, targets, Slice(0, 11, None), squares=True, **options)
+    squares = token_numbers(*(tensor.detach() for tensor in other), targets, squares=True, **options).square_sums
+    torch.testing.assert_close(numbers.square_sums, squares, atol=1e-6, rtol=1e-5)
+    assert numbers.logprobs.equal(got[0]) and numbers.entropy.equal(got[1])
