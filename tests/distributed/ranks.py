@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -47,6 +48,20 @@ LAUNCHES: dict[int, dict[str, Job]] = {
         "hsdp": Job("backend_contract", "learner.ranks=4;learner.parallel.replicate=2", other=(2, "backend_contract")),
     },
 }
+#: The extra `megatron` is optional.
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+MEGATRON = "learner.backend=megatron;learner.ranks={};learner.parallel.tensor={};learner.parallel.pipeline={}"
+if HAS_MEGATRON:
+    LAUNCHES[2] |= {
+        "megatron_tensor": Job("backend_contract", MEGATRON.format(2, 2, 1), other=(2, "backend_contract")),
+        "megatron_pipeline": Job("backend_contract", MEGATRON.format(2, 1, 2), other=(2, "megatron_tensor")),
+        "megatron_shares": Job("backend_contract", MEGATRON.format(2, 1, 1), other=(2, "megatron_pipeline")),
+        "megatron_cases": Job("megatron_cases"),
+    }
+    LAUNCHES[4] |= {
+        "megatron_both": Job("backend_contract", MEGATRON.format(4, 2, 2), other=(2, "megatron_tensor")),
+        "megatron_mixed": Job("backend_contract", MEGATRON.format(4, 2, 1), other=(2, "megatron_pipeline")),
+    }
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
 #: Of the ranks: the library, and what tests share.
@@ -148,7 +163,7 @@ def launched(home: Path, model: Path, count: int) -> Path:
     `LAUNCH_S`. Launches whose checkpoints it loads come first.
     """
     for job in LAUNCHES[count].values():
-        if job.other is not None:
+        if job.other is not None and job.other[0] != count:
             launched(home, model, job.other[0])
     out = folder_of(home, count)
     with out.with_suffix(".lock").open("w") as lock:
@@ -166,7 +181,8 @@ def folder_of(home: Path, count: int) -> Path:
 
 def _launch(model: Path, out: Path, count: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    environment |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (PYTHON_PATH, os.environ.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",

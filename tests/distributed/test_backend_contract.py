@@ -18,8 +18,10 @@ from learners.gang import Gang
 #: The first test of a layout waits for its launch, and for the one whose checkpoint that loads.
 pytestmark = pytest.mark.timeout(1200)
 
+MEGATRON_LAYOUTS = ("megatron_tensor", "megatron_pipeline", "megatron_shares", "megatron_both", "megatron_mixed")
 #: Ranks and job.
 LAYOUTS = [(2, "backend_contract"), (2, "ulysses"), (4, "hsdp")]
+LAYOUTS += [(count, job) for count, jobs in ranks.LAUNCHES.items() for job in jobs if job in MEGATRON_LAYOUTS]
 CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(ranks.LAUNCHES[layout[0]][layout[1]].layout)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
 

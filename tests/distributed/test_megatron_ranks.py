@@ -1,0 +1,85 @@
+"""The backend megatron on two ranks, split by matrices and by layers, against fsdp2 on two ranks and against files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+#: The first one waits for the launch of all jobs on two ranks.
+pytestmark = pytest.mark.timeout(1200)
+every_layout = pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+every_family = pytest.mark.parametrize("family", ["qwen2", "llama"])
+
+
+@pytest.fixture(scope="module")
+def found(results_of: Any) -> Any:
+    return results_of(2, "megatron_cases")[0]
+
+
+def compare(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for left, right in zip(got["metrics"], wanted["metrics"], strict=True):
+        assert left.keys() == right.keys()
+        for name in ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "ratio_max"):
+            assert left[name] == pytest.approx(right[name], rel=1e-5, abs=1e-5), name
+    assert set(got["names"]) == set(wanted["names"])
+    for name, values in wanted["weights"].items():
+        np.testing.assert_allclose(got["weights"][name], values, atol=1e-5, rtol=0, err_msg=name)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["padded", "checkpointing", "warm"])
+def test_settings_give_what_they_give_with_fsdp2(found: Any, layout: str, name: str) -> None:
+    compare(found["cases"][name][layout], found["cases"][name]["fsdp2"])
+
+
+def test_settings_that_should_change_the_result_do(found: Any) -> None:
+    cases = found["cases"]
+    assert cases["warm"]["tensor"]["digest"] != cases["padded"]["tensor"]["digest"]
+
+
+@every_layout
+@every_family
+def test_other_families_train_as_with_fsdp2(found: Any, layout: str, family: str) -> None:
+    compare(found["families"][family][layout], found["families"][family]["fsdp2"])
+
+
+@every_layout
+@every_family
+def test_weights_come_in_and_go_out_bit_by_bit(found: Any, layout: str, family: str) -> None:
+    from safetensors.torch import load_file
+
+    result = found["families"][family]
+    files = load_file(Path(result["folder"]) / "model.safetensors")
+    assert set(result[layout]["names"]) == set(files)
+    assert ("lm_head.weight" in files) is (family == "qwen2")
+    assert any(name.endswith("q_proj.bias") for name in files) is (family == "qwen2")
+    for name, tensor in files.items():
+        assert torch.tensor(result[layout]["start"][name]).equal(tensor.flatten()), name
+        narrow = torch.frombuffer(bytearray.fromhex(result[layout]["narrow"][name]), dtype=torch.bfloat16)
+        assert narrow.equal(tensor.flatten().bfloat16()), name
+
+
+def test_weights_leave_in_the_same_order_in_every_layout(found: Any) -> None:
+    names = [found["families"]["qwen2"][layout]["names"] for layout in ("tensor", "pipeline")]
+    assert names[0] == names[1] and names[0][0] == "model.embed_tokens.weight" and names[0][-1] == "lm_head.weight"
+
+
+def test_nothing_that_stands_in_for_cuda_is_left_behind(found: Any) -> None:
+    assert found["names"] == []
+
+
+def test_wrong_packing_is_refused_at_the_start(found: Any) -> None:
+    assert found["packing"] == "learner.packing"
+
+
+def test_what_the_machine_cannot_do_is_refused(found: Any) -> None:
+    said = found["refused"]
+    assert said["learner.megatron.sequence_parallel=true"].startswith("config.conflict: ")
+    assert "TransformerEngine" in said["learner.megatron.sequence_parallel=true"]
+    assert said["model.path=nowhere"].startswith("config.model: ")
