@@ -9,7 +9,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test check unit chaos install clean redis bench docs vllm test-vllm
+.PHONY: demo test check unit chaos install clean redis bench docs vllm test-vllm sglang test-sglang
 
 install: $(STAMP)
 
@@ -87,6 +87,33 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
 		$(BIN)/python -m pytest -n 0 -m "not chaos" tests/e2e/test_vllm_run.py
 
+# SGLang has an environment of its own too. Its requirements are for GPUs; without one a copy of the vllm environment
+# (torch for a CPU and most of what SGLang imports) and the rest without dependencies: a test rig, 3 GB. On a GPU host:
+# SGLANG="sglang==0.5.23" make sglang.
+SGLANG ?= cpu
+SGLANG_VENV ?= .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_LIMIT_S ?= 1800
+SGLANG_CPU = sglang==0.5.23 orjson xxhash zstandard interegular easydict timm soundfile outlines==0.1.11 nvidia-ml-py \
+	py-spy gguf scipy ipython decorator traitlets python-dateutil triton
+
+sglang: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): pyproject.toml
+	case "$(SGLANG)" in \
+	cpu) $(MAKE) vllm && mkdir -p $(SGLANG_VENV) && cp -a $(VLLM_VENV)/. $(SGLANG_VENV) && rm -f $@ && \
+		timeout 1800 $(SGLANG_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(SGLANG_CPU) ;; \
+	*) test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV); \
+		timeout 1800 $(SGLANG_VENV)/bin/python -m pip install -q --disable-pip-version-check "$(SGLANG)" ;; esac
+	touch $@
+
+# The contract suite and a short run, on the real server (on a CPU, by the rig in tests/engines/sglang_cpu).
+test-sglang: $(STAMP) $(SGLANG_STAMP)
+	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(BIN)/python -m pytest -n 0 --timeout 600 \
+		-m "not chaos" tests/engines/test_engine_contract.py -k "sglang and not standin"
+	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(BIN)/python -m pytest -n 0 -m "not chaos" \
+		tests/e2e/test_sglang_run.py -k real
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
