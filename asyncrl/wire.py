@@ -517,9 +517,9 @@ class Goodbye(Message, frozen=True, tag=50):
 
 
 class EvaluationsRequest(Message, frozen=True, tag=51):
-    """The learner asks for evaluations that ended, from the one with number `seen` on. Answer: `EvaluationsReply`."""
+    """The learner asks for evaluations that ended after those it knows. Answer: `EvaluationsReply`."""
 
-    seen: int
+    seen: int  # `round` of the last one that it knows, 0 without one: these numbers grow, over any loss of a store
 
 
 class EvaluationsReply(Message, frozen=True, tag=52):

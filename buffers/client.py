@@ -322,7 +322,7 @@ class LearnerClient:
         self._ask(wire.Checkpointed(self.epoch, step))
 
     def evaluations(self, *, seen: int) -> tuple[list[dict[str, Any]], str]:
-        """Evaluations that ended, from number `seen` on, as lines of metrics; and which one runs or waits, in words."""
+        """Evaluations that ended after round `seen`, as lines of metrics; and which one runs or waits, in words."""
         reply: wire.EvaluationsReply = self._ask(wire.EvaluationsRequest(seen)).message
         return [msgspec.json.decode(line) for line in reply.ended], reply.running
 

@@ -432,7 +432,7 @@ class BufferService(Desk):
         self._answer(call, wire.Ok())
 
     def _evaluations(self, call: Call, now: float) -> None:
-        lines = self.evaluations.ended[max(0, call.message.seen) :]
+        lines = (line for line in self.evaluations.ended if line["round"] > call.message.seen)
         ended = tuple(msgspec.json.encode(line).decode() for line in lines)
         self._answer(call, wire.EvaluationsReply(ended, self.evaluations.running(now)))
 

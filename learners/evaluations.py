@@ -45,8 +45,8 @@ class LastEvaluations:
         if not self.enabled:
             return ""
         ended, running = self._ask(seen=self._seen)
-        self._seen += len(ended)
         for line in ended:
+            self._seen = max(self._seen, int(line["round"]))
             self.last = line
             print(f"learner: {told(line)}", flush=True)
             if self._track is not None:

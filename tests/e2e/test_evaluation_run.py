@@ -100,7 +100,7 @@ def test_a_slow_evaluation_ends_at_its_time_and_training_is_the_same_in_form(run
         "    return min(len(solution_str), 20) / 20\n"
     )
     done = run.launch(*held_out(run), "evaluation.timeout_s=6", "evaluation.every=0", "reward_workers.count=2",
-                      "reward_workers.timeout_s=30", "learner.steps=4")  # fmt: skip
+                      "evaluation.max_new_tokens=40", "reward_workers.timeout_s=30", "learner.steps=4")  # fmt: skip
     assert done.returncode == 0, done.stdout + run.logs()
     (line,) = run.lines("metrics/evaluation.jsonl")
     assert (line["step"], line["why"]) == (4, "time")
@@ -111,3 +111,5 @@ def test_a_slow_evaluation_ends_at_its_time_and_training_is_the_same_in_form(run
     learner = run.lines("metrics/learner.jsonl")
     assert all(one["lag_max"] <= 2 for one in learner) and len(learner) == 4
     assert "missing: waits for scores" in done.stdout
+    lengths = [event["length"] for event in run.lines("history.jsonl") if event["e"] == "eval_sample"]
+    assert max(lengths) > 24, "longer than sampling.max_new_tokens, which bounds training alone"

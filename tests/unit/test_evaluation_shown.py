@@ -95,7 +95,7 @@ class Buffer:
     def evaluations(self, *, seen: int) -> tuple[list[dict[str, Any]], str]:
         if self.error is not None:
             raise self.error
-        return self.ended[seen:], self.running
+        return [line for line in self.ended if line["round"] > seen], self.running
 
 
 class Clock:
