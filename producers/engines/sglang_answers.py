@@ -81,8 +81,9 @@ def piece_of(event: Any, taken: int, *, where: str) -> Piece:
     except UNREADABLE as error:
         raise _not_an_answer(event, str(error), where=where) from None
     meta, ids = answer.meta_info, answer.output_ids
-    first = taken - (meta.completion_tokens - len(ids))  # of what is new, in `ids`
-    if not 0 <= first <= len(ids) or len(meta.output_token_logprobs) != len(ids):
+    begin = meta.completion_tokens - len(ids)  # place of the first of `ids` in the sample
+    first = taken - begin  # of what is new, in `ids`
+    if begin < 0 or not 0 <= first <= len(ids) or len(meta.output_token_logprobs) != len(ids):
         raise WorkError(
             "engine.broken", f"{len(ids)} ids and {len(meta.output_token_logprobs)} log-probs of "
             f"{meta.completion_tokens} tokens, after {taken} were taken", where=where,
