@@ -31,7 +31,7 @@ TABLE = "producers.engine_args"
 #: Arguments that have a meaning for the run, with the setting that they come from.
 OURS = {
     "model": "model.path", "dtype": "producers.dtype", "max_num_seqs": "producers.slots",
-    "max_model_len": "data.max_prompt_tokens + sampling.max_new_tokens", "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "data.max_prompt_tokens + max_new_tokens", "trust_remote_code": "model.trust_remote_code",
     "weight_transfer_config": "the engine itself", "worker_extension_cls": "the engine itself",
     "logprobs_mode": "the engine itself", "max_logprobs": "the engine itself", "generation_config": "the engine itself",
     "data_parallel_size": "producers.count", "enable_lora": "the engine itself",

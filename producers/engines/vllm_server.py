@@ -82,11 +82,11 @@ async def inspect(client: HttpClient, config: Config) -> ServerFacts:
     if parts != 1:
         what = f"{client.url} serves with data parallelism {parts}: its parts could not be updated as one"
         raise ConfigError("config.conflict", what, where="producers.url", remedy="one server per part")
-    needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    needed = config.data.max_prompt_tokens + config.longest_response
     if longest < needed:
         raise ConfigError(
             "config.conflict", f"{client.url}: its max_model_len = {longest} is below data.max_prompt_tokens + "
-            f"sampling.max_new_tokens = {needed}", where="producers.url",
+            f"max_new_tokens = {needed}", where="producers.url",
             remedy=f"start it with --max-model-len {needed}",
         )  # fmt: skip
     workers = await _same_model(client, config)
