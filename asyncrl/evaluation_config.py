@@ -84,9 +84,6 @@ def notes(config: Config) -> Iterator[str]:
             yield f"evaluation.{key} names what data.{key} trains on ({', '.join(sorted(shared))}): nothing is held out"
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield f"evaluation.temperature = 0: all {evaluation.samples} samples of a prompt are the same"
-    if evaluation.at_end and 2 * evaluation.timeout_s > config.run.hang_timeout_s:
-        yield (f"the end may wait up to 2 x evaluation.timeout_s = {2 * evaluation.timeout_s:g} s for evaluations "
-               f"(run.hang_timeout_s = {config.run.hang_timeout_s:g} does not count then)")  # fmt: skip
 
 
 def _parts(text: str) -> set[str]:

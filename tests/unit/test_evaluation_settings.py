@@ -119,7 +119,6 @@ def test_check_looks_at_the_file_and_counts(tmp_path: Path) -> None:
         (["data.path=a.jsonl", "evaluation.path=./a.jsonl"], "nothing is held out"),
         (["evaluation.samples=4"], "are the same"),
         (["evaluation.at_end=false"], "nothing is evaluated"),
-        (["run.hang_timeout_s=10"], "the end may wait"),
     ],
 )
 def test_notes(settings: list[str], words: str) -> None:
