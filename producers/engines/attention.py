@@ -45,7 +45,7 @@ def plan(lengths: npt.NDArray[np.int64], *, device: torch.device) -> list[Band]:
     wide = -(-lengths // STEP) * STEP
     bands = [Band(None, int(wide.max()))]
     rows = np.arange(len(wide))
-    while len(bands) < MOST:
+    while len(bands) < MOST and len(rows) * bands[-1].visible > CALL:  # else there is less to save than a call costs
         border = _border(wide[rows], gathered=len(bands) > 1)
         if border is None:
             break

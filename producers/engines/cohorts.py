@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from producers.engines.memory import Tokens, call_options, pieces
+from producers.engines.memory import UNFIT, Tokens, call_options, pieces
 from producers.engines.slots import LAST, Moves, SlotTable
 
 CACHE_NAMES = ("past_key_values", "cache_params")
@@ -62,27 +62,27 @@ class CohortMemory:
         raise ConfigError("config.model", f"{type(model).__name__} has no {what}", where=where)
 
     @torch.inference_mode()
-    def _probe(self, where: str) -> Any:
+    def _probe(self, where: str, *, tokens: int = 1) -> Any:
+        """The cache of so many tokens."""
         try:
-            return self._feed(torch.zeros((1, 1), dtype=torch.int64, device=self._device), None)[1]
-        except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
+            return self._feed(torch.zeros((1, tokens), dtype=torch.int64, device=self._device), None)[1]
+        except torch.OutOfMemoryError:
+            raise
+        except UNFIT as error:
             raise ConfigError(
                 "config.model", f"it makes no cache: {type(error).__name__}: {error}", where=where
             ) from error  # fmt: skip
 
-    @torch.inference_mode()
-    def nbytes(self, *, slots: int) -> int:
+    def nbytes(self, *, slots: int, where: str) -> int:
         """Bytes of the caches of this many samples at their longest, as far as two short caches tell: what does not
         grow, and what a token adds in layers without a window, or up to it."""
-        sizes = []
-        for length in (PROBED, 2 * PROBED):
-            ids = torch.zeros((1, length), dtype=torch.int64, device=self._device)
-            sizes.append([_bytes_of(layer) for layer in getattr(self._feed(ids, None)[1], "layers", [])])
+        short, long = (getattr(self._probe(where, tokens=n), "layers", []) for n in (PROBED, 2 * PROBED))
         total = 0
-        for layer, (short, long) in zip(getattr(self._probe(""), "layers", []), zip(*sizes, strict=True), strict=True):
-            window = layer.get_max_length()
+        for before, after in zip(short, long, strict=True):
+            window = getattr(after, "get_max_length", lambda: -1)()
             reach = self.max_len if window < 0 else min(window, self.max_len)
-            total += short + (long - short) * max(0, reach - PROBED) // PROBED
+            size = _bytes_of(before)
+            total += size + (_bytes_of(after) - size) * max(0, reach - PROBED) // PROBED
         return total * slots
 
     # ------------------------------------------------------------ Memory
@@ -130,6 +130,10 @@ class CohortMemory:
                 if left and cohort.cache is not None:
                     cohort.cache = self._chosen(cohort.cache, left)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.lanes]
+
+    def forget(self) -> None:
+        """Caches end with their samples: there is nothing else."""
+        self.cohorts = []
 
     # ------------------------------------------------------------ forward
 

@@ -140,7 +140,8 @@ class Decoder:
         self.halted = True
 
     def reset(self) -> None:
-        """Forget versions and counters; no sample may be alive."""
+        """Forget versions, counters and what was remembered; no sample may be alive."""
+        self.memory.forget()
         self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
         self._eras.clear()
 

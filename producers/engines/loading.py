@@ -22,14 +22,12 @@ from producers.engines import attention
 from producers.engines.cohorts import CohortMemory
 from producers.engines.decoder import Decoder
 from producers.engines.kv import KVStore
-from producers.engines.memory import Memory
+from producers.engines.memory import UNFIT, Memory
 from producers.engines.selfcheck import check_decoder
 from producers.engines.slot_memory import SlotMemory
 from producers.engines.slots import SlotTable
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: What a model raises that does not take what it is handed.
-UNFIT = (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError, NotImplementedError, AssertionError)
 TRIED = ("slots", "caches")  # decoders, in this order
 ANOTHER = "use another engine (producers.engine) for this model"
 
@@ -83,7 +81,9 @@ def refuse_unfit(shape: Any, *, max_len: int, where: str) -> None:
         raise refuse(f"takes {' and '.join(senses)} inputs; the hf engine serves token ids alone")
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    stretched = rope.get("rope_type", "default") != "default"  # yarn and others reach beyond the stated limit
+    each = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # by type of layer, or one for all
+    # yarn and others reach beyond the stated limit
+    stretched = any(part.get("rope_type", "default") != "default" for part in each)
     if limit is not None and limit < max_len and not stretched:
         raise refuse(f"max_position_embeddings = {limit}, below prompt + response = {max_len}")
 
@@ -96,6 +96,8 @@ def settle_attention(model: Any, *, device: torch.device, where: str) -> None:
     try:
         model(input_ids=two, use_cache=False)
         return
+    except torch.OutOfMemoryError:
+        raise
     except UNFIT as error:
         first = error
     try:
@@ -149,7 +151,7 @@ def _cache_memory(
     """The memory and the bytes that it may come to."""
     attention.remove(model)
     memory = CohortMemory(model, max_len=max_len, device=device, where=where)
-    return memory, memory.nbytes(slots=slots)
+    return memory, memory.nbytes(slots=slots, where=where)
 
 
 def check_memory(need: int, *, slots: int, max_len: int, device: torch.device, beside: int = 0) -> None:

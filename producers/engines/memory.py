@@ -24,6 +24,8 @@ from producers.engines.slots import Moves, SlotTable
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill
 Tokens = npt.NDArray[np.int32]
+#: What a model raises that does not take what it is handed (and torch.OutOfMemoryError, which is nobody's answer).
+UNFIT = (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError, AssertionError)
 
 
 class Memory(Protocol):
@@ -45,6 +47,9 @@ class Memory(Protocol):
 
     def release(self, lanes: Sequence[int], moves: Moves) -> None:
         """These samples are gone, and rows have moved."""
+
+    def forget(self) -> None:
+        """Nothing is remembered any more: room that was taken is given back."""
 
 
 def call_options(model: torch.nn.Module) -> dict[str, Any]:

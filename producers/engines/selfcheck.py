@@ -24,6 +24,7 @@ import torch
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import ConfigError
 from producers.engines.decoder import Decoder
+from producers.engines.memory import UNFIT, call_options
 
 TOKENS = 4  # per sample
 LIMIT = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -35,17 +36,17 @@ def check_decoder(decoder: Decoder, model: Any, *, max_prompt: int, max_new: int
     """Sample a few tokens of prompts of unequal length in one batch, and compare with a forward of each."""
     vocab = int(model.get_input_embeddings().weight.shape[0])
     new = min(TOKENS, max_new)
-    lengths = {min(2, max_prompt), min(5, max_prompt)}
-    lengths |= {border - 1 for border in borders(model.config) if 2 < border <= max_prompt + max_new - new}
-    requests = [
-        GenRequest(f"check-{length}", np.arange(length, dtype=np.int32) * 7 % vocab, (0, 1, 2), 1, new)
-        for length in sorted(lengths)
-    ]
+
+    def wanted(length: int, indices: tuple[int, ...], stop: tuple[int, ...] = ()) -> GenRequest:
+        prompt = np.arange(length, dtype=np.int32) * 7 % vocab
+        return GenRequest(f"check-{length}", prompt, indices, 1, new, stop_ids=stop)
+
+    groups = [wanted(length, (0, 1, 2)) for length in sorted({min(2, max_prompt), min(5, max_prompt)})]
+    longest = max_prompt + max_new - new
+    crossing = [wanted(border - 1, (0,)) for border in sorted(borders(model.config)) if 6 < border <= longest]
+    requests = groups + crossing
     samples = _run(decoder, requests)
-    early = [
-        GenRequest(item.id, item.prompt_ids, item.indices, item.seed, new, stop_ids=_stop(item.id, samples))
-        for item in requests
-    ]
+    early = [wanted(len(item.prompt_ids), (0, 1, 2), _stop(item.id, samples)) for item in groups]
     samples += _run(decoder, early)
     prompts = {request.id: request.prompt_ids for request in requests}
     gap = max(_gap(model, prompts[item.id], item) for item in samples)
@@ -83,7 +84,9 @@ def _run(decoder: Decoder, requests: Sequence[GenRequest]) -> list[GenDelta]:
     try:
         while not decoder.idle:
             samples += decoder.step()
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except UNFIT as error:
         what = f"decoding fails: {type(error).__name__}: {error}"
         raise ConfigError("config.model", what, where=requests[0].id) from error
     decoder.reset()
@@ -94,6 +97,8 @@ def _run(decoder: Decoder, requests: Sequence[GenRequest]) -> list[GenDelta]:
 def _gap(model: torch.nn.Module, prompt: npt.NDArray[np.int32], item: GenDelta) -> float:
     device = next(model.parameters()).device
     ids = torch.from_numpy(np.concatenate([prompt, item.token_ids]).astype(np.int64)).to(device)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    new = len(item.token_ids)
+    few = dict.fromkeys(call_options(model), new + 1)  # of a long prompt, not the logits of every token
+    logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -new - 1 : -1]
     plain = torch.log_softmax(logits.float(), -1).gather(1, ids[len(prompt) :, None])[:, 0]
     return float((plain.cpu() - torch.from_numpy(item.logprobs)).abs().max())

@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from producers.engines.attention import Band, plan
 from producers.engines.kv import KV, CaptureCache, KVStore, SlotCache
-from producers.engines.memory import Tokens, call_options, pieces
+from producers.engines.memory import UNFIT, Tokens, call_options, pieces
 from producers.engines.slots import LAST, POSITION, Moves, SlotTable
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -82,7 +82,9 @@ class SlotMemory:
             self.like = self._capture(np.zeros((1, 1), dtype=np.int64))
             if len(self.like) == 0 or any(part.dim() != 4 for pair in self.like for part in pair):
                 raise ValueError(f"{len(self.like)} layers store keys and values as [rows, heads, tokens, width]")
-        except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except UNFIT as error:
             raise ConfigError(
                 "config.model", f"its layers do not keep keys and values of every token: {error}", where=where,
             ) from error  # fmt: skip
@@ -132,6 +134,10 @@ class SlotMemory:
         if moves.holes:
             sources, holes = (torch.tensor(side, device=self._device) for side in (moves.sources, moves.holes))
             self.store.move(sources, holes, moves.tokens)
+
+    def forget(self) -> None:
+        """The next sample finds a small store again."""
+        self.store = KVStore(self.like, slots=self.store.slots, max_len=self.max_len)
 
     # ------------------------------------------------------------ forward
 

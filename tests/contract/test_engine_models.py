@@ -104,6 +104,36 @@ def test_a_model_without_positions_enough_is_refused() -> None:
         refuse_unfit(config_of("llama"), max_len=257, where="m")
 
 
+def test_stretched_positions_are_seen_by_type_of_layer_too() -> None:
+    shape = config_of("gemma3_text")
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    shape.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
+    with pytest.raises(ConfigError, match="below prompt"):
+        refuse_unfit(shape, max_len=300, where="m")
+    shape.rope_parameters = {
+        "full_attention": plain | {"rope_type": "linear", "factor": 8.0},
+        "sliding_attention": plain,
+    }
+    refuse_unfit(shape, max_len=300, where="m")
+
+
+def test_the_self_check_gives_its_room_back() -> None:
+    held: Any = build(model_of("mistral", seed=1)).decoder.memory
+    assert held.store.length == 0
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_misfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3", seed=1)
+    settle_attention(model, device=CPU, where="m")
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("of the device")
+
+    monkeypatch.setattr(model.model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        build_decoder(model, slots=2, max_prompt=4, max_new=4, recompute=False, where="m")
+
+
 def test_the_table_of_the_documentation_is_this_one() -> None:
     """Rows `| type | way | what |`."""
     found = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", DOC.read_text(), flags=re.MULTILINE))
