@@ -34,8 +34,8 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
 from asyncrl.processes import descendants, is_alive
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(lacks("vllm", "vllm")()), reason="no vLLM here")]
-START_S = 300.0
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(lacks("vllm", "vllm")()), reason="no vLLM here")]
+START_S = 600.0
 PRODUCER = """
 import asyncio, json, sys, time
 sys.path[:0] = {paths!r}
