@@ -33,7 +33,8 @@ def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Served]
 def test_a_run_on_sglang_is_exact(run: Any, server: Served, figure: Callable[[str], None]) -> None:
     done = run.launch(
         "producers.engine=sglang", f'producers.url=["{server.url}"]', "producers.count=1", "producers.slots=16",
-        f"learner.steps={STEPS}", "buffer.max_staleness=2", "weightsync.timeout_s=60", "run.hang_timeout_s=300",
+        f"learner.steps={STEPS}", "buffer.max_staleness=2", "weightsync.timeout_s=60", "run.hang_timeout_s=600",
+        "producers.kv_at_swap=recompute",
         timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + run.logs()

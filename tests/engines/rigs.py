@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import rig_sglang
 import rig_vllm_http
+import rig_vllm_standin
 from engine_lab import config_of
 
 from asyncrl.engine import Engine
@@ -74,6 +75,7 @@ RIGS = (
     Rig("hf", _hf, _spoil_forward),
     Rig("hf-caches", _hf_caches, _spoil_forward),
     Rig("vllm", _vllm, _kill_children, lacks("vllm", "vllm"), start_s=240),
+    Rig("vllm_http_standin", rig_vllm_standin.make, rig_vllm_standin.break_it, rig_vllm_standin.why_not, 240),
     Rig("sglang_standin", rig_sglang.make_stand_in, rig_sglang.break_it),
     Rig("sglang", rig_sglang.make, rig_sglang.break_it, rig_sglang.why_not, rig_sglang.START_S),
     Rig("vllm_http", rig_vllm_http.make, rig_vllm_http.break_it, lacks("vllm", "vllm"), start_s=240),

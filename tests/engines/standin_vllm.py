@@ -49,7 +49,9 @@ class VLLM:
         app.router.add_post("/standin/fault", self.faults.order)
         for path, handler in (
             ("/health", self.health), ("/version", self.version), ("/v1/models", self.models),
-            ("/is_paused", self.is_paused), ("/weight_info", self.weight_info), ("/get_world_size", self.world_size),
+            ("/server_info", self.server_info),
+            ("/metrics", self.metrics), ("/is_paused", self.is_paused),
+            ("/weight_info", self.weight_info), ("/get_world_size", self.world_size),
         ):  # fmt: skip
             app.router.add_get(path, handler)
         for path, handler in (
@@ -79,6 +81,18 @@ class VLLM:
     async def models(self, _request: web.Request) -> web.Response:
         card = {"id": self.args.model_path, "object": "model", "max_model_len": self.core.context}
         return web.json_response({"object": "list", "data": [card]})
+
+    async def server_info(self, _request: web.Request) -> web.Response:
+        core = self.core
+        return web.json_response({"vllm_config": {
+            "model_config": {"max_model_len": core.context}, "parallel_config": {"data_parallel_size": 1},
+            "cache_config": {"kv_cache_size_tokens": core.slots * core.context},
+            "scheduler_config": {"max_num_seqs": core.slots, "policy": "fcfs"},
+            "weight_transfer_config": {"backend": "asyncrl"},
+        }})  # fmt: skip
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(text=f"vllm:num_requests_running {len(self.core.jobs)}\n")
 
     async def is_paused(self, _request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.core.paused})
@@ -277,6 +291,12 @@ class VLLM:
             return web.json_response({"results": [{"digest": self.digest, "seconds": {}}]})
         if method == "asyncrl_full_softmax":
             return web.json_response({"results": ["True"]})
+        if method == "asyncrl_model":
+            shape = json.loads((Path(self.args.model_path) / "config.json").read_text())
+            plain = {key: value for key, value in shape.items() if isinstance(value, int | str)}
+            return web.json_response({"results": [{"shape": plain, "dtype": "float32", "device": "cpu"}]})
+        if method == "asyncrl_token" and self.args.no_files:
+            return web.json_response({"results": [""]})
         if method == "asyncrl_token":
             path = Path(args[0])
             return web.json_response({"results": [path.read_text()[:100] if path.exists() else ""]})
@@ -290,6 +310,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--no-files", action="store_true")  # as on another host: files of the producer are not seen
     args = parser.parse_args()
     shape = json.loads((Path(args.model_path) / "config.json").read_text())
     args.eos = shape.get("eos_token_id", -1)
