@@ -4,6 +4,8 @@ is refused at the start."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,13 @@ from producers.engines.sglang_answers import piece_of
 from producers.engines.sglang_sample import Sample, seed_of
 from producers.engines.sglang_server import ServerFacts
 from producers.engines.sglang_start import address_towards, check_request, check_server, url_of
+
+
+def test_a_producer_of_a_server_needs_neither_torch_nor_transformers_to_start() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['aiohttp'] = None\n"
+    code += "import producers.main, producers.engines.sglang"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_urgent_enter_first_and_nobody_while_it_is_shut() -> None:
