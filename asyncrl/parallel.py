@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 HERE = ("learner", "parallel")
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
 #: What the built-in backends split.
-SPLITS = {"fsdp2": ("replicate", "sequence"), "megatron": ("tensor", "pipeline")}
+SPLITS = {"fsdp2": ("replicate", "tensor", "sequence", "expert"), "megatron": ("tensor", "pipeline")}
 #: Of these a backend takes one at a time.
-ALONE: dict[str, tuple[str, ...]] = {"fsdp2": ()}
+ALONE = {"fsdp2": ("tensor", "sequence", "expert")}
 
 #: Code, message, path of the key.
 Conflict = tuple[str, str, tuple[str, ...]]
@@ -43,6 +43,12 @@ def problems(config: Config) -> Iterator[Conflict]:
     if len(together) > 1:
         yield ("config.conflict", f"learner.parallel.{' and .'.join(together)}: backend {learner.backend!r} takes one "
                "of them at a time", (*HERE, together[0]))  # fmt: skip
+    if learner.backend == "fsdp2" and sizes["expert"] > 1 and sizes["replicate"] > 1:
+        yield ("config.conflict", "learner.parallel.expert and .replicate: backend 'fsdp2' takes one of them at a time",
+               (*HERE, "expert"))  # fmt: skip
+    if learner.backend == "fsdp2" and learner.cpu_offload and max(sizes["tensor"], sizes["expert"]) > 1:
+        yield ("config.conflict", "learner.cpu_offload with learner.parallel.tensor or .expert: weights that are split "
+               "stay on the device", ("learner", "cpu_offload"))  # fmt: skip
     each = sizes["tensor"] * sizes["sequence"] * sizes["pipeline"]
     if learner.ranks % each:
         yield ("config.conflict", f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = "

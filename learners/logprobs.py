@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError
 from learners.sequence import Split, states_of
@@ -142,6 +143,11 @@ def token_numbers(
     return TokenNumbers(logprobs, entropy, square_sums)
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """A tensor as if it were not split over tensor or expert ranks; with gradient. Collective where it is split."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def check_head(config: Any) -> None:
     """Raise where the model changes its logits after the head, which this module would not reproduce."""
     for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
@@ -185,11 +191,12 @@ class PolicyModel(nn.Module):
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
         states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
         head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
+        weight = whole_of(head.weight)
         options: dict[str, Any] = {
             "bias": getattr(head, "bias", None), "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
         }  # fmt: skip
         if squares:
-            numbers = token_numbers(hidden, head.weight, targets, squares=True, **options)
+            numbers = token_numbers(hidden, weight, targets, squares=True, **options)
             return TokenNumbers(*(states.whole(part) for part in numbers if part is not None))
-        logprobs, entropy = chunked_logprobs(hidden, head.weight, targets, **options)
+        logprobs, entropy = chunked_logprobs(hidden, weight, targets, **options)
         return states.whole(logprobs), states.whole(entropy)

@@ -23,6 +23,7 @@ from asyncrl.config import CompanionConfig, Config
 from asyncrl.errors import AsyncRLError
 from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.hf_folder import write_folder
+from learners.backends.layout import data_mesh
 from learners.backends.sharded import Sharded
 from learners.backends.shards import local_of
 from learners.batch import MicroBatch, packed_row, padded_rows
@@ -33,7 +34,7 @@ class Companion:
     """One rank's part of it. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
 
     def __init__(self, module: Any, settings: CompanionConfig, config: Config, gang: Gang, *, prefix: str) -> None:
-        from learners.backends.fsdp2 import data_mesh, make_optimizer, shard
+        from learners.backends.fsdp2 import make_optimizer, shard
 
         self.exported = settings.export
         self._config = config
@@ -41,9 +42,9 @@ class Companion:
         self._device = gang.device
         self._prefix = prefix
         self._model = module
-        units = shard(module, config, gang)
+        units, split = shard(module, config, gang)
         optimizer = make_optimizer(module, settings, config, gang.device)
-        self._sharded = Sharded(module, units, optimizer, ranks=data_mesh(gang).size())
+        self._sharded = Sharded(module, units, optimizer, ranks=data_mesh(gang).size(), split=split)
         self._memory: dict[str, Tensor] | None = None
 
     def _forward(self, piece: MicroBatch) -> tuple[Tensor, Tensor, Micro]:

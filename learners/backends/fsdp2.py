@@ -6,8 +6,7 @@ Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of
 3. a gradient that is not finite changes nothing;
 4. weights leave layer by layer: at most one layer is whole at a time, two where they are lent (`iter_hf_weights`).
 Every rank reads the model folder on the host before it is sharded: a host with R ranks needs R copies of the weights
-in memory while it starts. Rows may be split over ranks (`learners.sequence`). It does not do tensor or expert
-parallelism.
+in memory while it starts. Rows, matrices or experts may be split over ranks (`learners.sequence`, `layout`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from asyncrl import parallel
 from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners import attention, sequence
+from learners.backends import layout
 from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
@@ -58,9 +56,11 @@ class FSDP2Backend:
         hf = load_model(config, gang.device)
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
-        self._units = shard(self._policy, config, gang)
+        self._units, split = shard(self._policy, config, gang)
         optimizer = make_optimizer(self._policy, config.learner.optim, config, gang.device)
-        self._sharded = Sharded(self._policy, self._units, optimizer, ranks=data_mesh(gang).size())
+        self._sharded = Sharded(
+            self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split
+        )  # fmt: skip
         self.critic = Critic(config, gang) if wants_critic(config) else None
         self.process_reward = (
             ProcessRewardModel(config, gang, reference=self.reference_logprobs)
@@ -250,24 +250,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def data_mesh(gang: Gang) -> DeviceMesh:
-    """The ranks over which weights are sharded and gradients reduced: `[shard]`, or `[replicate, shard]` (HSDP).
-
-    Raises:
-        ConfigError: `config.conflict`, for layouts that this backend has not.
-    """
-    place = gang.topology
-    if unfit := [name for name in parallel.NAMES if getattr(place, name) > 1 and name not in parallel.SPLITS["fsdp2"]]:
-        why = f"backend 'fsdp2' cannot split so; it has {', '.join(parallel.SPLITS['fsdp2'])}"
-        raise ConfigError("config.conflict", why, where=f"learner.parallel.{unfit[0]}")
-    if place.replicate == 1:
-        return gang.mesh(shard=gang.size)
-    return gang.mesh(replicate=place.replicate, shard=gang.size // place.replicate)
-
-
-def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> list[Any]:
-    """`fully_shard` every decoder layer and the root; the units, root first."""
-    mesh, device = data_mesh(gang), gang.device
+def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple[list[Any], layout.Split]:
+    """Split as `[learner.parallel]` says, and `fully_shard` every decoder layer and the root; the units, root first."""
+    mesh, device = layout.data_mesh(gang), gang.device
     dtype = DTYPES[config.model.dtype][1]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if dtype == torch.float32:
@@ -278,11 +263,13 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> list[
     layers = decoder_layers(policy.model)
     if gang.topology.sequence > 1:
         policy.split = sequence.install(policy.model, layers, gang)
+    split = layout.split(policy.model, gang)
+    layout.shard_experts(split, gang, mp_policy=precision, offload_policy=offload)
     for unit in (*layers, policy):
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if not config.learner.cpu_offload:
         policy.to(device.torch_device)
-    return [policy, *layers]
+    return [policy, *layers], split
 
 
 def sent_dtype(config: Config) -> str:
@@ -303,9 +290,12 @@ def bytes_of(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[n
 def make_optimizer(model: nn.Module, optim: OptimConfig, config: Config, device: Device) -> torch.optim.AdamW:
     """AdamW over all parameters of a sharded module."""
     on_host = config.learner.cpu_offload
+    by_mesh: dict[Any, list[nn.Parameter]] = {}  # kernels over many tensors refuse those of several meshes
+    for parameter in model.parameters():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return torch.optim.AdamW(
-        model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
-        weight_decay=optim.weight_decay, fused=(device.supports("fused_adamw") and not on_host) or None,
+        [{"params": parameters} for parameters in by_mesh.values()], lr=optim.lr, betas=(optim.beta1, optim.beta2),
+        eps=optim.eps, weight_decay=optim.weight_decay, fused=(device.supports("fused_adamw") and not on_host) or None,
     )  # fmt: skip
 
 

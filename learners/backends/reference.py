@@ -37,7 +37,7 @@ class Reference:
             chunk_tokens=config.learner.logprob_chunk_tokens,
         )  # fmt: skip
         self._policy.requires_grad_(False)
-        self._units: list[Any] = shard(self._policy, config, gang)
+        self._units: list[Any] = shard(self._policy, config, gang)[0]
         self._policy.eval()
 
     @torch.no_grad()

@@ -3,8 +3,9 @@
 Called by `fsdp2` for the policy and by `companion` for the models that train beside it. Guarantees:
 1. gradients add up over micro-batches and are reduced over ranks once, with the last of them;
 2. a gradient that is not finite changes nothing;
-3. `state` names every tensor of the training state, before the first update as after it;
-4. weights leave layer by layer: at most one layer is whole at a time.
+3. a gradient's norm is that of the whole model, whatever meshes its parts lie on;
+4. `state` names every tensor of the training state, before the first update as after it;
+5. weights leave layer by layer: at most one layer is whole at a time.
 It makes neither module nor optimizer: `fsdp2.shard` and `fsdp2.make_optimizer` do.
 
 Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
@@ -19,9 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from learners.backends.base import LossFunction, Micro
+from learners.backends.layout import Split, clip_gradients, sum_partial
 from learners.batch import MicroBatch
+from learners.logprobs import whole_of
 
 OWN = "model."  # what the root modules put before the names of Hugging Face
 
@@ -32,22 +36,34 @@ Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Micro]]
 class Sharded:
     """`units` are those of `fully_shard`, root first."""
 
-    def __init__(self, root: nn.Module, units: Sequence[Any], optimizer: torch.optim.AdamW, *, ranks: int) -> None:
+    def __init__(
+        self, root: nn.Module, units: Sequence[Any], optimizer: torch.optim.AdamW, *, ranks: int, split: Split
+    ) -> None:
+        """`ranks`: over which FSDP averages gradients; `split`: what was split before FSDP."""
         self.root: Any = root
         self.units = units
         self.optimizer = optimizer
+        self._split = split
+        self._unsummed = False  # gradients of `split.partial` are those of single tensor ranks
+        # Of each unit all that FSDP shards by itself: a layer, and experts inside it.
+        self._parts: list[list[Any]] = [
+            [unit] if unit is root else [part for part in unit.modules() if isinstance(part, FSDPModule)]
+            for unit in units
+        ]
         self.names = names_of_units(root, units)  # as the module has them, by unit
         self._ranks = ranks
 
     def reshard(self) -> None:
         """Give whole weights back. FSDP leaves the root whole after a forward without a backward: its parameters are
         then other objects than those of the optimizer, and what is loaded into them is lost."""
-        for unit in self.units:
-            unit.reshard()
+        for parts in self._parts:
+            for part in parts:
+                part.reshard()
 
     def train(self, micro: Sequence[MicroBatch], forward: Forward, loss: LossFunction) -> dict[str, float]:
         """Forward and backward; FSDP averages gradients over ranks, so each share is multiplied by their number."""
         self.root.train()
+        self._unsummed = True
         sums: dict[str, Tensor] = {}
         for number, piece in enumerate(micro):
             self.root.set_requires_gradient_sync(number == len(micro) - 1)
@@ -61,8 +77,11 @@ class Sharded:
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to a global norm; what it was. Collective."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.root.parameters(), max_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if self._unsummed and self._split.partial:
+            named = {name.removeprefix(OWN): parameter for name, parameter in self.root.named_parameters()}
+            sum_partial(named, self._split)
+        self._unsummed = False
+        return clip_gradients(self.root.parameters(), max_norm)
 
     def apply(self, lr: float) -> None:
         """Update with the gradients as they are, and forget them."""
@@ -102,24 +121,30 @@ class Sharded:
         unit are given back, once the next unit was gathered: two of them are whole at a time then.
         """
         held: list[Any] = []
+        lent: list[Tensor] = []  # whole tensors that only their bytes are known of
 
         def give_back() -> None:
             try:
                 if settle is not None:
                     settle()
             finally:
+                lent.clear()
                 while held:
                     held.pop().reshard()
 
         try:
-            for unit, names in zip(self.units, self.names, strict=True):
+            for parts, names in zip(self._parts, self.names, strict=True):
                 if settle is None:
                     give_back()
-                unit.unshard()
+                for part in parts:
+                    part.unshard()
                 give_back()
-                held.append(unit)
+                held += parts
                 for name in names:
-                    yield name.removeprefix(OWN), self.root.get_parameter(name).detach()
+                    tensor = whole_of(self.root.get_parameter(name).detach())
+                    if settle is not None:
+                        lent.append(tensor)
+                    yield name.removeprefix(OWN), tensor
         finally:
             give_back()
 

@@ -111,12 +111,15 @@ CASES = {
 
 #: Of these the cases of every layout, and those of some layouts beside them.
 CORE = ("plain", "small_rows", "minibatches", "few", "kl_cov")
-MORE = {"sequence": ("padded", "checkpointing", "dense_mask", "high_entropy")}
+MORE = {"sequence": ("padded", "checkpointing", "dense_mask", "high_entropy"), "tensor": ("checkpointing",)}
 
 
-def run_all(model: Path, gang: Gang, out: Path, layout: str = "", other: Path | None = None) -> dict[str, Any]:
-    """Results by case; checkpoints and an export under `out`. `other`: a checkpoint of another layout at step 2."""
-    wanted = wanted_of(layout)
+def run_all(
+    model: Path, gang: Gang, out: Path, *, layout: str = "", other: Path | None = None, wanted: tuple[str, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Results by case; checkpoints and an export under `out`. `other`: a checkpoint of another layout at step 2;
+    `wanted`: cases, else those of the layout."""
+    wanted = wanted or wanted_of(layout)
     also = f"{layout};" if layout else ""
     results = {name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
                for name, extra in CASES.items() if name in wanted}  # fmt: skip

@@ -21,8 +21,10 @@ def _home(factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model; that of every worker has the same weights."""
-    return ranks.make_model(tmp_path_factory.mktemp("model"))
+    """A tiny model, one of experts below it; those of every worker have the same weights."""
+    folder = ranks.make_model(tmp_path_factory.mktemp("model"))
+    ranks.make_moe(folder / ranks.MOE)
+    return folder
 
 
 @pytest.fixture(scope="module")

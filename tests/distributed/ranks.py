@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from asyncrl import config as configuration
 from learners import update
@@ -31,6 +32,9 @@ from learners.gang import Gang
 from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from learners.topology import Topology
 
+#: Folder of the mixture-of-experts model below that of the dense one.
+MOE = "moe"
+
 
 class Job(NamedTuple):
     """A case module in a layout. `other`: the launch and the job whose checkpoint it loads, too."""
@@ -38,6 +42,7 @@ class Job(NamedTuple):
     module: str
     layout: str = ""  # settings with ; between them; those of `[learner.parallel]` make the gang
     other: tuple[int, str] | None = None
+    model: str = ""  # a folder below that of the dense model
 
 
 #: By the number of ranks, jobs by name.
@@ -45,7 +50,11 @@ LAUNCHES: dict[int, dict[str, Job]] = {
     2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases")}
     | {"ulysses": Job("backend_contract", "learner.ranks=2;learner.parallel.sequence=2")},
     4: {
-        "hsdp": Job("backend_contract", "learner.ranks=4;learner.parallel.replicate=2", other=(2, "backend_contract")),
+        name: Job("backend_contract", f"learner.ranks=4;learner.parallel.{layout}", other=(2, "backend_contract"))
+        for name, layout in {"hsdp": "replicate=2", "tensor": "tensor=2"}.items()
+    }
+    | {
+        "expert": Job("backend_contract", "learner.ranks=4;learner.parallel.expert=2", model=MOE),
     },
 }
 #: The extra `megatron` is optional.
@@ -97,6 +106,25 @@ def make_model(folder: Path) -> Path:
     """A Qwen3 of two layers with tied embeddings, and its tokenizer."""
     tokenizer = make_tokenizer(folder)
     save_model(folder, make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))
+    return folder
+
+
+def make_moe(folder: Path) -> Path:
+    """A Qwen3-MoE of two layers with 8 experts, two of them for a token, and its tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = make_tokenizer(folder)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=512, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config).float()
+    model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model.save_pretrained(str(folder))
     return folder
 
 
@@ -214,7 +242,7 @@ def main() -> None:
         given: dict[str, Any] = {"layout": job.layout} if job.layout else {}
         if job.other is not None:
             given["other"] = folder_of(out.parent, job.other[0]) / job.other[1] / "checkpoint"
-        results = importlib.import_module(job.module).run_all(model, gang, folder, **given)
+        results = importlib.import_module(job.module).run_all(model / job.model, gang, folder, **given)
         if gang.lead:
             (folder / "results.json").write_bytes(msgspec.json.encode(results))
             print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)

@@ -20,10 +20,31 @@ pytestmark = pytest.mark.timeout(1200)
 
 MEGATRON_LAYOUTS = ("megatron_tensor", "megatron_pipeline", "megatron_shares", "megatron_both", "megatron_mixed")
 #: Ranks and job.
-LAYOUTS = [(2, "backend_contract"), (2, "ulysses"), (4, "hsdp")]
+LAYOUTS = [(2, "backend_contract"), (2, "ulysses"), (4, "hsdp"), (4, "tensor"), (4, "expert")]
 LAYOUTS += [(count, job) for count, jobs in ranks.LAUNCHES.items() for job in jobs if job in MEGATRON_LAYOUTS]
-CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(ranks.LAUNCHES[layout[0]][layout[1]].layout)]
+
+
+def job_of(layout: tuple[int, str]) -> ranks.Job:
+    return ranks.LAUNCHES[layout[0]][layout[1]]
+
+
+CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(job_of(layout).layout)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
+
+
+@pytest.fixture(scope="module")
+def single(model: Path, gang: Gang, one: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of one process with the model of a layout, and their folder."""
+    found = {"": one}
+
+    def of(layout: tuple[int, str]) -> Any:
+        job = job_of(layout)
+        if job.model not in found:
+            out = tmp_path_factory.mktemp("single")
+            found[job.model] = cases.run_all(model / job.model, gang, out, wanted=cases.wanted_of(job.layout)), out
+        return found[job.model]
+
+    return of
 
 
 def close(got: Any, wanted: Any, limit: float, what: str = "") -> None:
@@ -45,8 +66,8 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout[1]}-{name}" for layout, name in CASES])
-def test_steps_equal_one_process(results_of: Any, one: Any, layout: tuple[int, str], name: str) -> None:
-    got, wanted = results_of(*layout)[0][name], one[0][name]
+def test_steps_equal_one_process(results_of: Any, single: Any, layout: tuple[int, str], name: str) -> None:
+    got, wanted = results_of(*layout)[0][name], single(layout)[0][name]
     compare(got, wanted)
     if "specs" in got:
         assert got["specs"] == [[*spec[:2], list(spec[2])] for spec in wanted["specs"]]
@@ -56,8 +77,8 @@ def test_steps_equal_one_process(results_of: Any, one: Any, layout: tuple[int, s
 
 
 @every_layout
-def test_a_forward_pass_gives_the_same_numbers(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
-    got, wanted = results_of(*layout)[0]["forward"], one[0]["forward"]
+def test_a_forward_pass_gives_the_same_numbers(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
+    got, wanted = results_of(*layout)[0]["forward"], single(layout)[0]["forward"]
     for what, numbers in wanted.items():
         assert {int(sample) for sample in got[what]} == set(range(14))
         for sample, values in numbers.items():
@@ -69,8 +90,8 @@ def test_a_forward_pass_gives_the_same_numbers(results_of: Any, one: Any, layout
 
 
 @every_layout
-def test_half_precision_has_narrow_exports(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
-    half, plain = results_of(*layout)[0]["half"], one[0]["plain"]
+def test_half_precision_has_narrow_exports(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
+    half, plain = results_of(*layout)[0]["half"], single(layout)[0]["plain"]
     for name, dtype, shape in half["specs"]:
         assert dtype == "BF16" and half["bytes"][name] == 2 * int(np.prod(shape)), name
     assert half["metrics"]["loss"] == pytest.approx(plain["metrics"][0]["loss"], abs=0.02)
@@ -88,21 +109,35 @@ def test_a_checkpoint_continues_bitwise_in_its_layout(results_of: Any, layout: t
 
 @every_layout
 def test_a_checkpoint_continues_on_one_rank(
-    model: Path, gang: Gang, results_of: Any, one: Any, layout: tuple[int, str]
+    model: Path, gang: Gang, results_of: Any, single: Any, layout: tuple[int, str]
 ) -> None:
     _, out = results_of(*layout)
-    got = cases.continued(model, gang, out / "checkpoint")
-    compare(got, {**got, "metrics": [one[0]["plain"]["metrics"][2]], "weights": one[0]["plain"]["weights"]})
+    got = cases.continued(model / job_of(layout).model, gang, out / "checkpoint")
+    compare(
+        got,
+        {
+            **got,
+            "metrics": [single(layout)[0]["plain"]["metrics"][2]],
+            "weights": single(layout)[0]["plain"]["weights"],
+        },
+    )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=[name for _, name in LAYOUTS[1:]])
-def test_a_checkpoint_of_another_layout_continues(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if job_of(layout).other], ids=lambda layout: layout[1])
+def test_a_checkpoint_of_another_layout_continues(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
     got = results_of(*layout)[0]["from_other"]
-    compare(got, {**got, "metrics": [one[0]["plain"]["metrics"][2]], "weights": one[0]["plain"]["weights"]})
+    compare(
+        got,
+        {
+            **got,
+            "metrics": [single(layout)[0]["plain"]["metrics"][2]],
+            "weights": single(layout)[0]["plain"]["weights"],
+        },
+    )
 
 
 @every_layout
-def test_a_replica_is_written_once(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+def test_a_replica_is_written_once(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
     """The files of all ranks together hold what the file of one holds."""
     from safetensors import safe_open
 
@@ -115,7 +150,7 @@ def test_a_replica_is_written_once(results_of: Any, one: Any, layout: tuple[int,
                         found[name] = found.get(name, 0) + file.get_tensor(name).numel()
         return found
 
-    assert elements(results_of(*layout)[1] / "checkpoint") == elements(one[1] / "checkpoint")
+    assert elements(results_of(*layout)[1] / "checkpoint") == elements(single(layout)[1] / "checkpoint")
 
 
 @every_layout
@@ -123,32 +158,34 @@ def test_a_missing_part_is_refused(
     model: Path, gang: Gang, results_of: Any, layout: tuple[int, str], tmp_path: Path
 ) -> None:
     shutil.copy(results_of(*layout)[1] / "checkpoint" / "shard_00000.safetensors", tmp_path)
+    backend = cases.make_backend(cases.make_config(model / job_of(layout).model), gang)
     with pytest.raises(AsyncRLError, match="are not in"):
-        cases.make_backend(cases.make_config(model), gang).load(tmp_path)
+        backend.load(tmp_path)
 
 
 @every_layout
-def test_the_export_is_a_hugging_face_folder(results_of: Any, one: Any, layout: tuple[int, str]) -> None:
+def test_the_export_is_a_hugging_face_folder(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = results_of(*layout)[1] / "export"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).encode("12")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    tied = not job_of(layout).model
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
     assert loaded.generation_config.eos_token_id == 2
-    wanted = one[0]["plain"]["weights"]
+    wanted = single(layout)[0]["plain"]["weights"]
     for name, parameter in loaded.named_parameters():
         np.testing.assert_allclose(parameter.detach().flatten().numpy(), wanted[name], atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("layout", "how"), [(LAYOUTS[0], "raises"), *((layout, "nan") for layout in LAYOUTS)])
-def test_poison_in_one_share_is_found_by_all(results_of: Any, one: Any, layout: tuple[int, str], how: str) -> None:
-    for results in (results_of(*layout)[0], one[0]):
+def test_poison_in_one_share_is_found_by_all(results_of: Any, single: Any, layout: tuple[int, str], how: str) -> None:
+    for results in (results_of(*layout)[0], single(layout)[0]):
         found = results["poison"][how]
         assert sorted(map(int, found["found"])) == [1, 4] and found["left"] == [0, 2, 3, 5] and not found["broken"]
         if how == "raises":
             assert all("loss: ValueError: seen on rank" in why for why in found["found"].values())
-    compare(results_of(*layout)[0]["poison"][how], one[0]["poison"][how])
+    compare(results_of(*layout)[0]["poison"][how], single(layout)[0]["poison"][how])
 
 
 @every_layout
