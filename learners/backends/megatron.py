@@ -154,7 +154,7 @@ class MegatronBackend:
     # ------------------------------------------------------------ weights out
 
     def weight_specs(self) -> list[WeightSpec]:
-        """The embedding, the layers, the last norm, the head where it is not tied."""
+        """What stands outside of the layers first, then layer by layer: the order of fsdp2."""
         return [WeightSpec(name, self._sent_name, shape) for name, shape in shapes_of(self._facts).items()]
 
     def _leaving(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

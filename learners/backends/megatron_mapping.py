@@ -27,6 +27,12 @@ from learners.topology import Topology
 from weightsync.layouts import Box, whole
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+#: Tensors of a layer, in the order of its modules in transformers.
+IN_LAYER = (
+    *(f"self_attn.{letter}_proj.{kind}" for letter in "qkvo" for kind in ("weight", "bias")),
+    "self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+    "mlp.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
+)  # fmt: skip
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not change with the length of a row
 
 
@@ -232,8 +238,18 @@ def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
 
 
 def shapes_of(facts: Facts) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor and its shape, in the order in which they leave: by layer, the head last."""
-    return {part.name: part.shape for local in locals_of(facts, Topology()) for part in local.parts}
+    """Every Hugging Face tensor and its shape, in the order in which they leave: that of the backend fsdp2."""
+    found = {part.name: part.shape for local in locals_of(facts, Topology()) for part in local.parts}
+    return {name: found[name] for name in sorted(found, key=_place_in_order)}
+
+
+def _place_in_order(name: str) -> tuple[int, int]:
+    """What stands outside of the layers first, then layer by layer, each in the order of its modules."""
+    layer = name.removeprefix("model.layers.")
+    if layer == name:
+        return -1, ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight").index(name)
+    number, _, inner = layer.partition(".")
+    return int(number), IN_LAYER.index(inner)
 
 
 def sources_of(facts: Facts, topology: Topology, *, fused: bool = False) -> dict[str, list[Source]]:
