@@ -41,9 +41,15 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield code, what, ("learner", "megatron", "sequence_parallel")
 
 
-def model_sizes(model: Mapping[str, Any]) -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """What of a model's config.json must divide by which of `[learner.parallel]`, beside its heads."""
-    return {
-        "intermediate_size": (model.get("intermediate_size"), ("tensor",)),
-        "num_hidden_layers": (model.get("num_hidden_layers"), ("pipeline",)),
-    }
+def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:
+    """What of a model's config.json does not fit the layout, beside its heads."""
+    parallel = config.learner.parallel
+    if config.learner.backend != "megatron":
+        return
+    wide, layers = model.get("intermediate_size"), model.get("num_hidden_layers")
+    if isinstance(wide, int) and wide % parallel.tensor:
+        yield ("config.conflict", f"learner.parallel.tensor = {parallel.tensor}: intermediate_size = {wide} of the "
+               "model does not divide by it", ("learner", "parallel", "tensor"))  # fmt: skip
+    if isinstance(layers, int) and layers < parallel.pipeline:
+        yield ("config.conflict", f"learner.parallel.pipeline = {parallel.pipeline}: the model has num_hidden_layers = "
+               f"{layers}, and every stage needs one", ("learner", "parallel", "pipeline"))  # fmt: skip

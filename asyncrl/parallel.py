@@ -64,14 +64,13 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
     """Layouts that the model of this config.json does not divide into: heads and experts."""
     parallel = config.learner.parallel
     model = model.get("text_config") or model
+    yield from megatron.model_problems(config, model)
     heads = model.get("num_attention_heads")
     counts = {
         "num_attention_heads": (heads, ("tensor", "sequence")),
         "num_key_value_heads": (model.get("num_key_value_heads") or heads, ("tensor", "sequence")),
         "num_experts": (model.get("num_experts") or model.get("num_local_experts") or 0, ("expert",)),
     }
-    if config.learner.backend == "megatron":
-        counts |= megatron.model_sizes(model)
     for key, (count, names) in counts.items():
         for name in names:
             size = int(getattr(parallel, name))

@@ -119,14 +119,24 @@ def _refused(kind: str, why: str) -> ConfigError:
 def check_layout(facts: Facts, topology: Topology) -> None:
     """Raise `config.conflict` where a model does not divide into a layout."""
     tensor, pipeline = topology.tensor, topology.pipeline
-    for what, size, parts in (
-        ("num_attention_heads", facts.heads, tensor), ("num_key_value_heads", facts.kv_heads, tensor),
-        ("intermediate_size", facts.mlp, tensor), ("num_hidden_layers", facts.layers, pipeline),
+    for what, size in (
+        ("num_attention_heads", facts.heads), ("num_key_value_heads", facts.kv_heads), ("intermediate_size", facts.mlp),
     ):  # fmt: skip
-        if size % parts:
-            name = "pipeline" if what == "num_hidden_layers" else "tensor"
-            why = f"{what} = {size} does not divide by learner.parallel.{name} = {parts}"
-            raise ConfigError("config.conflict", why, where="learner.parallel")
+        if size % tensor:
+            raise _unfit(f"{what} = {size} does not divide by learner.parallel.tensor = {tensor}")
+    if facts.layers < pipeline:
+        raise _unfit(f"num_hidden_layers = {facts.layers} are fewer than learner.parallel.pipeline = {pipeline}")
+
+
+def _unfit(why: str) -> ConfigError:
+    return ConfigError("config.conflict", why, where="learner.parallel")
+
+
+def layers_of(facts: Facts, place: Topology) -> range:
+    """The layers of a stage: equally many, the first stages one more where they do not divide."""
+    each, rest = divmod(facts.layers, place.pipeline)
+    start = place.stage * each + min(place.stage, rest)
+    return range(start, start + each + (place.stage < rest))
 
 
 # ---------------------------------------------------------------- one rank
@@ -140,10 +150,8 @@ def locals_of(facts: Facts, place: Topology, *, fused: bool = False) -> list[Loc
     found: list[Local] = []
     if place.stage == 0:
         found.append(_vocabulary(facts, place, "embedding.word_embeddings.weight", "model.embed_tokens.weight"))
-    each = facts.layers // place.pipeline
-    for number in range(each):
-        layer = f"model.layers.{place.stage * each + number}."
-        found += _layer(facts, place, f"decoder.layers.{number}.", layer, fused=fused)
+    for number, layer in enumerate(layers_of(facts, place)):
+        found += _layer(facts, place, f"decoder.layers.{number}.", f"model.layers.{layer}.", fused=fused)
     if place.stage == place.pipeline - 1:
         found.append(_whole(place, "decoder.final_layernorm.weight", "model.norm.weight", (facts.hidden,)))
         if not facts.tied:

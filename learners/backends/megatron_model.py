@@ -30,7 +30,7 @@ from asyncrl.device import Device
 from asyncrl.errors import ConfigError
 from asyncrl.megatron import problems
 from learners.backends.base import Micro
-from learners.backends.megatron_mapping import Facts
+from learners.backends.megatron_mapping import Facts, layers_of
 from learners.batch import MicroBatch
 from learners.topology import Topology
 
@@ -105,6 +105,17 @@ def leave_groups() -> None:
         state.destroy_model_parallel()
 
 
+def stages_text(facts: Facts, topology: Topology) -> str | None:
+    """Megatron-core's way to write which stage has what; None where every stage has as many layers.
+
+    3 layers on 2 stages: `Ett|tL`, the embedding and two layers, a layer and the loss.
+    """
+    if facts.layers % topology.pipeline == 0:
+        return None
+    places = (topology._replace(rank=stage, size=topology.pipeline, tensor=1) for stage in range(topology.pipeline))
+    return "E" + "|".join("t" * len(layers_of(facts, place)) for place in places) + "L"
+
+
 def transformer_config(facts: Facts, config: Config, topology: Topology, device: Device, *, eps: float) -> Any:
     """Megatron-core's settings of the model."""
     from megatron.core.transformer import TransformerConfig
@@ -120,6 +131,7 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
         activation_func=nn.functional.silu, add_bias_linear=False, add_qkv_bias=facts.qkv_bias,
         attention_dropout=0.0, hidden_dropout=0.0,
         tensor_model_parallel_size=topology.tensor, pipeline_model_parallel_size=topology.pipeline,
+        pipeline_model_parallel_layout=stages_text(facts, topology),
         sequence_parallel=config.learner.megatron.sequence_parallel and topology.tensor > 1,  # not run
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", calculate_per_token_loss=True,

@@ -54,11 +54,12 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
 
 
 def make_family(folder: Path, kind: str, gang: Gang) -> Path:
-    """A tiny untied model with biases (qwen2), or with scaled rotary frequencies and tied (llama)."""
+    """A tiny untied model with biases (qwen2), or a tied one with scaled rotary frequencies and 3 layers (llama)."""
     import transformers
 
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 3 if kind == "llama" else 2,  # 3: stages of unequal size
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "dtype": "float32",
         "tie_word_embeddings": kind == "llama",
     }  # fmt: skip

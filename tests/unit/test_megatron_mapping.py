@@ -17,6 +17,7 @@ from learners.backends.megatron_mapping import (
     check_layout,
     facts_of,
     joined,
+    layers_of,
     locals_of,
     shapes_of,
     shared,
@@ -24,6 +25,7 @@ from learners.backends.megatron_mapping import (
     sources_of,
     within,
 )
+from learners.backends.megatron_model import stages_text
 from learners.backends.megatron_weights import assembled
 from learners.logprobs import chunked_logprobs, token_numbers
 from learners.topology import Topology
@@ -122,6 +124,13 @@ def test_query_key_and_value_heads_interleave_by_group() -> None:
     ]  # fmt: skip
 
 
+def test_stages_may_have_unequal_numbers_of_layers() -> None:
+    facts = MODELS["qwen3"]._replace(layers=5)
+    places = [topology((1, 3, 2), rank) for rank in (0, 2, 4)]
+    assert [list(layers_of(facts, place)) for place in places] == [[0, 1], [2, 3], [4]]
+    assert stages_text(facts, topology((2, 3, 2))) == "Ett|tt|tL" and stages_text(facts, topology((1, 5, 1))) is None
+
+
 def test_fused_norms_have_other_names_and_the_same_parts() -> None:
     facts = MODELS["qwen3"]
     plain, fused = locals_of(facts, topology((1, 1, 1))), locals_of(facts, topology((1, 1, 1)), fused=True)
@@ -204,7 +213,7 @@ def test_what_cannot_be_built_is_refused(change: dict[str, Any], says: str) -> N
         facts_of({**JSON, **change})
 
 
-@pytest.mark.parametrize(("place", "says"), [((4, 1, 1), "num_key_value_heads = 2"), ((1, 3, 1), "num_hidden_layers")])
+@pytest.mark.parametrize(("place", "says"), [((4, 1, 1), "num_key_value_heads = 2"), ((1, 5, 1), "num_hidden_layers")])
 def test_a_model_that_does_not_divide_is_refused(place: tuple[int, int, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_layout(facts_of(JSON), topology(place))
@@ -245,11 +254,11 @@ def test_settings_that_the_backend_does_not_do_are_refused(extra: str, says: str
         assert config.parse(TOML, overrides=with_fsdp2).learner.backend == "fsdp2"
 
 
-def test_layers_and_inner_widths_divide() -> None:
+def test_there_are_layers_enough_and_inner_widths_divide() -> None:
     made = config.parse(TOML, overrides=["learner.parallel.tensor=2", "learner.parallel.pipeline=2"])
-    model = {**JSON, "num_hidden_layers": 3, "intermediate_size": 95}
+    model = {**JSON, "num_hidden_layers": 1, "intermediate_size": 95}
     said = [message for _, message, _ in parallel.model_problems(made, model)]
-    assert len(said) == 2 and "num_hidden_layers = 3" in "".join(said) and "intermediate_size = 95" in "".join(said)
+    assert len(said) == 2 and "num_hidden_layers = 1" in "".join(said) and "intermediate_size = 95" in "".join(said)
     assert not list(parallel.model_problems(made, JSON))
 
 
