@@ -54,6 +54,12 @@ def built_in_transports(config: WeightSyncConfig | None = None, *, keys: Keys | 
     return inboxes(config or WeightSyncConfig(), keys=keys)
 
 
+def _heard(ended: asyncio.Future[str]) -> None:
+    """Take note of a failure that nobody waits for any more: `run` was left in the middle of a commit."""
+    if not ended.cancelled():
+        ended.exception()
+
+
 async def _until(stop: asyncio.Event) -> None:
     while not stop.is_set():
         await asyncio.sleep(STOP_LOOK_S)
@@ -297,6 +303,7 @@ class Receiver:
         failpoint("weightsync.before_commit")
         # Not cancelled at the deadline: a commit that was cut in the middle leaves a model of two versions.
         commit = asyncio.ensure_future(self._engine.commit_update())
+        commit.add_done_callback(_heard)
         done, _ = await asyncio.wait({commit}, timeout=self._commit_s)
         if not done:
             raise WorkError("engine.broken", f"no commit of version {manifest.version} within {self._commit_s:g} s")
