@@ -59,6 +59,8 @@ class BufferService(Desk):
         self._claim_poll: Poll | None = None
         self._registering: Call | None = None
         self._seen_generation = (-1, -1)
+        # A complete run that is started again with more steps: workers may ask before the learner has registered.
+        self._goes_on = groups.meta.done and groups.meta.version < config.learner.steps
         self._evaluation_files = EvaluationFiles(config)
         self._handlers: dict[type[Any], Callable[[Call, float], None]] = {
             wire.Hello: self._hello, wire.Heartbeat: self._heartbeat, wire.StatusRequest: self._status,
@@ -141,7 +143,7 @@ class BufferService(Desk):
         changed = generation != self._seen_generation
         if not changed and not clock:
             return
-        ended = self.groups.meta.done or bool(self.stop_reason)
+        ended = (self.groups.meta.done and not self._goes_on) or bool(self.stop_reason)
         # The learner first: what it takes makes room for the producers; then both could make work for the rewards.
         if self._claim_poll is not None:
             self._look_at_claim(self._claim_poll, now)
@@ -427,6 +429,7 @@ class BufferService(Desk):
     def _goodbye(self, call: Call, now: float) -> None:
         ask: wire.Goodbye = call.message
         self.groups.goodbye(epoch=ask.epoch, done=ask.done, reason=ask.reason, now=now, step=ask.step)
+        self._goes_on = False
         if ask.done:
             self.evaluations.finish(now)
         self._answer(call, wire.Ok())

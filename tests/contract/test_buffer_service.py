@@ -307,3 +307,33 @@ def test_redis_that_does_not_answer_is_named_without_its_password(make: Make) ->
     assert time.monotonic() - started < 20
     text = service.log.read_text()
     assert "store.unreachable" in text and "127.0.0.1:9" in text and "topsecret" not in text
+
+
+def test_a_complete_run_that_goes_on_sends_no_early_worker_home(make: Make) -> None:
+    """Started again with more steps: a worker that asks before the learner has registered is not told that all is
+    done. With the same steps it is."""
+
+    async def told(address: str) -> tuple[bool, bool]:
+        worker, producer = RewardClient(address, name="r0", timeout_s=15), Producer(address)
+        await worker.hello()
+        await producer.client.hello("model")
+        _, done = await worker.work(max_samples=4, wait_s=0.2)
+        leases = await producer.lease(wait_s=0.2)
+        worker.close()
+        producer.client.close()
+        return done, leases.done
+
+    service = make("sqlite", learner__steps="1").start()
+    produce(service.address, 2)
+    client = learner(service.address)
+    claim(client, 1)
+    client.commit(step=1, version=1, digest="d1")
+    client.goodbye(done=True, reason="complete")
+    client.close()
+    assert asyncio.run(told(service.address)) == (True, True)
+    assert service.stop() == 0
+    service.start()
+    assert asyncio.run(told(service.address)) == (True, True)
+    assert service.stop() == 0
+    service = make("sqlite", learner__steps="2").start()
+    assert asyncio.run(told(service.address)) == (False, False)
