@@ -177,11 +177,13 @@ class RewardWorkersConfig(Section, frozen=True):
 class OptimConfig(Section, frozen=True):
     """`[learner.optim]`."""
 
-    lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate of AdamW
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of the layers, AdamW for the rest
+    lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate
     beta1: Share = 0.9  # of AdamW
     beta2: Share = 0.999  # of AdamW
     eps: Annotated[float, Meta(gt=0)] = 1e-8  # of AdamW
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # of AdamW, decoupled
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # decoupled
+    momentum: Share = 0.95  # of Muon
     warmup_steps: Count = 0  # linear from 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, to 0 at learner.steps
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # global gradient norm is clipped to it
@@ -196,7 +198,7 @@ class CompanionConfig(OptimConfig, frozen=True):
 class CriticConfig(CompanionConfig, frozen=True):
     """`[learner.critic]`: the value model of gae and vtrace; its optimizer has the settings of `[learner.optim]`."""
 
-    lr: Annotated[float, Meta(ge=0)] = 1e-5  # learning rate of its AdamW
+    lr: Annotated[float, Meta(ge=0)] = 1e-5  # its learning rate
     model: str = ""  # folder of its start weights, such as a trained reward model; empty: model.path
     critic_warmup: Count = 0  # steps at the start of the run that train the critic alone
     critic_warmup_until: Share = 0.0  # explained variance that ends them earlier; 0: none does
@@ -208,7 +210,7 @@ class CriticConfig(CompanionConfig, frozen=True):
 class ProcessRewardConfig(CompanionConfig, frozen=True):
     """`[learner.process_reward]`: the process reward model of prime, trained on outcomes in every step."""
 
-    lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate of its AdamW
+    lr: Annotated[float, Meta(ge=0)] = 1e-6  # its learning rate
     model: str = ""  # folder of its start weights, a language model; empty: model.path
     reference: str = ""  # folder of the frozen model that it is compared with; empty: its own start weights
     beta: Annotated[float, Meta(gt=0)] = 0.05  # what a log-ratio to the reference counts
@@ -258,6 +260,7 @@ class LearnerConfig(Section, frozen=True):
     device: str = "auto"  # auto: the accelerator if there is one, else cpu
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     cpu_offload: bool = False  # parameters and optimizer state in host memory
+    compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps
     checkpoint_every: Positive = 20  # steps
     checkpoint_keep: Positive = 2  # older ones are removed
     checkpoint_failures: Positive = 3  # that many in a row (a full disk) end the learner

@@ -49,6 +49,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     if learner.backend == "fsdp2" and learner.cpu_offload and max(sizes["tensor"], sizes["expert"]) > 1:
         yield ("config.conflict", "learner.cpu_offload with learner.parallel.tensor or .expert: weights that are split "
                "stay on the device", ("learner", "cpu_offload"))  # fmt: skip
+    yield from _of_the_optimizer(config)
     each = sizes["tensor"] * sizes["sequence"] * sizes["pipeline"]
     if learner.ranks % each:
         yield ("config.conflict", f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = "
@@ -58,6 +59,21 @@ def problems(config: Config) -> Iterator[Conflict]:
         if (learner.ranks // each) % sizes[name]:
             yield ("config.conflict", f"learner.ranks / (tensor * sequence * pipeline) = {learner.ranks // each} does "
                    f"not divide by learner.parallel.{name} = {sizes[name]}", (*HERE, name))  # fmt: skip
+
+
+def _of_the_optimizer(config: Config) -> Iterator[Conflict]:
+    """What has only been made for weights that FSDP alone shards."""
+    learner = config.learner
+    if learner.backend != "fsdp2":
+        return
+    split = [name for name in ("tensor", "sequence", "expert") if getattr(learner.parallel, name) > 1]
+    if learner.compile and split:
+        yield ("config.conflict", f"learner.compile with learner.parallel.{split[0]} is not supported",
+               ("learner", "compile"))  # fmt: skip
+    for name in ("optim", "critic", "process_reward"):
+        if getattr(learner, name).name == "muon" and {"tensor", "expert"} & set(split):
+            yield ("config.conflict", f"learner.{name}.name = 'muon' needs whole matrices: not with "
+                   f"learner.parallel.{split[0]}", ("learner", name, "name"))  # fmt: skip
 
 
 def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:

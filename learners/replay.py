@@ -276,16 +276,14 @@ def _of_the_backend(config: Config) -> tuple[Any, ...]:
     from learners.backends.critic import wants_critic
     from learners.backends.process_reward import wants_process_rewards
 
-    learner, optim = config.learner, config.learner.optim
+    learner = config.learner
     critic, process = learner.critic, learner.process_reward
-    of_the_critic = (critic.model, critic.beta1, critic.beta2, critic.eps, critic.weight_decay)
-    of_the_process_reward = (
-        process.model, process.reference, process.beta1, process.beta2, process.eps, process.weight_decay
-    )  # fmt: skip
+    optims = [(one.name, one.beta1, one.beta2, one.eps, one.weight_decay, one.momentum)
+              for one in (learner.optim, critic, process)]  # fmt: skip
     return (
         config.model, config.sampling.temperature, learner.backend, learner.packing, learner.logprob_chunk_tokens,
-        learner.gradient_checkpointing, learner.cpu_offload, optim.beta1, optim.beta2, optim.eps, optim.weight_decay,
-        wants_critic(config), of_the_critic, wants_process_rewards(config), of_the_process_reward,
+        learner.gradient_checkpointing, learner.cpu_offload, learner.compile, *optims,
+        wants_critic(config), critic.model, wants_process_rewards(config), process.model, process.reference,
     )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ their layout over ranks; it knows nothing of batches, queues or losses. Guarante
 1. the result of a step does not depend on the number of ranks or on how the batch was cut (up to rounding);
 2. `iter_hf_weights` is collective: all ranks run it to its end, rank 0 alone gets the data, in a fixed order, in
    Hugging Face names, a tied tensor once;
-3. nothing it writes needs pickle to be read.
+3. nothing it writes needs pickle to be read;
+4. ranks that have the same share of a batch (`learners.topology`) get the same numbers of every forward pass; sums for
+   metrics are asked of the one that counts alone, the others may give none.
 """
 
 from __future__ import annotations

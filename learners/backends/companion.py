@@ -34,7 +34,7 @@ class Companion:
     """One rank's part of it. `module` is a root module such as `PolicyModel` or `ScoreModel`, on the host."""
 
     def __init__(self, module: Any, settings: CompanionConfig, config: Config, gang: Gang, *, prefix: str) -> None:
-        from learners.backends.fsdp2 import make_optimizer, shard
+        from learners.backends.fsdp2 import optimizer_of, shard
 
         self.exported = settings.export
         self._config = config
@@ -43,7 +43,7 @@ class Companion:
         self._prefix = prefix
         self._model = module
         units, split = shard(module, config, gang)
-        optimizer = make_optimizer(module, settings, config, gang.device)
+        optimizer = optimizer_of(module, units, settings, config, gang.device)
         self._sharded = Sharded(module, units, optimizer, ranks=data_mesh(gang).size(), split=split)
         self._memory: dict[str, Tensor] | None = None
 

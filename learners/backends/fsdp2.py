@@ -31,6 +31,7 @@ from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_devi
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
 from learners.backends.hf_folder import write_folder
+from learners.backends.optimizers import Optimizers, make_optimizer
 from learners.backends.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.reference import Reference
 from learners.backends.sharded import OWN, Sharded
@@ -57,7 +58,7 @@ class FSDP2Backend:
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
         self._units, split = shard(self._policy, config, gang)
-        optimizer = make_optimizer(self._policy, config.learner.optim, config, gang.device)
+        optimizer = optimizer_of(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
             self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split
         )  # fmt: skip
@@ -114,7 +115,7 @@ class FSDP2Backend:
         return self._sharded.train(micro, self._forward, loss)
 
     def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
-        """Clip by the global norm and update with AdamW."""
+        """Clip by the global norm and update."""
         return UpdateInfo(*self._sharded.step(lr=lr, max_norm=max_norm))
 
     def discard(self) -> float:
@@ -261,6 +262,9 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple
     if config.learner.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.pin_memory_ok)
     layers = decoder_layers(policy.model)
+    if config.learner.compile:
+        for layer in layers:
+            layer.compile(dynamic=True)
     if gang.topology.sequence > 1:
         policy.split = sequence.install(policy.model, layers, gang)
     split = layout.split(policy.model, gang)
@@ -287,16 +291,12 @@ def bytes_of(tensor: Tensor, dtype: torch.dtype, *, lend: bool) -> npt.NDArray[n
     return own.view(-1).view(torch.uint8).numpy()
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig, config: Config, device: Device) -> torch.optim.AdamW:
-    """AdamW over all parameters of a sharded module."""
-    on_host = config.learner.cpu_offload
-    by_mesh: dict[Any, list[nn.Parameter]] = {}  # kernels over many tensors refuse those of several meshes
-    for parameter in model.parameters():
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": parameters} for parameters in by_mesh.values()], lr=optim.lr, betas=(optim.beta1, optim.beta2),
-        eps=optim.eps, weight_decay=optim.weight_decay, fused=(device.supports("fused_adamw") and not on_host) or None,
-    )  # fmt: skip
+def optimizer_of(
+    module: nn.Module, units: Sequence[nn.Module], optim: OptimConfig, config: Config, device: Device
+) -> Optimizers:
+    """The optimizer of a sharded module: fused where the device can and the states are on it. `units`: root first."""
+    fused = device.supports("fused_adamw") and not config.learner.cpu_offload
+    return make_optimizer(module, units[1:], optim, fused=fused)
 
 
 def toys(vocabulary: int) -> list[Sample]:

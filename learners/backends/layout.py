@@ -170,7 +170,9 @@ def clip_gradients(parameters: Any, max_norm: float) -> float:
         by_mesh.setdefault(over, []).append(grad)
     total = 0.0
     for (mesh, *dims), grads in by_mesh.items():
-        squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
+        # Offloaded gradients are on the host, where the group of a mesh may have no transport.
+        squares = squares.to(mesh.device_type if mesh is not None else squares.device)
         for dim in dims:
             torch.distributed.all_reduce(squares, group=mesh.get_group(dim))  # bounded: the timeout of the group
         total += float(squares)

@@ -1,4 +1,4 @@
-"""A module that is sharded over the ranks, with its own AdamW: gradients, clipping, updates and the state to save.
+"""A module that is sharded over the ranks, with its own optimizer: gradients, clipping, updates and the state to save.
 
 Called by `fsdp2` for the policy and by `companion` for the models that train beside it. Guarantees:
 1. gradients add up over micro-batches and are reduced over ranks once, with the last of them;
@@ -6,7 +6,7 @@ Called by `fsdp2` for the policy and by `companion` for the models that train be
 3. a gradient's norm is that of the whole model, whatever meshes its parts lie on;
 4. `state` names every tensor of the training state, before the first update as after it;
 5. weights leave layer by layer: at most one layer is whole at a time.
-It makes neither module nor optimizer: `fsdp2.shard` and `fsdp2.make_optimizer` do.
+It makes neither module nor optimizer: `fsdp2.shard` and `optimizers.make_optimizer` do.
 
 Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
 `critic/model/...`, `critic/exp_avg/...`; one file holds both.
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from learners.backends.base import LossFunction, Micro
 from learners.backends.layout import Split, clip_gradients, sum_partial
+from learners.backends.optimizers import Optimizers
 from learners.batch import MicroBatch
 from learners.logprobs import whole_of
 
@@ -37,7 +38,7 @@ class Sharded:
     """`units` are those of `fully_shard`, root first."""
 
     def __init__(
-        self, root: nn.Module, units: Sequence[Any], optimizer: torch.optim.AdamW, *, ranks: int, split: Split
+        self, root: nn.Module, units: Sequence[Any], optimizer: Optimizers, *, ranks: int, split: Split
     ) -> None:
         """`ranks`: over which FSDP averages gradients; `split`: what was split before FSDP."""
         self.root: Any = root
@@ -85,9 +86,7 @@ class Sharded:
 
     def apply(self, lr: float) -> None:
         """Update with the gradients as they are, and forget them."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
         self.forget()
 
     def step(self, *, lr: float, max_norm: float) -> tuple[float, bool]:
@@ -109,7 +108,7 @@ class Sharded:
 
     def forget(self) -> None:
         """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.forget()
 
     # ------------------------------------------------------------ weights out
 
@@ -153,30 +152,15 @@ class Sharded:
     def state(self, prefix: str = "") -> dict[str, Tensor]:
         """Every tensor of the training state by name: this rank's parameters, their moments and step counts. Before the
         first update, too, so that a checkpoint is whole where only the critic has been trained so far."""
-        self._prime()
+        self.reshard()
+        self.optimizer.prime()
         state: dict[str, Tensor] = {}
         for full, parameter in self.root.named_parameters():
             name = full.removeprefix(OWN)
             state[f"{prefix}model/{name}"] = parameter.data
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self.optimizer.states(parameter).items():
                 state[f"{prefix}{key}/{name}"] = value
         return state
-
-    def _prime(self) -> None:
-        """Make AdamW's states as its first step would, without changing a weight."""
-        self.reshard()
-        for parameter in self.root.parameters():
-            if parameter.requires_grad and not self.optimizer.state.get(parameter):
-                self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=_step_device(self.optimizer, parameter)),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def _step_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
-    """Where AdamW keeps its step count: fused kernels want it beside the parameter."""
-    return parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
 
 
 def names_of_units(root: nn.Module, units: Sequence[nn.Module]) -> list[list[str]]:

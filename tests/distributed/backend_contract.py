@@ -104,6 +104,7 @@ CASES = {
     "minibatches": "learner.algorithm.minibatches=2",
     "checkpointing": "learner.gradient_checkpointing=true",
     "offload": "learner.cpu_offload=true",
+    "muon": "learner.optim.name=muon;learner.optim.weight_decay=0.1",
     "dense_mask": "model.attn_implementation=sdpa",
     "few": "",  # fewer samples than ranks
 }
@@ -128,6 +129,8 @@ def run_all(
     results["forward"] = forward(model, gang, layout)
     results["poison"] = {how: poison(model, gang, how, layout) for how in (("nan",) if layout else ("raises", "nan"))}
     results["resume"] = resume(model, gang, out / "checkpoint", layout)
+    if not layout:
+        results["resume_muon"] = resume(model, gang, out / "muon" / "checkpoint", CASES["muon"])
     if other is not None:
         results["from_other"] = continued(model, gang, other, layout)
     return results | words(gang)

@@ -29,6 +29,8 @@ def job_of(layout: tuple[int, str]) -> ranks.Job:
 
 
 CASES = [(layout, name) for layout in LAYOUTS for name in cases.wanted_of(job_of(layout).layout)]
+#: Muon iterates in bfloat16 over a matrix whose sums are made in another order.
+LIMITS = {"muon": 5e-4}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=[name for _, name in LAYOUTS])
 
 
@@ -68,7 +70,7 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5)
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout[1]}-{name}" for layout, name in CASES])
 def test_steps_equal_one_process(results_of: Any, single: Any, layout: tuple[int, str], name: str) -> None:
     got, wanted = results_of(*layout)[0][name], single(layout)[0][name]
-    compare(got, wanted)
+    compare(got, wanted, limit=LIMITS.get(name, 1e-5))
     if "specs" in got:
         assert got["specs"] == [[*spec[:2], list(spec[2])] for spec in wanted["specs"]]
     else:
@@ -206,7 +208,13 @@ def test_rows_and_memory_settings_do_not_change_the_result(two: Any, name: str) 
     compare(two[0][name], two[0]["plain"])
 
 
-@pytest.mark.parametrize("name", ["sequence_mean", "bypass", "minibatches"])
+def test_a_checkpoint_of_muon_continues_bitwise(two: Any) -> None:
+    resume = two[0]["resume_muon"]
+    assert resume["saved"] == resume["loaded"] and resume["third"] == resume["again"]
+    assert resume["digest"] == resume["digest_again"] != two[0]["resume"]["digest"]
+
+
+@pytest.mark.parametrize("name", ["sequence_mean", "bypass", "minibatches", "muon"])
 def test_settings_that_should_change_the_result_do(one: Any, name: str) -> None:
     assert one[0][name]["digest"] != one[0]["plain"]["digest"]
 

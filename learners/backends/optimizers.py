@@ -1,0 +1,97 @@
+"""Optimizers of a sharded module, as `[learner.optim]` names them.
+
+Made by `fsdp2` for the policy and by `companion` for the models beside it; `sharded` steps, saves and loads them.
+Guarantees:
+1. every parameter is in exactly one optimizer; parameters of several meshes are in groups of their own, since kernels
+   over many tensors refuse to mix them;
+2. `prime` makes every state as the first step would, without changing a weight: a checkpoint names the same tensors
+   before the first update as after it;
+3. AdamW's fused kernel runs where the device has one and the states are on it.
+`muon` is for the matrices of the decoder layers; embeddings, heads, norms, biases and fused experts have AdamW with the
+same learning rate: Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982, eq. 4). Its iteration runs in
+bfloat16 over the whole matrix: results on several ranks equal those on one up to that precision.
+
+Example: Qwen3 with 2 layers and tied embeddings: 14 matrices in Muon, the embedding and 9 norms in AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.config import OptimConfig
+
+
+class Optimizers:
+    """One or two optimizers of torch as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    def step(self, lr: float) -> None:
+        """Update with the gradients as they are."""
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+    def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is remembered of a parameter, by name."""
+        return next((part.state[parameter] for part in self._parts if part.state.get(parameter)), {})
+
+    def prime(self) -> None:
+        """Make the states that are not there yet."""
+        for part in self._parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and not part.state.get(parameter):
+                        part.state[parameter] = _fresh(part, parameter)
+
+
+def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    if isinstance(part, torch.optim.Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    # Fused kernels want the step count beside the parameter, the others on the host.
+    device = parameter.device if part.defaults.get("fused") else torch.device("cpu")
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, *, fused: bool) -> Optimizers:
+    """The optimizer of all parameters of a sharded module; `layers` are its decoder layers."""
+    matrices: list[nn.Parameter] = []
+    if optim.name == "muon":
+        matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
+    known = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in module.parameters() if id(parameter) not in known]
+    parts: list[torch.optim.Optimizer] = []
+    if matrices:
+        parts.append(torch.optim.Muon(
+            list(_by_mesh(matrices)), lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        ))  # fmt: skip
+    if rest:
+        parts.append(torch.optim.AdamW(
+            list(_by_mesh(rest)), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
+            weight_decay=optim.weight_decay, fused=fused or None,
+        ))  # fmt: skip
+    return Optimizers(parts)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    for group in found.values():
+        yield {"params": group}
