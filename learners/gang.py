@@ -57,7 +57,7 @@ class Gang:
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, default)
         device = Device.find(config.learner.device, index=int(os.environ["LOCAL_RANK"]))
-        longest = max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
+        longest = waiting_s(config)
         # Alone and without torchrun there is nobody to meet: no port is opened, and none can be taken.
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         plain = anywhere and size == 1
@@ -154,6 +154,11 @@ class Gang:
         largest = {name: float(np.max([one[name] for one in every if name in one]))  # not max(): it may hide a NaN
                    for one in every for name in one if name.endswith("_max")}  # fmt: skip
         return {name: sum(one[name] for one in counting) for name in counting[0] if name not in largest} | largest
+
+
+def waiting_s(config: Config) -> float:
+    """How long a collective may wait: longer than the longest wait for a batch."""
+    return max(config.learner.batch_timeout_s, config.run.hang_timeout_s) + 120
 
 
 def _tensor(data: bytes) -> torch.Tensor:

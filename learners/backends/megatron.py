@@ -18,6 +18,7 @@ publishes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from learners.backends.megatron_optimizer import Optimizer, wrap
 from learners.backends.megatron_stages import Stages
 from learners.backends.megatron_weights import Folder, assembled, leaving
 from learners.batch import MicroBatch, packed_row, padded_rows
-from learners.gang import Gang
+from learners.gang import Gang, waiting_s
 from learners.logprobs import TokenNumbers, check_head
 
 
@@ -72,7 +73,8 @@ class MegatronBackend:
         self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
         self._reference: Any = None  # made when it is first asked for
         with without_cuda(self._device):
-            models.join_groups(self._place, config.run.seed + models.SEED_OFFSET)
+            minutes = math.ceil(waiting_s(config) / 60)
+            models.join_groups(self._place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
             self._settings, self._model = self._build()
             self._ddp = wrap(self._model, self._settings)
             self._optimizer = Optimizer(self._ddp, config.learner.optim, bf16=self._settings.bf16)

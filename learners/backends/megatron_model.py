@@ -76,33 +76,32 @@ def refuse(config: Config, place: Topology, device: Device) -> None:
         raise ConfigError("config.conflict", "; ".join(said), where="learner")
 
 
-def join_groups(topology: Topology, seed: int) -> None:
-    """Make Megatron-core's process groups, once per process; again where the layout is another. Collective."""
+def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
+    """Make Megatron-core's process groups, again where they were of another layout or gang. Their waits are bounded.
+
+    `minutes`: the longest of them. Collective.
+    """
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    sizes = (topology.tensor, topology.pipeline)
     if state.model_parallel_is_initialized():
-        if (
-            sizes
-            == (
-                state.get_tensor_model_parallel_world_size(),
-                state.get_pipeline_model_parallel_world_size(),
-            )
-            and topology.size == dist.get_world_size()
-        ):
+        if _joined(state, topology):
             return
         state.destroy_model_parallel()
-    state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
+    state.initialize_model_parallel(
+        topology.tensor, topology.pipeline, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+    )  # fmt: skip
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def leave_groups() -> None:
-    """Forget them, before the process group itself ends."""
-    from megatron.core import parallel_state as state
-
-    if state.model_parallel_is_initialized():
-        state.destroy_model_parallel()
+def _joined(state: Any, topology: Topology) -> bool:
+    """Whether the groups there are belong to this layout and are alive."""
+    try:
+        alive = bool(dist.get_process_group_ranks(state.get_model_parallel_group()))
+    except (KeyError, ValueError):  # of a process group that was left
+        return False
+    sizes = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
+    return alive and sizes == (topology.tensor, topology.pipeline)
 
 
 def stages_text(facts: Facts, topology: Topology) -> str | None:
@@ -193,7 +192,7 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
         post_process=topology.stage == topology.pipeline - 1, share_embeddings_and_output_weights=facts.tied,
         position_embedding_type="rope",
     )  # fmt: skip
-    model.rotary_pos_emb.inv_freq = frequencies(hf)
+    model.rotary_pos_emb.inv_freq = frequencies(hf, facts.head_dim)
     if settings.bf16:
         model.bfloat16()
     with torch.no_grad():
@@ -217,13 +216,13 @@ def mark_split(model: Any, axes: Mapping[str, int | None]) -> None:
         set_tensor_model_parallel_attributes(parameter, axis is not None, -1 if axis is None else axis, 1)
 
 
-def frequencies(hf: Any) -> Tensor:
+def frequencies(hf: Any, head_dim: int) -> Tensor:
     """Rotary frequencies `[head_dim / 2]`, as transformers has them; float32, on the host."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary: Any = LlamaRotaryEmbedding(hf)
-    if rotary.attention_scaling != 1.0:
-        raise ConfigError("config.model", f"model_type {hf.model_type!r}: rotary scaling of the attention")
+    if rotary.attention_scaling != 1.0 or 2 * rotary.inv_freq.numel() != head_dim:
+        raise ConfigError("config.model", f"model_type {hf.model_type!r}: rotary embeddings of another kind")
     return rotary.inv_freq.detach().clone().float()  # type: ignore[no-any-return]
 
 

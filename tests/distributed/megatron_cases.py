@@ -6,14 +6,16 @@ behind. `test_megatron_ranks.py` judges.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import backend_contract as contract
+import msgspec
 import numpy as np
 import torch
-from ranks import MEGATRON, in_layout
+from ranks import MEGATRON, alone, in_layout
 
 from asyncrl.errors import AsyncRLError
 from learners.backends import megatron_model
@@ -131,3 +133,19 @@ def refused(model: Path, gang: Gang, settings: str) -> str:
     except AsyncRLError as error:
         return f"{error.code}: {error.message}"
     return ""
+
+
+def main() -> None:
+    """`megatron_cases.py MODEL CHECKPOINT OUT`: the third step from a checkpoint of two ranks, in this process alone.
+
+    Twice, in two gangs: process groups of the first must not be taken for those of the second.
+    """
+    model, checkpoint, out = map(Path, sys.argv[1:])
+    for _ in range(2):
+        with alone() as gang:
+            found = contract.continued(model, gang, checkpoint, "learner.backend=megatron")
+    out.write_bytes(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    main()

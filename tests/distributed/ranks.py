@@ -208,19 +208,23 @@ def folder_of(home: Path, count: int) -> Path:
 
 
 def _launch(model: Path, out: Path, count: int) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    path = os.pathsep.join(filter(None, (PYTHON_PATH, os.environ.get("PYTHONPATH"))))
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
              "--nproc-per-node", str(count), __file__, str(model), str(out)],
-            capture_output=True, text=True, timeout=LAUNCH_S, env=environment, check=False,
+            capture_output=True, text=True, timeout=LAUNCH_S, env=environment(), check=False,
         )  # fmt: skip
         said = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
         said = f"{error}\n{error.stdout!r}\n{error.stderr!r}"
     (out / "said.txt").write_text(said)
+
+
+def environment() -> dict[str, str]:
+    """Of processes with these modules on their path."""
+    kept = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    path = os.pathsep.join(filter(None, (PYTHON_PATH, os.environ.get("PYTHONPATH"))))
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def results_in(out: Path, job: str) -> tuple[dict[str, Any], Path]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import backend_contract as contract
+import msgspec
 import numpy as np
 import pytest
+import ranks
 import torch
 
 pytest.importorskip("megatron.core")
@@ -15,6 +20,9 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.timeout(1200)
 every_layout = pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 every_family = pytest.mark.parametrize("family", ["qwen2", "llama"])
+
+
+cases = contract  # what the fixture `one` runs
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +84,19 @@ def test_nothing_that_stands_in_for_cuda_is_left_behind(found: Any) -> None:
 
 def test_wrong_packing_is_refused_at_the_start(found: Any) -> None:
     assert found["packing"] == "learner.packing"
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one(results_of: Any, one: Any, model: Path, tmp_path: Path) -> None:
+    """In a process of its own: this one trains with fsdp2."""
+    script, checkpoint = Path(contract.__file__).with_name("megatron_cases.py"), results_of(2, "megatron_tensor")[1]
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), str(checkpoint / "checkpoint"), str(tmp_path / "found.json")],
+        capture_output=True, text=True, timeout=240, check=False, env=ranks.environment(),
+    )  # fmt: skip
+    assert (tmp_path / "found.json").exists(), done.stderr[-4000:]
+    got = msgspec.json.decode((tmp_path / "found.json").read_bytes())
+    plain = one[0]["plain"]  # the same three steps without a pause
+    compare(got, {"metrics": plain["metrics"][2:], "weights": plain["weights"], "names": plain["names"]})
 
 
 def test_what_the_machine_cannot_do_is_refused(found: Any) -> None:
