@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.distributed import distributed_c10d
 
 
@@ -42,10 +43,11 @@ def join(
 ) -> Member:
     """Join the group; blocks until all are there. Raises RuntimeError after `timeout`."""
     c10d: Any = distributed_c10d
-    store = c10d.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
+    stores: Any = torch.distributed
+    store = stores.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
     # Torch offers no public call that makes a group of other processes beside the default one.
     group, _ = c10d._new_process_group_helper(
-        size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=timeout
+        size, rank, [], c10d.Backend(backend), stores.PrefixStore(name, store), group_name=name, timeout=timeout
     )
     c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
     return Member(group, store, torch.device("cpu") if backend == "gloo" else device)
