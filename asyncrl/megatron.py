@@ -32,6 +32,10 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield code, "backend 'megatron' has no loss scale for float16: use bfloat16", ("model", "dtype")
     if learner.cpu_offload:
         yield code, "backend 'megatron' has no cpu_offload: use fsdp2", ("learner", "cpu_offload")
+    if learner.optim.name != "adamw":
+        yield code, f"backend 'megatron' has no {learner.optim.name}: use adamw or fsdp2", ("learner", "optim", "name")
+    if learner.compile:
+        yield code, "backend 'megatron' does not compile layers: use fsdp2", ("learner", "compile")
     entry = algorithms.ADVANTAGES.get(learner.algorithm.advantage) if learner.mode == "rl" else None
     for need in sorted({"critic", "process"} & set(entry.needs if entry else ())):
         what = f"learner.algorithm.advantage = {learner.algorithm.advantage!r} needs a {need} model, which backend "

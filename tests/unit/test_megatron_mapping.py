@@ -238,6 +238,8 @@ function = "a:b"
     [
         ("model.dtype=float16", "bfloat16"),
         ("learner.cpu_offload=true", "cpu_offload"),
+        ("learner.optim.name=muon", "no muon"),
+        ("learner.compile=true", "compile"),
         ("learner.algorithm.advantage=gae", "critic"),
         ("learner.algorithm.advantage=prime", "process"),
         ("learner.megatron.sequence_parallel=true", "tensor is 1"),
