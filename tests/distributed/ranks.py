@@ -1,6 +1,6 @@
 """What the tests on several ranks share: tiny models, a gang of this process, one launch for each number of ranks.
 
-The case modules (`backend_contract`, `critic_cases`, `supervised_cases`) hold what is trained; each has
+The case modules (`backend_contract`, `critic_cases`, `supervised_cases`, `split_cases`) hold what is trained; each has
 `run_all(model, gang, out)` with results by case. Under torchrun this file runs all jobs of a launch in one process
 group and rank 0 writes `OUT/<job>/results.json`; the tests call the same functions in a process group of one rank as
 the reference.
@@ -47,7 +47,7 @@ class Job(NamedTuple):
 
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
-    2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases")}
+    2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases", "split_cases")}
     | {"ulysses": Job("backend_contract", "learner.ranks=2;learner.parallel.sequence=2")},
     4: {
         name: Job("backend_contract", f"learner.ranks=4;learner.parallel.{layout}", other=(2, "backend_contract"))

@@ -65,8 +65,8 @@ def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dic
     metrics = []
     for step in range(1, STEPS + 1):
         rows = units(count, step, config.sampling.group_size)
-        share = minibatch(rows, ranks=gang.size, max_tokens=config.learner.micro_batch_tokens,
-                          packing=config.learner.packing)[gang.rank]  # fmt: skip
+        share = minibatch(rows, ranks=gang.shares, max_tokens=config.learner.micro_batch_tokens,
+                          packing=config.learner.packing)[gang.topology.share]  # fmt: skip
         result = train_step([share], backend=backend, gang=gang, config=config.learner, step=step)
         metrics.append(result.metrics)
     weights = {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}

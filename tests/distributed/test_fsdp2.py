@@ -86,3 +86,13 @@ def test_wrong_packing_is_refused_at_the_start(model: Path, gang: Gang) -> None:
 def test_half_precision_has_wide_masters(model: Path, gang: Gang) -> None:
     backend = FSDP2Backend(cases.make_config(model, extra="model.dtype=bfloat16"), gang)
     assert {p.dtype for p in backend._policy.parameters()} == {torch.float32}
+
+
+def test_every_layer_is_compiled_where_asked(model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler makes of them takes minutes: only that they are handed to it."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: asked.append(type(self).__name__))
+    FSDP2Backend(cases.make_config(model, extra="learner.compile=true"), gang)
+    assert asked == ["Qwen3DecoderLayer"] * 2
+    FSDP2Backend(cases.make_config(model), gang)
+    assert len(asked) == 2
