@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self, others: list[bytes]) -> None:
         self.others = others
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def gather_shares(self, data: bytes) -> list[bytes]:
         return [data, *self.others]
 
 

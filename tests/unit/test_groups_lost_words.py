@@ -159,7 +159,7 @@ def test_a_damaged_record_to_score_does_not_end_the_service() -> None:
     head = Samples("p", number, token, (SampleHead(0, 1, "stop", ((0, 1),)),), {}, (), "", 1)
     groups.samples(head, checksum=1, invalid=str, keep=lambda: Record(0, 0, 0, 0, 1), now=0.0)
     items = groups.reward_lease("r", max_samples=1, request=1, now=0.0)
-    work, payloads, damaged = reward_reply(items, groups, Damaged(encode_header(head)))  # type: ignore[arg-type]
+    work, payloads, damaged = reward_reply(items, groups.groups, Damaged(encode_header(head)))  # type: ignore[arg-type]
     assert (work, payloads, damaged) == ((), [], [number])
     groups.lose_payloads(damaged, now=1.0)
     assert groups.groups[number].attempt == 1 and not groups.groups[number].samples
