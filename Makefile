@@ -50,6 +50,7 @@ bench: redis
 	$(BIN)/python benchmarks/bench_logprobs.py
 	$(BIN)/python benchmarks/bench_packing.py
 	$(BIN)/python benchmarks/bench_engines.py $(if $(wildcard .venv-vllm/bin/python),--vllm-python .venv-vllm/bin/python)
+	$(BIN)/python benchmarks/bench_kv_at_swap.py
 	$(BIN)/python benchmarks/bench_weightsync.py
 	$(BIN)/python benchmarks/bench_delta.py
 
