@@ -50,6 +50,7 @@ T = TypeVar("T")
 #: A lease request names the engine's version; a swap outdates it. So polls are short: a swap costs at most this much.
 POLL_S = 0.25
 GIVE_BACK_S = 5.0  # at the end of the process
+ATTESTED_S = 5.0  # for the digest of what was committed
 #: First words of the reasons that say that a lease is gone, as opposed to a sample that is bad.
 LOST = ("token", "gone", "unknown", "poison", "lease", "cancel")
 
@@ -211,7 +212,9 @@ class Producer:
     async def _attested(self, made: Sequence[GenDelta]) -> None:
         """A token can be made in the first step after a swap, while the digest of the new weights is computed."""
         newest = max(version for delta in made for version, _ in delta.runs)
-        await self.receiver.wait_version(newest, timeout_s=self.config.weightsync.timeout_s)
+        # Longer than a commit may take: where one hangs, `engine.broken` of the commit is what ends this process.
+        limit_s = self.config.weightsync.timeout_s + ATTESTED_S
+        await self.receiver.wait_version(newest, timeout_s=limit_s)
 
     async def _still_held(self, lease: Lease, reply: SamplesReply | PiecesReply) -> bool:
         """Whether an answer leaves this lease in force; others that it cancels are given up."""
