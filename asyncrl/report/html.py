@@ -31,10 +31,10 @@ border:1px solid var(--edge);border-left:4px solid var(--open)}.verdict b{margin
 .verdict.good{border-left-color:var(--good)}
 .verdict.good b{color:var(--good)}.verdict.bad{border-left-color:var(--bad)}.verdict.bad b{color:var(--bad)}
 .verdict.open b{color:var(--open)}.violations{color:var(--bad);margin:0 0 14px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px;margin-bottom:16px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(145px,1fr));gap:10px;margin-bottom:16px}
 .tile,.card{background:var(--card);border:1px solid var(--edge);border-radius:10px}
-.tile{padding:12px 14px;display:flex;flex-direction:column}.tile b{font-weight:500;color:var(--soft);font-size:12px}
-.tile strong{font-size:19px;font-weight:600;letter-spacing:-.02em;white-space:nowrap}
+.tile{padding:12px;display:flex;flex-direction:column}.tile b{font-weight:500;color:var(--soft);font-size:12px}
+.tile strong{font-size:17px;font-weight:600;letter-spacing:-.02em;white-space:nowrap}
 .tile small{color:var(--soft);font-size:12px}
 .cards{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:16px}.card{padding:16px 18px;min-width:0}
 .card.full{grid-column:1/-1}@media(max-width:820px){.cards{grid-template-columns:minmax(0,1fr)}}

@@ -70,14 +70,14 @@ def verdict(data: RunData) -> str:
     tokens = [value for _, value in data.values("tokens_per_s")]
     bound = audit.bound_max or (data.config.buffer.max_staleness if data.config else 0)
     gaps = [data.values(f"lag/0/logprob_gap_{name}") for name in ("mean", "max")]
-    gap = " / ".join(f"{max(value for _, value in found):.1e}" for found in gaps if found) or "-"
+    gap, most = (f"{max(value for _, value in found):.1e}" if found else "-" for found in gaps)
     tiles = [
         ("reward", f"{early:.3f} → {late:.3f}", f"mean of the first and last {ENDS} steps"),
         ("lag", f"{audit.lag_mean:.2f}", f"steps, mean; largest {audit.lag_max}, bound {bound}"),
         ("steps", f"{data.last_step} / {steps}", f"{audit.trained} groups trained"),
         ("tokens/s", short(sum(tokens) / len(tokens)) if tokens else "-", "response tokens trained, mean"),
         ("weights", f"{deliveries.matched}", f"deliveries with the right digest, {deliveries.wrong} wrong"),
-        ("engine", gap, "nats between the log-probs of engine and learner under the same weights: mean, largest"),
+        ("engine", gap, f"nats, mean gap of its log-probs to the learner's; largest {most}"),
         ("wall time", duration(_wall(data)), f"{len(data.processes)} process starts"),
     ]
     boxes = "".join(
