@@ -10,6 +10,7 @@ It does not load the model and does not import torch or redis.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -34,6 +35,8 @@ from asyncrl.probe import bind_problem, redis_problem
 from asyncrl.sockets import read_keys
 
 IMPORT_TIMEOUT_S = 60.0
+#: Packages of backends that are extras.
+BACKEND_PACKAGES = {"megatron": "megatron"}
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
 REDIS_SERVERS = ("redis-server", "valkey-server")
 
@@ -290,6 +293,11 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         known = set(BUILT_IN.get(group, {})) | {point.name for point in entry_points(group=group)}
         if name not in known:
             yield ConfigError("config.type", f"{name!r} is not known: one of {', '.join(sorted(known))}", where=key)
+    package = BACKEND_PACKAGES.get(config.learner.backend, "")
+    if package and importlib.util.find_spec(package) is None:
+        what = f"backend {config.learner.backend!r} needs the package {package}, which this environment lacks"
+        remedy = f"pip install 'asyncrl[{config.learner.backend}]'"
+        yield ConfigError("config.extra", what, where="learner.backend", remedy=remedy)
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")

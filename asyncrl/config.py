@@ -481,6 +481,8 @@ def _walk(
         here = (*path, key)
         if key not in known:
             errors.append(_unknown(here, known, lines))
+        elif isinstance(value, str) and hints[key] == tuple[str, ...]:
+            tree[key] = [value]  # one is as good as a list of one: --set producers.url=http://host:port
         else:
             _check_value(hints[key], value, here, lines, errors)
     for name, item in known.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.check import check, check_data, derived, first_row, import_problem, render
+from asyncrl.check import check, check_data, check_plugins, derived, first_row, import_problem, render
 from asyncrl.config import Config, parse
 from asyncrl.probe import bind_problem, redis_problem
 from asyncrl.sockets import write_keys
@@ -233,3 +233,10 @@ def test_derived_numbers_show_their_arithmetic(findings: dict[str, tuple[str, st
 def test_render(place: Path) -> None:
     text = render(check(config(**{"learner.algorithm.minibatches": "2", "producers.threads": "400"})))
     assert "max in flight" in text and "note: minibatches = 2" in text and "CPU cores" in text
+
+
+def test_a_backend_without_its_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.check.BACKEND_PACKAGES", {"megatron": "no_such_package"})
+    (found,) = [error for error in check_plugins(config(**{"learner.backend": "megatron"})) if "backend" in error.where]
+    assert found.code == "config.extra" and "no_such_package" in found.message and "asyncrl[megatron]" in found.remedy
+    assert not list(check_plugins(config()))

@@ -56,6 +56,11 @@ def test_only_producers_are_started_by_it() -> None:
     assert started["producer-0"] == started["producer-1"] == "/own/python" != started["buffer"]
 
 
+def test_one_server_needs_no_list() -> None:
+    found = config_of(engine="sglang", url="http://a:1")
+    assert found.producers.url == ("http://a:1",) and url_problems(found) == []
+
+
 def test_each_producer_has_a_server_of_its_own() -> None:
     urls = ["http://a:1", "http://b:1"]
     config = config_of(engine="vllm_http", url=urls, count=2)
