@@ -324,8 +324,8 @@ def test_a_complete_run_that_goes_on_sends_no_early_worker_home(make: Make) -> N
         return done, leases.done
 
     service = make("sqlite", learner__steps="1").start()
-    produce(service.address, 2)
     client = learner(service.address)
+    produce(service.address, 2)
     claim(client, 1)
     client.commit(step=1, version=1, digest="d1")
     client.goodbye(done=True, reason="complete")
