@@ -81,6 +81,11 @@ class Groups(Reconciling):
         if self.meta.learner[0]:
             self.saw_learner(now)
 
+    def note_emptied(self) -> None:
+        """The run has a history, of which the store knows nothing: it waits for the ledger of a learner."""
+        self.meta.emptied = True
+        self._touch("meta")
+
     def finish(self, number: int, *, now: float, version: int | None = None, reward: float = 0.0) -> str:
         """All missing samples of a leased group at once, made by `version` (None: the lease's): for examples
         and tests.

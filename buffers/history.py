@@ -34,6 +34,7 @@ class History:
     def __init__(self, path: Path, *, last: bytes = b"", fsync: str = "everysec") -> None:
         self._fsync = fsync
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self.found = os.fstat(self._file).st_size > 0  # written by services before this one
         self._complete(last)
 
     def _complete(self, last: bytes) -> None:

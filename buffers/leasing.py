@@ -5,7 +5,7 @@ Called through `buffers.groups.Groups`; the layer above `underway`. Guarantees:
 2. a lost lease keeps the samples that arrived; only the missing ones are leased again, at most `max_reissue` times;
 3. a group keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new
    one;
-4. nothing is leased before a learner has registered: its ledger says what an emptied store has forgotten;
+4. from an emptied store nothing is leased before a learner has registered: its ledger says what was trained already;
 5. who holds a group that is no longer wanted is told (`cancelled`), at every heartbeat for a while.
 """
 
@@ -151,8 +151,8 @@ class Leasing(HandingOut):
             return f"{producer} holds {settings.max_groups_in_flight} groups, which is its quota (max_groups_in_flight)"
         if self.barred.get(producer, (-1, 0.0))[0] == engine_version >= 0:
             return f"what {producer} holds as version {engine_version} is not what was published: it must sync"
-        if not self.meta.epoch:
-            return "no learner has registered: what is trained already is not known"
+        if self.meta.emptied:
+            return "the store was emptied and no learner has registered since: what is trained already is not known"
         if engine_version < 0:
             return "the engine holds no weights yet"
         if engine_version > self.meta.newest + 1:
@@ -203,7 +203,7 @@ class Leasing(HandingOut):
         """A group that waits for another attempt, earliest deadline first, else a new prompt; None: nothing allowed."""
         settings = self.settings
         lag = self._training_version - engine_version
-        if not self.meta.epoch:  # an emptied store looks like a new run; the learner's ledger knows what was trained
+        if self.meta.emptied:
             return None
         if engine_version < 0 or engine_version > self.meta.newest + 1 or lag > settings.depth:
             return None

@@ -50,6 +50,7 @@ class Reconciling(Training):
         self._refuse_second(who, takeover, process_gone, now)
         self.meta.epoch = max(self.meta.epoch, ledger.epoch) + 1
         self.meta.learner, self.meta.registered_step, self.meta.done = who, step, False
+        self.meta.emptied = False
         if once:
             self.meta.registrations = (*self.meta.registrations, (once, self.meta.epoch))[-KEPT_REGISTRATIONS:]
         self.workers[("learner", name)] = Worker(name, pid, host, now)

@@ -118,6 +118,9 @@ def open_service(config: Config, store: Store) -> BufferService:
     for line in segments.report:
         print(f"buffer: {line}", flush=True)
     groups.note_start(now)
+    if history.found and not opened.rows:
+        print(f"buffer: the {store.kind} store was emptied; no prompt is issued before a learner registers", flush=True)
+        groups.note_emptied()
     if segments.damaged:
         groups.lose_pieces(pieces.intersection(segments.damaged), now=now)
         damaged = {records[record] for record in segments.damaged if record in records}

@@ -324,8 +324,8 @@ def test_a_complete_run_that_goes_on_sends_no_early_worker_home(make: Make) -> N
         return done, leases.done
 
     service = make("sqlite", learner__steps="1").start()
-    client = learner(service.address)
     produce(service.address, 2)
+    client = learner(service.address)
     claim(client, 1)
     client.commit(step=1, version=1, digest="d1")
     client.goodbye(done=True, reason="complete")
@@ -337,3 +337,35 @@ def test_a_complete_run_that_goes_on_sends_no_early_worker_home(make: Make) -> N
     assert service.stop() == 0
     service = make("sqlite", learner__steps="2").start()
     assert asyncio.run(told(service.address)) == (False, False)
+
+
+def test_an_emptied_store_waits_for_the_ledger_of_a_learner(make: Make) -> None:
+    """Store and service are lost together: what is in the weights is not issued again to an engine that starts anew."""
+
+    async def asked(address: str, wait_s: float) -> wire.Leases:
+        producer = Producer(address)
+        await producer.client.hello("model")
+        leases = await producer.lease(wait_s=wait_s)
+        producer.client.close()
+        return leases
+
+    service = make("sqlite", learner__steps="5").start()
+    client = learner(service.address)
+    produce(service.address, 2)
+    trained = claim(client, 1)
+    client.commit(step=1, version=1, digest="d1")
+    ledger = client.ledger(step=1)
+    client.close()
+    for _ in range(2):  # killed again before anybody registers: it still knows
+        service.kill()
+        for path in service.run.root.glob("**/index.sqlite*"):
+            path.unlink()
+        service.start()
+        leases = asyncio.run(asked(service.address, 0.2))
+        assert not leases.leases and "emptied" in leases.reason
+    service.kill()
+    service.start()
+    assert "emptied" in asyncio.run(asked(service.address, 0.2)).reason
+    learner(service.address, step=1, ledger=ledger, takeover=True).close()
+    again = asyncio.run(asked(service.address, 8.0))
+    assert again.leases and not {lease.group for lease in again.leases} & {group.group for group in trained.groups}

@@ -168,6 +168,10 @@ def test_a_damaged_record_to_score_does_not_end_the_service() -> None:
 def test_an_emptied_store_issues_nothing_before_a_learner_has_said_what_is_trained() -> None:
     """The store and the service were lost together; an engine starts anew at version 0 before the learner is back."""
     groups = Groups(Settings(group_size=2, batch_groups=1, max_staleness=2, depth=2, total_groups=9))
+    groups.note_emptied()
+    fresh = Groups(groups.settings, epoch=1)  # and the service is killed once more
+    fresh.load([(change.key, change.value) for change in groups.rows() if change.value is not None])
+    groups = fresh
     assert leased(groups) == [] and groups.meta.cursor == 0
     assert "no learner has registered" in groups.lease_blocked(0)
     groups.register(**LEARNER | {"step": 3, "ledger": Ledger(step=3, cursor=4, epoch=1, trained=((0, 3),))}, now=0.0)
