@@ -1,7 +1,9 @@
-"""Do the algorithms learn? Reward curves of the presets, and of bounds against corrections, on the demo's tasks.
+"""Do the algorithms learn? Reward curves of the presets, of bounds against corrections, and of the learner's back-ends
+and layouts, on the demo's tasks.
 
     python benchmarks/learning.py presets [--seeds 1] [--steps 40] [--task running_sum] [--only dapo,ppo]
     python benchmarks/learning.py staleness --seeds 3 [--steps 40]
+    python benchmarks/learning.py layouts --seeds 2 [--only "one process,FSDP2 on 2 ranks"]
     python benchmarks/learning.py table
 
 Every run is a whole one: `asyncrl launch all configs/quickstart.toml --preset NAME` with its processes, then the audit.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -30,6 +33,14 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "decoupled PPO": (),
     "TIS": ('learner.algorithm.loss="reinforce"', 'learner.algorithm.correction="tis"'),
     "none": ('learner.algorithm.loss="ppo"', 'learner.algorithm.correction="none"'),
+}
+#: Back-ends and layouts of the learner that are compared with one process.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one process": (),
+    "FSDP2 on 2 ranks": ("learner.ranks=2",),
+    "FSDP2, tensor parallel 2": ("learner.ranks=2", "learner.parallel.tensor=2"),
+    "Megatron, tensor parallel 2": ("learner.backend=megatron", "learner.ranks=2", "learner.parallel.tensor=2"),
+    "Megatron, pipeline 2": ("learner.backend=megatron", "learner.ranks=2", "learner.parallel.pipeline=2"),
 }
 #: What a preset needs beside itself to learn in 40 steps at this size; said in the table.
 EXTRA: dict[str, tuple[str, ...]] = {
@@ -52,7 +63,7 @@ def prepare(task: str) -> None:
 
 def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int, seed: int) -> dict[str, Any]:
     """One run: its reward curve and the audit's word."""
-    folder = ROOT / "runs" / "learning"
+    folder = ROOT / "runs" / f"learning-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     base = (
         f"run.dir={folder}", f"run.seed={seed}", f"learner.steps={steps}", f"model.path=runs/models/{task}",
@@ -120,15 +131,28 @@ def staleness(args: argparse.Namespace) -> None:
                 measure(name, args, [], (f"buffer.max_staleness={bound}", *settings), seed)
 
 
+def layouts(args: argparse.Namespace) -> None:
+    """Back-ends and layouts, interleaved."""
+    wanted = args.only.split(",") if args.only else LAYOUTS
+    for seed in range(args.seeds):
+        for name in wanted:
+            measure(f"{args.task}/layout/{name}/{seed}", args, [], LAYOUTS[name], seed)
+
+
 def table(_: argparse.Namespace) -> None:
     """docs/learning.md: the tables and curves; what they say stands above them, by hand."""
-    runs = [(name.split("/"), run) for name, run in known().items()]
+    named = [(name.split("/"), run) for name, run in known().items()]
+    runs = [(name, run) for name, run in named if name[1] != "layout"]
+    split: dict[str, list[dict[str, Any]]] = {}
+    for name, run in named:
+        if name[1] == "layout":
+            split.setdefault(name[2], []).append(run)
     single = {tuple(name): run for name, run in runs if len(name) == 3}
     swept: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, run in runs:
         if len(name) == 4:
             swept.setdefault(name[1], {}).setdefault(name[2], []).append(run)
-    lines = [*preset_rows(single), "", *sweep_rows(swept)]
+    lines = [*preset_rows(single), "", *sweep_rows(swept), "", *layout_rows(split)]
     text = PAGE.read_text() if PAGE.exists() else "# What the algorithms learn\n"
     head = text.split("<!-- tables -->")[0].rstrip()
     PAGE.write_text(head + "\n\n<!-- tables -->\n\n" + "\n".join(lines) + "\n")
@@ -172,6 +196,25 @@ def sweep_rows(swept: dict[str, dict[str, list[dict[str, Any]]]]) -> list[str]:
     return lines
 
 
+def layout_rows(split: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The table of back-ends and layouts: seeds in turn, and how far the curve is from one process's mean of seeds."""
+    lines = ["| learner | reward, last 5 steps, per seed | steps 16-25, per seed | distance to one process | audit |",
+             "| --- | --- | --- | --- | --- |"]  # fmt: skip
+    alone = [run["rewards"] for run in split.get("one process", [])]
+    means = [statistics.fmean(values) for values in zip(*alone, strict=True)]
+    for name in (name for name in LAYOUTS if name in split):
+        found = split[name]
+        last = " ".join(f"{run['last5']:.3f}" for run in found)
+        middle = " ".join(f"{statistics.fmean(run['rewards'][15:25]):.3f}" for run in found)
+        apart = " ".join(
+            f"{statistics.fmean(abs(one - mean) for one, mean in zip(run['rewards'], means, strict=False)):.3f}"
+            for run in found
+        )
+        sound = "OK" if all(run["audit"] == run["code"] == 0 and run["finite"] for run in found) else "NOT OK"
+        lines.append(f"| {name} | {last} | {middle} | {apart} | {sound} |")
+    return lines
+
+
 def draw(path: Path, *, panels: dict[str, list[tuple[str, list[float]]]], columns: int) -> None:
     """Reward over steps, one panel each, all on one scale. Needs matplotlib (`pip install asyncrl[bench]`)."""
     from matplotlib.figure import Figure
@@ -197,7 +240,7 @@ def draw(path: Path, *, panels: dict[str, list[tuple[str, list[float]]]], column
 def main() -> None:
     """Measure, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("presets", "staleness", "table"))
+    parser.add_argument("what", choices=("presets", "staleness", "layouts", "table"))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--task", default="running_sum")
@@ -206,7 +249,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.what != "table":
         prepare(args.task)
-    {"presets": presets, "staleness": staleness, "table": table}[args.what](args)
+    {"presets": presets, "staleness": staleness, "layouts": layouts, "table": table}[args.what](args)
 
 
 if __name__ == "__main__":
