@@ -425,13 +425,13 @@ def _evaluation_findings(config: Config) -> list[Finding]:
         return []
     times = sum(is_due(config, step) for step in range(config.learner.steps + 1))
     rows = [count_rows(path) for path in data_paths(msgspec.structs.replace(config, data=data_of(config)))]
-    prompts = "prompts"
+    prompts = "all held-out prompts"
     if rows and all(rows):
         count = min(sum(number for number in rows if number), evaluation.max_prompts or MAX_ROWS)
         prompts = f"{count} prompts"
     held = evaluation.held_groups(training_samples=config.producers.groups_in_flight(asked) * asked)
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
-    return [Finding("evaluations", str(times), f"{prompts} x {evaluation.samples}, {how}, at most "
+    return [Finding("evaluations", str(times), f"{prompts} x {evaluation.samples} samples, {how}, at most "
                     f"{evaluation.timeout_s:g} s each; a producer holds up to {held} beside its training")]  # fmt: skip
 
 

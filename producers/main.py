@@ -312,6 +312,25 @@ async def until_stopped(stop: role.Stop, producer: Producer) -> None:
     await asyncio.sleep(GIVE_BACK_S)
 
 
+def parts_of(
+    config: Config, args: role.RoleArgs, *, client: ProducerClient, engine: Any, patience: Patience,
+    held_out: HeldOutPrompts, sync: str, keys: Any,
+) -> tuple[Producer, Any]:  # fmt: skip
+    """What works and what receives weights, by the mode: rows of a data set as they are need no weights."""
+    if streams(config):
+        from producers.dataset import DatasetProducer, NoWeights
+
+        nothing = NoWeights()
+        return DatasetProducer(config, client=client, engine=engine, receiver=nothing, patience=patience), nothing
+    receiver = Receiver(
+        sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
+        config=config.weightsync, insecure=config.network.insecure_no_auth,
+    )  # fmt: skip
+    return Producer(
+        config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out
+    ), receiver
+
+
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load, work, and leave in order whatever ends it."""
     keys = role.key_of(args, config)
@@ -329,20 +348,9 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     try:
         welcome = await patience.ask(lambda: client.hello(engine.fingerprint(), evaluation_rows=held_out.rows))
         sync = welcome.endpoints.get("weightsync", "") if args.connect else ""
-        receiver: Any = None
-        if streams(config):
-            from producers.dataset import DatasetProducer, NoWeights
-
-            receiver = NoWeights()
-            producer = DatasetProducer(config, client=client, engine=engine, receiver=receiver, patience=patience)
-        else:
-            receiver = Receiver(
-                sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
-                config=config.weightsync, insecure=config.network.insecure_no_auth,
-            )  # fmt: skip
-            producer = Producer(
-                config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out
-            )
+        producer, receiver = parts_of(
+            config, args, client=client, engine=engine, patience=patience, held_out=held_out, sync=sync, keys=keys
+        )
         await engine.start()
         print(f"producer {args.name}: pid {os.getpid()} on {socket.gethostname()}, engine ready", flush=True)
         tasks = [
