@@ -33,6 +33,7 @@ class Gang:
         self.size = size
         self.device = device
         self.topology = topology or Topology(rank, size)
+        self._group: dist.ProcessGroup | None = None  # of its words; None: the group of all ranks
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
     @property
@@ -69,6 +70,13 @@ class Gang:
         dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
         return Gang(rank, size, device, topology)
 
+    def beside(self, *, timeout_s: float) -> Gang:
+        """The same ranks for another thread: what they share and gather meets nothing of this gang's. Collective."""
+        made = Gang(self.rank, self.size, self.device, self.topology)
+        if self.size > 1:
+            made._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return made
+
     def leave(self) -> None:
         """Wait for the others and leave the group."""
         dist.barrier()  # bounded: the timeout of the group
@@ -91,10 +99,10 @@ class Gang:
         if self.size == 1:
             return data or b""
         size = torch.tensor([len(data or b"")], dtype=torch.int64)
-        dist.broadcast(size, 0)
+        dist.broadcast(size, 0, group=self._group)
         content = _tensor(data or b"") if self.lead else torch.empty(int(size), dtype=torch.uint8)
         if int(size):
-            dist.broadcast(content, 0)
+            dist.broadcast(content, 0, group=self._group)
         return content.numpy().tobytes()
 
     def scatter(self, shares: Sequence[bytes] | None) -> bytes:
@@ -117,10 +125,10 @@ class Gang:
         if self.size == 1:
             return [data]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=self._group)
         longest = max(int(size) for size in sizes)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, _tensor(data + bytes(longest - len(data))))
+        dist.all_gather(parts, _tensor(data + bytes(longest - len(data))), group=self._group)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def gather_shares(self, data: bytes) -> list[bytes]:

@@ -109,6 +109,13 @@ class ProcessRewardModel(Companion, Protocol):
         """Drop what `remember` saw."""
 
 
+class Snapshot(Protocol):
+    """This rank's part of a checkpoint, copied to the host."""
+
+    def save(self, folder: Path) -> Path:
+        """Write it as `Backend.save` would have; the file. On any thread, with no word to the other ranks."""
+
+
 class Backend(Protocol):
     """A model that trains. Made by `Backend(config, gang)`; loads the start weights at once."""
 
@@ -151,6 +158,9 @@ class Backend(Protocol):
 
     def save(self, folder: Path) -> Path:
         """Write this rank's part of weights, optimizer and generator states; the file. Collective."""
+
+    def snapshot(self) -> Snapshot:
+        """A copy on the host of what `save` would write now: no later update changes it. Collective."""
 
     def load(self, folder: Path) -> None:
         """Undo of `save`, from any number of ranks. Collective."""

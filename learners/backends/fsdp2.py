@@ -27,7 +27,7 @@ from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners import attention, sequence
 from learners.backends import layout
-from learners.backends.base import LossFunction, UpdateInfo, WeightSpec, to_device
+from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
 from learners.backends.hf_folder import write_folder
@@ -35,7 +35,7 @@ from learners.backends.optimizers import Optimizers, make_optimizer
 from learners.backends.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.reference import Reference
 from learners.backends.sharded import OWN, Sharded
-from learners.backends.shards import load_shards, save_shard
+from learners.backends.shards import HostShard, load_shards, shard_of
 from learners.batch import MicroBatch, Sample, packed_row, padded_rows
 from learners.gang import Gang
 from learners.logprobs import PolicyModel, TokenNumbers
@@ -184,8 +184,15 @@ class FSDP2Backend:
 
     def save(self, folder: Path) -> Path:
         """One safetensors file per rank with its boxes and its generator states."""
+        return self._shard(copy=False).save(folder)
+
+    def snapshot(self) -> Snapshot:
+        """A copy on the host of what `save` would write now."""
+        return self._shard(copy=True)
+
+    def _shard(self, *, copy: bool) -> HostShard:
         self._device.synchronize()
-        return save_shard(folder, self._state(), rank=self._gang.rank, extra=self._device.rng_state())
+        return shard_of(self._state(), rank=self._gang.rank, extra=self._device.rng_state(), copy=copy)
 
     def load(self, folder: Path) -> None:
         """Boxes from the files of any number of ranks; generator states where the number is the same."""

@@ -32,10 +32,10 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends import megatron_model as models
-from learners.backends.base import LossFunction, UpdateInfo, WeightSpec
+from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec
 from learners.backends.fsdp2 import DTYPES, PACKING_LIMIT, sent_dtype, toys
 from learners.backends.hf_folder import write_folder
-from learners.backends.megatron_checkpoint import Store, pieces, write
+from learners.backends.megatron_checkpoint import HostShard, Store, pieces
 from learners.backends.megatron_mapping import Local, check_layout, facts_of, locals_of, shapes_of, sources_of
 from learners.backends.megatron_on_cpu import without_cuda
 from learners.backends.megatron_optimizer import Optimizer, wrap
@@ -184,6 +184,10 @@ class MegatronBackend:
 
     def save(self, folder: Path) -> Path:
         """One safetensors file per rank: its part of the weights and their states, and its generator states."""
+        return self.snapshot().save(folder)
+
+    def snapshot(self) -> Snapshot:
+        """A copy on the host of what `save` writes."""
         self._device.synchronize()
         boxes = []
         for number, (name, parameter) in enumerate(self._model.named_parameters()):
@@ -192,7 +196,7 @@ class MegatronBackend:
                 boxes += pieces(local, states)
         count = torch.tensor(self._optimizer.updates)
         steps = {f"step/{name}": count.clone() for name in shapes_of(self._facts)}
-        return write(folder, boxes, rank=self._gang.rank, extra=self._device.rng_state(), steps=steps)
+        return HostShard(boxes, self._gang.rank, self._device.rng_state(), steps)
 
     def load(self, folder: Path) -> None:
         """From the files of any layout; generator states where the number of ranks is the same."""

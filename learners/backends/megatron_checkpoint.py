@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,6 +39,19 @@ def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, T
             rows = torch.cat([value.detach()[slices(part.local)] for part in parts])
             found.append((f"{kind}/{name}", box, rows.to("cpu", copy=True).contiguous()))
     return found
+
+
+class HostShard(NamedTuple):
+    """What a rank writes, on the host; the arguments of `write`."""
+
+    boxes: list[tuple[str, Box, Tensor]]
+    rank: int
+    extra: dict[str, Tensor]
+    steps: dict[str, Tensor]
+
+    def save(self, folder: Path) -> Path:
+        """Write the file; where."""
+        return write(folder, self.boxes, rank=self.rank, extra=self.extra, steps=self.steps)
 
 
 def write(

@@ -89,8 +89,25 @@ def shard_path(folder: Path, rank: int) -> Path:
     return folder / f"shard_{rank:05d}.safetensors"
 
 
-def save_shard(folder: Path, state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor]) -> Path:
-    """Write this rank's boxes and its own `extra` tensors."""
+class HostShard(NamedTuple):
+    """What a rank writes: tensors on the host, and where those that are boxes begin."""
+
+    rank: int
+    tensors: dict[str, Tensor]
+    starts: dict[str, Start]
+
+    def save(self, folder: Path) -> Path:
+        """Write the file; where."""
+        path = shard_path(folder, self.rank)
+        try:
+            save_file(self.tensors, path, metadata={"starts": msgspec.json.encode(self.starts).decode()})
+        except SafetensorError as error:  # what the library makes of a full disk
+            raise OSError(str(error)) from error
+        return path
+
+
+def shard_of(state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor], copy: bool) -> HostShard:
+    """This rank's boxes and its own `extra` tensors; `copy`: such as no later update changes."""
     tensors: dict[str, Tensor] = {_EXTRA + name: value for name, value in extra.items()}
     starts: dict[str, Start] = {}
     for name, value in state.items():
@@ -98,14 +115,9 @@ def save_shard(folder: Path, state: Mapping[str, Tensor], *, rank: int, extra: M
             continue
         box, local = box_of(value), local_of(value)
         if local.numel() and box.first:
-            tensors[name] = local.detach().cpu().contiguous()
+            tensors[name] = local.detach().to("cpu", copy=copy).contiguous()
             starts[name] = box.start if any(box.start[1:]) else (box.start or (0,))[0]
-    path = shard_path(folder, rank)
-    try:
-        save_file(tensors, path, metadata={"starts": msgspec.json.encode(starts).decode()})
-    except SafetensorError as error:  # what the library makes of a full disk
-        raise OSError(str(error)) from error
-    return path
+    return HostShard(rank, tensors, starts)
 
 
 def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> dict[str, Tensor]:

@@ -280,7 +280,8 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
 
 
 def resume(model: Path, gang: Gang, folder: Path, layout: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step; then the third step again from the checkpoint in a new backend."""
+    """Two steps, a checkpoint, a third step; then the third step again from the checkpoint in a new backend. What is
+    read back was written after the third step, from a snapshot; `written` compares it with what `save` wrote before."""
     config = make_config(model, extra=layout)
     backend = make_backend(config, gang)
     for step in (1, 2):
@@ -289,18 +290,21 @@ def resume(model: Path, gang: Gang, folder: Path, layout: str) -> dict[str, Any]
         folder.mkdir(parents=True)
     gang.barrier()
     backend.forward_logprobs(cut(14, 3, config, gang)[0].micro)  # a forward without a backward comes before both
-    backend.save(folder)
-    gang.barrier()
+    directly = backend.save(folder).read_bytes()
+    held = backend.snapshot()
     saved = digest(backend)[1]
     third = train_step(cut(14, 3, config, gang), backend=backend, gang=gang, config=config.learner, step=3).metrics
     after = digest(backend)[1]
+    written = b"same" if held.save(folder).read_bytes() == directly else b"other"
+    gang.barrier()
     fresh = make_backend(config, gang)
     fresh.self_check()
     fresh.load(folder)
     loaded = digest(fresh)[1]
     again = train_step(cut(14, 3, config, gang), backend=fresh, gang=gang, config=config.learner, step=3).metrics
     result = {"third": third, "again": again, "digest": after, "digest_again": digest(fresh)[1],
-              "saved": saved, "loaded": loaded}  # fmt: skip
+              "saved": saved, "loaded": loaded,
+              "written": [word.decode() for word in gang.gather(written)]}  # fmt: skip
     fresh.export_hf(folder.parent / "export")
     return result
 
