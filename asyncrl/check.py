@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithm_notes, algorithms, engine_env, evaluation_config, parallel
+from asyncrl import algorithm_notes, algorithms, checkpoint_config, engine_env, evaluation_config, parallel
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
@@ -463,7 +463,7 @@ def notes_on(config: Config, roles: Sequence[str]) -> list[str]:
     if threads > 2 * cores:
         notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
     notes += algorithm_notes.notes(config)
-    notes += evaluation_config.notes(config)
+    notes += (*evaluation_config.notes(config), *checkpoint_config.notes(config))
     minibatches = config.learner.algorithm.minibatches
     if minibatches > 1:
         notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")

@@ -23,7 +23,7 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, evaluation_config, modes, parallel, presets
+from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
@@ -262,7 +262,11 @@ class LearnerConfig(Section, frozen=True):
     cpu_offload: bool = False  # parameters and optimizer state in host memory
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps
     checkpoint_every: Positive = 20  # steps
-    checkpoint_keep: Positive = 2  # older ones are removed
+    checkpoint_keep: Positive = 2  # the last so many stay
+    checkpoint_best: Count = 0  # and so many of the best by checkpoint_metric
+    checkpoint_metric: str = "reward_mean"  # of the learner's steps, or a figure of evaluations such as val-core/...
+    checkpoint_goal: Literal["max", "min"] = "max"  # which values of it are better
+    checkpoint_async: bool = False  # written beside the training, from a copy in host memory
     checkpoint_failures: Positive = 3  # that many in a row (a full disk) end the learner
     batch_timeout_s: Seconds = 600.0  # waiting for one batch
     restarts: Count = 3  # in 10 minutes, when started by `launch all`
@@ -604,7 +608,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"data.max_prompt_tokens + sampling.max_new_tokens{')' if pair else ''} = {row}: the longest "
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
-    found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config))
+    found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
+             *checkpoint_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

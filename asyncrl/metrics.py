@@ -118,6 +118,7 @@ CATALOGUE: dict[str, Metric] = {
     "delta_bytes": Metric("bytes", "learner", "size of the last delta that was encoded; 0: dropped, or not needed"),
     "delta_s": Metric("s", "learner", "time to encode it, beside the training"),
     "checkpoint_s": Metric("s", "learner", "time blocked by the checkpoint after the step before"),
+    "checkpoint_write_s": Metric("s", "learner", "time to write the newest durable checkpoint, blocked or not"),
     "checkpoint_failures": Metric(
         "1", "learner", "checkpoints in a row, before this step, that could not be written (a full disk)"
     ),

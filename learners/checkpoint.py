@@ -1,11 +1,12 @@
 """Durable checkpoints of the learner: a folder per step, complete or invisible.
 
-Called by `learners.loop` on every rank. A checkpoint `step_000020/` holds one shard file per rank (weights, optimizer,
-generator states), `state.json` (step, ledger of the buffer, digests, configuration) and `manifest.json` (size and
-BLAKE2b of every other file). Guarantees:
+Called by `learners.saving` on every rank, on a thread of its own where checkpoints are asynchronous. A checkpoint
+`step_000020/` holds one shard file per rank (weights, optimizer, generator states), `state.json` (step, ledger of the
+buffer, digests, configuration) and `manifest.json` (size and BLAKE2b of every other file). Guarantees:
 1. it is written under a hidden name, synced, and renamed last: a crash at any point leaves the earlier ones untouched;
 2. `newest` checks every byte against the manifest, skips what is damaged and says why;
-3. the last `keep` are kept, older ones and left-overs of crashes are removed, and only after a new one is durable;
+3. the last `keep` stay, and the best (`learners.retention`); others and left-overs of crashes are removed, and only
+   after a new one is durable;
 4. no pickle: safetensors and JSON;
 5. a full disk is `disk.full` on every rank alike: the hidden folder goes, the earlier checkpoints stay.
 The folder must be on a file system that all ranks see.
@@ -13,6 +14,7 @@ The folder must be on a file system that all ranks see.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -26,7 +28,8 @@ import msgspec
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.failpoints import failpoint
 from asyncrl.rundir import write_atomic
-from learners.backends.base import Backend
+from learners import retention
+from learners.backends.base import Snapshot
 from learners.coefficients import Coefficients
 from learners.gang import Gang
 
@@ -67,12 +70,13 @@ def steps_in(root: Path) -> list[int]:
 
 
 def save(
-    root: Path, state: State | None, *, step: int, backend: Backend, gang: Gang, keep: int,
-    fence: Callable[[], None] = lambda: None,
+    root: Path, state: State | None, *, step: int, backend: Snapshot, gang: Gang, keep: int,
+    fence: Callable[[], None] = lambda: None, ranking: retention.Ranking | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable when it returns.
 
-    `fence` is asked on rank 0 right before the checkpoint becomes visible, and raises where another learner took over.
+    `backend` writes this rank's part: itself, or a snapshot of it. `ranking`: by which the best stay. `fence` is asked
+    on rank 0 right before the checkpoint becomes visible, and raises where another learner took over.
     Raises `disk.full` on every rank where one of them could not write; earlier checkpoints are as they were.
     """
     target = folder_of(root, step)
@@ -105,7 +109,7 @@ def save(
         error = _attempt(lambda: _complete(temporary, target, whole, entries, fence))
     agree(error)
     if gang.lead:
-        _clean(root, step=step, keep=keep)
+        clean(root, step=step, keep=keep, ranking=ranking)
     return target
 
 
@@ -130,7 +134,7 @@ def _begin(root: Path, temporary: Path) -> None:
     failpoint("learner.checkpoint_begin")
 
 
-def _shard(temporary: Path, backend: Backend) -> dict[str, FileEntry]:
+def _shard(temporary: Path, backend: Snapshot) -> dict[str, FileEntry]:
     """Write and sync this rank's tensors."""
     path = backend.save(temporary)
     failpoint("learner.checkpoint_shard")
@@ -214,10 +218,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _clean(root: Path, *, step: int, keep: int) -> None:
-    """Keep the newest `keep` up to the step just written. Later ones were found damaged when this run was restored."""
-    kept = [number for number in steps_in(root) if number <= step][:keep]
-    for number in steps_in(root):
+def clean(root: Path, *, step: int, keep: int, ranking: retention.Ranking | None = None) -> None:
+    """Keep the newest `keep` up to the step just written, and the best. Later ones were found damaged when this run was
+    restored. No checkpoint may be under way."""
+    known = steps_in(root)
+    kept = retention.kept(known, newest=step, keep=keep, ranking=ranking)
+    if ranking is not None:
+        with contextlib.suppress(OSError):  # a full disk: it is written again with the next checkpoint
+            retention.write(root, kept, ranking)
+    else:
+        (root / retention.BEST).unlink(missing_ok=True)
+    for number in known:
         if number not in kept:
             shutil.rmtree(folder_of(root, number), ignore_errors=True)
     for path in root.glob(".step_*.tmp"):

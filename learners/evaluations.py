@@ -32,6 +32,7 @@ class LastEvaluations:
     ) -> None:  # fmt: skip
         self.enabled = config.evaluation.enabled
         self.last: dict[str, Any] = {}
+        self.figures: dict[int, dict[str, float]] = {}  # by step, of those that have ended
         self._config = config
         self._ask = ask
         self._track = track
@@ -48,6 +49,7 @@ class LastEvaluations:
         for line in ended:
             self._seen = max(self._seen, int(line["round"]))
             self.last = line
+            self.figures[int(line["step"])] = numbers(line)
             print(f"learner: {told(line)}", flush=True)
             if self._track is not None:
                 self._track(numbers(line), step=int(line["step"]))

@@ -2,7 +2,8 @@
 
 Called by `learners.main`. Rank 0 has `services`; the others follow the orders that it shares. Guarantees:
 1. a step is: claim, cut, train, publish version `step`, commit it, record, and a checkpoint every few steps;
-2. a checkpoint holds the buffer's ledger; the buffer retires groups only after it is durable;
+2. a checkpoint holds the buffer's ledger; the buffer retires groups only after it is durable, however long after its
+   step that is (`learners.saving`);
 3. the end (all steps done, or SIGTERM) comes between two steps, with a checkpoint;
 4. updates with a gradient that is not finite are skipped and said; `MAX_SKIPPED` steps of them in a row end the run;
 5. a buffer that has lost its state is told what the current weights hold, after they were made durable: nothing in
@@ -36,6 +37,7 @@ from learners import checkpoint
 from learners.backends.base import Backend
 from learners.coefficients import Coefficients
 from learners.gang import Gang
+from learners.saving import Checkpoints
 from learners.services import Services
 from learners.trial import Trial
 from learners.update import StepResult
@@ -58,6 +60,7 @@ class Order(msgspec.Struct, frozen=True):
     publish: bool = False
     reason: str = ""
     what: Literal["train", "save", "end", "leave"] = "train"
+    settle: bool = False  # the checkpoint under way has ended
     tuning: str = ""  # settings changed by `asyncrl tune`, of this step
     coefficients: Coefficients | None = None  # of the checkpoint that a start continues
     critic_warm: bool = False  # likewise
@@ -76,17 +79,22 @@ class Learner:
         self._backend = backend
         self._services = services
         self._run = RunDir(config.run_dir)
-        self._saved = 0  # step of the newest checkpoint
+        self._saver = Checkpoints(config, gang=gang, backend=backend, durable=self._durable, say=_say)
         self._trial = Trial(
             config.learner, gang=gang, backend=backend, bury=self._bury, say=_say, seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )  # fmt: skip
         self._skipped = 0
         self._gap_said = False
-        self._failures = 0  # checkpoints in a row that could not be written
 
     def run(self) -> str:
         """Train to the end; why it ended (empty: all steps are done)."""
+        try:
+            return self._run_to_the_end()
+        finally:
+            self._saver.close()
+
+    def _run_to_the_end(self) -> str:
         step = self._restore()
         saving = 0.0  # seconds of the checkpoint after the step before
         while True:
@@ -119,7 +127,8 @@ class Learner:
                 self._checkpoint(step)
             saving += time.monotonic()
             self._progress()
-        if step > self._saved:
+        self._saver.settle()
+        if step > self._saver.saved:
             self._checkpoint(step, last=True)
         if order.what == "leave":
             raise self._trouble(order.reason)
@@ -145,15 +154,16 @@ class Learner:
         if order.coefficients is not None:
             self._trial.coefficients = order.coefficients
         self._trial.critic_warm = order.critic_warm
-        self._saved = order.step
+        self._saver.restored(order.step)
         if order.publish:
             self._publish(order.step)
         return order.step
 
     def _start_again(self, step: int) -> None:
         """The buffer has lost its state: make the current weights durable, then register with what they hold."""
-        if step > self._saved:
-            self._checkpoint(step)
+        self._saver.settle()
+        if step > self._saver.saved:
+            self._checkpoint(step, wait=True)
         if self._services is not None:
             self._services.register_again(step)
 
@@ -167,7 +177,10 @@ class Learner:
         order, shares = None, None
         if self._services is not None:
             order, batch, shares = self._decide(self._services, done)
+            order = msgspec.structs.replace(order, settle=self._saver.ended())
         order = self._share(order)
+        if order.settle:
+            self._saver.settle()
         return order, batch, self._gang.scatter(shares) if order.what == "train" else b""
 
     def _decide(self, services: Services, done: int) -> tuple[Order, ClaimedBatch | None, list[bytes] | None]:
@@ -226,13 +239,14 @@ class Learner:
     def _record(self, batch: ClaimedBatch | None, result: StepResult, values: dict[str, float]) -> None:
         if self._services is None or batch is None:
             return
-        values = self._trial.stats | result.metrics | values | {
+        values = self._trial.stats | result.metrics | self._saver.stats | values | {
             "step": batch.step, "version": batch.step, "replayed": int(batch.replayed),
-            "checkpoint_failures": float(self._failures),
+            "checkpoint_failures": float(self._saver.failures),
             "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
         }  # fmt: skip
         self._look_at_gap(values)
         self._services.record(values, batch, self._trial.groups_log(batch, result))
+        self._saver.note(values, self._services.evaluated)
 
     def _look_at_gap(self, values: Mapping[str, float]) -> None:
         """Warn once where engine and learner give other log-probs under the same weights."""
@@ -245,36 +259,25 @@ class Learner:
                 f"{limit:g} is expected of {' and '.join(sorted(dtypes))}): docs/engines.md says what to look at"
             )
 
-    def _checkpoint(self, step: int, *, last: bool = False) -> None:
-        """Write one. A full disk does not stop the training, until it was full several times; the last one must be."""
+    def _checkpoint(self, step: int, *, wait: bool = False, last: bool = False) -> None:
+        """Write one, or begin to. A full disk does not stop the training, until it was full several times; the last one
+        must be written."""
+        self._saver.settle()
         state, fence = None, _no_fence
         if self._services is not None:
             fence = self._services.mark.check
             state = checkpoint.State(
-                step=step, ledger=self._services.ledger(step), digests=self._services.digests, ranks=self._gang.size,
-                config=dump(self._config), coefficients=self._trial.coefficients, critic_warm=self._trial.critic_warm,
+                step=step, ledger=self._services.ledger(step), digests=dict(self._services.digests),
+                ranks=self._gang.size, config=dump(self._config), coefficients=self._trial.coefficients,
+                critic_warm=self._trial.critic_warm,
             )  # fmt: skip
-        learner = self._config.learner
-        try:
-            checkpoint.save(
-                self._run.checkpoints, state, step=step, backend=self._backend, gang=self._gang,
-                keep=learner.checkpoint_keep, fence=fence,
-            )  # fmt: skip
-        except AsyncRLError as error:
-            if error.code != "disk.full":
-                raise
-            self._failures += 1
-            if last or self._failures >= learner.checkpoint_failures:
-                raise
-            if self._gang.lead:
-                _say(f"ERROR: {error.message}. The newest checkpoint is of step {self._saved}; failed in a row: "
-                     f"{self._failures}, the run ends at {learner.checkpoint_failures}. {error.remedy}")  # fmt: skip
-            return
-        self._failures = 0
-        self._saved = step
+        self._saver.save(step, state, fence=fence, wait=wait, last=last)
+
+    def _durable(self, state: checkpoint.State) -> None:
+        """Rank 0: a checkpoint is there to stay; the buffer may forget what is in it."""
         failpoint("learner.before_checkpointed")
-        if self._services is not None and state is not None:
-            self._services.checkpointed(step, state.ledger)
+        if self._services is not None:
+            self._services.checkpointed(state.step, state.ledger)
         failpoint("learner.after_checkpointed")
 
     def _await_evaluation(self) -> None:
@@ -282,8 +285,10 @@ class Learner:
         while True:
             waits = b"1" if self._services is not None and self._services.awaits_evaluation() else b""
             if not self._gang.share(waits if self._services is not None else None):
-                return
+                break
             self._progress()
+        if self._services is not None:
+            self._saver.note({}, self._services.evaluated)
 
     def _finish(self, step: int, reason: str) -> None:
         """Export the final weights and write the result where the run is complete; say goodbye."""

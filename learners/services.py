@@ -113,6 +113,7 @@ class Services:
             config, ask=lambda seen: buffer.evaluations(seen=seen),
             track=self._tracker.log if self._tracker is not None else None,
         )  # fmt: skip
+        self.evaluated = self._evaluations.figures
 
     # ------------------------------------------------------------ start and end
 
