@@ -59,12 +59,28 @@ def load_scorer(path: str, *, seed: int, **options: Any) -> Any:
     model, found = AutoModelForSequenceClassification.from_pretrained(
         path, num_labels=1, output_loading_info=True, **options
     )
+    head = scalar_head(model, path)
+    if any("score" in name for name in found["missing_keys"]):
+        with torch.no_grad():
+            head.weight.copy_(new_head(model, seed))
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def scalar_head(model: Any, path: str) -> nn.Linear:
+    """The head of a classifier.
+
+    Raises:
+        ConfigError: it has none that is linear and without a bias.
+    """
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ConfigError("config.model", f"{type(model).__name__} has no linear head named score", where=path)
-    if any("score" in name for name in found["missing_keys"]):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            head.weight.normal_(0.0, 1.0 / (head.in_features + 1), generator=generator)
-    model.config.architectures = [type(model).__name__]
-    return model
+    return head
+
+
+def new_head(model: Any, seed: int) -> Tensor:
+    """The weight `[1, H]` of a head that no folder holds."""
+    weight = torch.empty(model.score.weight.shape, dtype=model.score.weight.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return weight.normal_(0.0, 1.0 / (weight.shape[1] + 1), generator=generator)

@@ -5,8 +5,9 @@ Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of
 2. packed rows are compared with single sequences by the model's own forward at the start (`self_check`);
 3. a gradient that is not finite changes nothing;
 4. weights leave layer by layer: at most one layer is whole at a time, two where they are lent (`iter_hf_weights`).
-Every rank reads the model folder on the host before it is sharded: a host with R ranks needs R copies of the weights
-in memory while it starts. Rows, matrices or experts may be split over ranks (`learners.sequence`, `layout`).
+Every rank reads its own part of the weights where their files allow it (`start_weights`), else the whole model on the
+host before it is sharded: a host with R ranks then needs R copies of the weights in memory while it starts. Rows,
+matrices or experts may be split over ranks (`learners.sequence`, `layout`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners import attention, sequence
-from learners.backends import layout
+from learners.backends import layout, start_weights
 from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
@@ -205,7 +206,8 @@ class FSDP2Backend:
 
 
 def load_model(config: Config, device: Device, *, path: str = "", scorer: bool = False) -> Any:
-    """The causal language model of `path` (else `model.path`) with float32 weights, on the host, without a cache.
+    """The causal language model of `path` (else `model.path`) with float32 weights, on the host or (`learner.load`)
+    yet to be read by `shard`, without a cache.
 
     `scorer`: its body with a scalar head, as in mode reward_model.
     """
@@ -218,11 +220,12 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
         "dtype": torch.float32, "attn_implementation": wanted, "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code, "local_files_only": True,
     }  # fmt: skip
-    path = path or config.model.path
+    path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
     try:
-        if scorer or config.learner.mode == "reward_model":
+        model = _in_parts(config, path, scorer=scorer, **options)
+        if model is None and scorer:
             model = load_scorer(path, seed=config.run.seed, **options)
-        else:
+        elif model is None:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
@@ -233,6 +236,19 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def _in_parts(config: Config, path: str, *, scorer: bool, **options: Any) -> Any | None:
+    """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
+    how = config.learner.load
+    if how == "whole":
+        return None
+    try:
+        return start_weights.described(path, scorer=scorer, seed=config.run.seed, **options)
+    except start_weights.Unfit as why:
+        if how == "parts":
+            raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why
+        return None
 
 
 def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
@@ -278,6 +294,7 @@ def shard(policy: PolicyModel | ScoreModel, config: Config, gang: Gang) -> tuple
     layout.shard_experts(split, gang, mp_policy=precision, offload_policy=offload)
     for unit in (*layers, policy):
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    start_weights.fill(policy.model, torch.device("cpu") if config.learner.cpu_offload else device.torch_device)
     if not config.learner.cpu_offload:
         policy.to(device.torch_device)
     return [policy, *layers], split

@@ -19,7 +19,9 @@ from ranks import settings
 from asyncrl import config as configuration
 from asyncrl.plugins import find
 from learners import update
+from learners.backends import start_weights
 from learners.backends.base import Backend
+from learners.backends.shards import local_of
 from learners.batch import Minibatch, Sample, _minibatch
 from learners.gang import Gang
 from learners.trial import Trial
@@ -125,6 +127,8 @@ def run_all(
     results = {name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
                for name, extra in CASES.items() if name in wanted}  # fmt: skip
     results |= {name: through_a_trial(model, gang, extra, also) for name, extra in WHOLE.items() if name in wanted}
+    if "megatron" not in layout:
+        results["start"] = start(model, gang, layout)
     results["half"] = half_precision(model, gang, layout)
     results["forward"] = forward(model, gang, layout)
     results["poison"] = {how: poison(model, gang, how, layout) for how in (("nan",) if layout else ("raises", "nan"))}
@@ -173,6 +177,26 @@ def forward(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
         "reference": by_sample(part, backend.reference_logprobs(part.micro), gang),
         "after": by_sample(part, backend.forward_logprobs(part.micro), gang),
     }
+
+
+def start(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
+    """The start weights read part by part and whole: digests of weights and log-probs, what was read of how much."""
+    found: dict[str, Any] = {}
+    fill, counts = start_weights.fill, list[int]()
+    start_weights.fill = lambda *given: counts.append(fill(*given)) or counts[-1]
+    try:
+        for how in ("parts", "whole"):
+            config = make_config(model, extra=f"{layout};learner.load={how}")
+            backend: Any = make_backend(config, gang)
+            (part,) = cut(14, 1, config, gang)
+            numbers = b"".join(values.numpy().tobytes() for values in backend.forward_logprobs(part.micro))
+            buffers = {name: value.tolist() for name, value in backend._policy.named_buffers()}
+            found[how] = [digest(backend)[1], hashlib.blake2b(numbers).hexdigest(), repr(buffers)]
+            mine = sum(local_of(one).numel() for one in backend._policy.parameters())
+    finally:
+        start_weights.fill = fill
+    every = [msgspec.msgpack.decode(text) for text in gang.gather(msgspec.msgpack.encode([*counts, mine]))]
+    return found | {"counts": every, "elements": sum(p.numel() for p in backend._policy.parameters())}
 
 
 def words(gang: Gang) -> dict[str, Any]:

@@ -91,6 +91,14 @@ def test_a_forward_pass_gives_the_same_numbers(results_of: Any, single: Any, lay
     assert got["after"] != got["logprobs"]
 
 
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if "megatron" not in one[1]], ids=lambda one: one[1])
+def test_start_weights_read_in_parts_are_those_read_whole(results_of: Any, layout: tuple[int, str]) -> None:
+    got = results_of(*layout)[0]["start"]
+    assert got["parts"] == got["whole"] and "inv_freq" in got["whole"][2]
+    for parts, whole, mine in got["counts"]:
+        assert parts == mine < 0.6 * got["elements"] and whole == 0  # of 4 ranks HSDP and expert hold a half or less
+
+
 @every_layout
 def test_half_precision_has_narrow_exports(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
     half, plain = results_of(*layout)[0]["half"], single(layout)[0]["plain"]

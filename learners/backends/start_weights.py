@@ -1,0 +1,309 @@
+"""Start weights read part by part: a model is made without memory and split, and then each rank reads what it keeps.
+
+Called by `fsdp2.load_model` (`described`) and `fsdp2.shard` (`fill`), for the policy and all models beside it.
+Guarantees:
+1. weights are bit by bit those of transformers' `from_pretrained`, and so are the buffers that no file holds (rotary
+   frequencies): they are computed by the model's own code before anything is split;
+2. a rank reads the elements of its own boxes and no others; of a model it never holds more in host memory than its
+   part in float32 and one box as the file has it;
+3. tied weights stay one parameter;
+4. what cannot be read so is said (`Unfit`), before anything is split: the caller then reads the model whole.
+Only safetensors files are read so, under the names that the model has or that transformers renames to them; of its
+conversions those that stack the matrices of single experts. Quantized files are read whole.
+
+Example: 2 ranks, a matrix `[10, 4]`: rank 1 reads rows 5..9 of the file. A mixture of 8 experts with expert = 2: rank 1
+reads gate and up of the experts 4..7 and stacks them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from asyncrl.errors import UNREADABLE, AsyncRLError
+from learners.backends.shards import Box, box_of
+from learners.score_model import new_head, scalar_head
+
+_MARK = "_asyncrl_start"
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Unfit(Exception):
+    """Why a model cannot be read part by part."""
+
+
+class Source(NamedTuple):
+    """Where a tensor stands: one name of the files; or `stacked`: the names of each expert, joined along its rows."""
+
+    names: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+
+
+class Start:
+    """What `fill` needs of a folder. `made`: tensors that no file holds, such as a new scalar head."""
+
+    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, Source], made: Mapping[str, Tensor]) -> None:
+        self._files = files
+        self._sources = sources
+        self._made = made
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements of a box of a tensor, as the file has them.
+
+        Raises:
+            AsyncRLError: `internal`, for a name that the model did not have when it was described.
+        """
+        if name in self._made:
+            return self._made[name][_range(box.start, box.shape)]
+        if name not in self._sources:
+            raise AsyncRLError("internal", f"{name} is in no file: it was made after the weights were looked for")
+        names, stacked = self._sources[name]
+        if not stacked:
+            return self._slice(names[0][0], box.start, box.shape)
+        experts = names[box.start[0] : box.start[0] + box.shape[0]]
+        return torch.stack([self._joined(parts, box.start[1:], box.shape[1:]) for parts in experts])
+
+    def _joined(self, parts: Sequence[str], start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Of matrices below each other a range of rows and columns."""
+        found, above = [], 0
+        for part in parts:
+            rows = self.shape(part)[0]
+            low, high = max(start[0], above), min(start[0] + shape[0], above + rows)
+            if low < high:
+                found.append(self._slice(part, (low - above, *start[1:]), (high - low, *shape[1:])))
+            above += rows
+        return torch.cat(found)
+
+    def _slice(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        file = self._file(name)
+        found: Tensor = file.get_slice(name)[_range(start, shape)] if shape else file.get_tensor(name)
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor in the files."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def _file(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
+
+
+def _range(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + length) for low, length in zip(start, shape, strict=True))
+
+
+# ---------------------------------------------------------------- before the split
+
+
+def described(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
+    """The model of a folder as transformers makes it, without its weights: `fill` reads them once it is split.
+
+    `scorer`: a classifier with one label; its head is made from `seed` where the folder has none, as in
+    `score_model.load_scorer`. `options` as `from_pretrained` takes them.
+
+    Raises:
+        Unfit: where the files do not hold the weights one by one.
+        OSError, ValueError: the folder cannot be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    folder = Path(path)
+    files = _files(folder)
+    local = {"trust_remote_code": options["trust_remote_code"], "local_files_only": True}
+    shape = AutoConfig.from_pretrained(path, **local, **({"num_labels": 1} if scorer else {}))
+    if getattr(shape, "quantization_config", None) is not None:
+        raise Unfit("its weights are quantized")
+    kind: Any = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
+    architectures = shape.architectures
+    with torch.device("meta"):
+        model = kind.from_config(
+            shape, dtype=options["dtype"], attn_implementation=options["attn_implementation"],
+            trust_remote_code=options["trust_remote_code"],
+        )  # fmt: skip
+    model.config.architectures = architectures
+    _settle_buffers(model)
+    _generation(model, path)
+    made: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        start = Start(files, sources := _sources(model, files), made)
+        stack.callback(start.close)
+        if scorer:
+            scalar_head(model, path)
+            model.config.architectures = [type(model).__name__]
+            if "score.weight" not in sources:
+                made["score.weight"] = new_head(model, seed)
+        _check(model, start, sources, made)
+    setattr(model, _MARK, start)
+    return model.eval()
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Which file holds which name."""
+    try:
+        if (folder / ONE).exists():
+            with safe_open(folder / ONE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), folder / ONE)
+        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=dict[str, Any])
+        places = msgspec.convert(index.get("weight_map"), dict[str, str])
+    except (*UNREADABLE, OSError, SafetensorError) as error:
+        raise Unfit(f"its safetensors files cannot be listed: {error}") from error
+    return {name: folder / file for name, file in places.items()}
+
+
+@torch.no_grad()
+def _settle_buffers(model: Any) -> None:
+    """Real buffers where no file holds them, computed by the model's own code, as `from_pretrained` does it."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True  # the mark of transformers: leave these alone
+    fresh = []
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        parent, _, own = name.rpartition(".")
+        real = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        fresh.append((name, real.fill_(torch.nan) if real.is_floating_point() else real.zero_()))
+        model.get_submodule(parent)._buffers[own] = real
+    try:
+        model.initialize_weights()
+    except (NotImplementedError, RuntimeError) as error:
+        raise Unfit(f"its code wants real weights: {error}") from error
+    for name, real in fresh:
+        if bool(real.isnan().any()) if real.is_floating_point() else real.numel():
+            raise Unfit(f"its buffer {name} is computed where it is made")
+
+
+def _generation(model: Any, path: str) -> None:
+    """The generation config of the folder, as `from_pretrained` sets it."""
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        except OSError:
+            return  # none there: that of the model stays
+
+
+def _sources(model: Any, files: Mapping[str, Path]) -> dict[str, Source]:
+    """Where each tensor of the model stands, by the names that transformers gives those of the files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    state = model.state_dict()
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    found: dict[str, Source] = {}
+    pieces: dict[str, dict[int, dict[int, str]]] = {}  # of stacked ones: expert, part, name
+    for name in files:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if pattern is None:
+            if target in found:
+                raise Unfit(f"{target} stands in its files twice")
+            found[target] = Source(((name,),))
+        else:
+            expert, part = _piece(name, pattern, converters)
+            pieces.setdefault(target, {}).setdefault(expert, {})[part] = name
+    for target, experts in pieces.items():
+        if sorted(experts) != list(range(len(experts))) or target in found:
+            raise Unfit(f"the experts of {target} have gaps")
+        parts = [experts[number] for number in range(len(experts))]
+        found[target] = Source(tuple(tuple(one[key] for key in sorted(one)) for one in parts), stacked=True)
+    return found
+
+
+def _piece(name: str, pattern: str, converters: Sequence[Any]) -> tuple[int, int]:
+    """Number of the expert and place of the part that a name of the files is for."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    rule = next(rule for rule in converters if pattern in rule.source_patterns)
+    stacks = [type(step) for step in rule.operations] in ([MergeModulelist], [MergeModulelist, Concatenate])
+    dims = [step.dim for step in rule.operations] if stacks else []
+    if not (stacks and dims in ([0], [0, 1]) and "*" in pattern):
+        raise Unfit(f"{name} is converted when it is read")
+    number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+    if number is None:
+        raise Unfit(f"{name} is renamed and converted when it is read")
+    return int(number[1]), rule.source_patterns.index(pattern)
+
+
+def _wanted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a folder must hold: parameters, a tied one once, and the buffers that are saved."""
+    yield from model.named_parameters()
+    real = {name for name, _ in model.named_non_persistent_buffers()}  # type: ignore[operator]
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in real)
+
+
+def _check(model: Any, start: Start, sources: Mapping[str, Source], made: Mapping[str, Tensor]) -> None:
+    """Raise `Unfit` where a tensor is missing or has another shape, or where both of a tied pair stand in the files."""
+    wanted = dict(_wanted(model))
+    if doubled := sorted((model.state_dict().keys() - wanted.keys()) & sources.keys()):
+        raise Unfit(f"its files hold {doubled[0]}, which is tied to another tensor")
+    for name, tensor in wanted.items():
+        if name in made:
+            continue
+        if name not in sources:
+            raise Unfit(f"its files lack {name}")
+        names, stacked = sources[name]
+        found: tuple[int, ...] = start.shape(names[0][0])
+        if stacked:
+            rows = {sum(start.shape(part)[0] for part in parts) for parts in names}
+            found = (len(names), rows.pop() if len(rows) == 1 else -1, *found[1:])
+        if found != tuple(tensor.shape):
+            raise Unfit(f"{name} is {list(found)} in its files and {list(tensor.shape)} in the model")
+
+
+# ---------------------------------------------------------------- after the split
+
+
+@torch.no_grad()
+def fill(model: Any, device: torch.device) -> int:
+    """Give a split model of `described` its weights on a device; how many elements were read. Not collective.
+
+    A model that is whole already is left as it is: 0.
+    """
+    start: Start | None = model.__dict__.pop(_MARK, None)
+    if start is None:
+        return 0
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # the old one too: while it lives, its id is its own
+    count = 0
+    try:
+        for prefix, module in model.named_modules():
+            for place in (module._parameters, module._buffers):
+                for own, old in place.items():
+                    if old is None or not old.is_meta:
+                        continue
+                    if id(old) not in known:
+                        box = box_of(old)
+                        local = torch.empty(box.shape, dtype=old.dtype, device=device)
+                        if local.numel():
+                            local.copy_(start.read(f"{prefix}.{own}" if prefix else own, box))
+                        count += local.numel()
+                        known[id(old)] = (old, _like(old, local))
+                    place[own] = known[id(old)][1]
+    finally:
+        start.close()
+    return count
+
+
+def _like(old: Tensor, local: Tensor) -> Tensor:
+    """A tensor in the layout of another, with this as its part; a parameter where that is one."""
+    new = local
+    if isinstance(old, DTensor):
+        new = DTensor.from_local(
+            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )  # fmt: skip
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
