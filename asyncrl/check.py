@@ -298,9 +298,19 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         what = f"backend {config.learner.backend!r} needs the package {package}, which this environment lacks"
         remedy = f"pip install 'asyncrl[{config.learner.backend}]'"
         yield ConfigError("config.extra", what, where="learner.backend", remedy=remedy)
+    yield from check_optimizers(config)
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
+
+
+def check_optimizers(config: Config) -> Iterator[AsyncRLError]:
+    """The package of an optimizer that is an extra is installed."""
+    for name in ("optim", "critic", "process_reward"):
+        if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            what = f"learner.{name}.name = 'adamw_8bit' needs the package torchao, which this environment lacks"
+            remedy = "pip install 'asyncrl[optim-8bit]'"
+            yield ConfigError("config.extra", what, where=f"learner.{name}.name", remedy=remedy)
 
 
 def check_algorithm(config: Config) -> Iterator[AsyncRLError]:

@@ -177,7 +177,7 @@ class RewardWorkersConfig(Section, frozen=True):
 class OptimConfig(Section, frozen=True):
     """`[learner.optim]`."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices of the layers, AdamW for the rest
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"  # 8bit: of its moments; muon: for matrices of the layers
     lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate
     beta1: Share = 0.9  # of AdamW
     beta2: Share = 0.999  # of AdamW

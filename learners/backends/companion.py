@@ -25,7 +25,7 @@ from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.hf_folder import write_folder
 from learners.backends.layout import data_mesh
 from learners.backends.sharded import Sharded
-from learners.backends.shards import local_of
+from learners.backends.shards import parts_of
 from learners.batch import MicroBatch, packed_row, padded_rows
 from learners.gang import Gang
 
@@ -82,7 +82,10 @@ class Companion:
 
     def remember(self) -> None:
         """Copy this rank's weights and optimizer states to the host, for `restore`."""
-        self._memory = {name: local_of(value).detach().to("cpu", copy=True) for name, value in self.state().items()}
+        self._memory = {
+            name + part: held.detach().to("cpu", copy=True)
+            for name, value in self.state().items() for part, held in parts_of(value).items()
+        }  # fmt: skip
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -91,7 +94,8 @@ class Companion:
         if memory is not None:
             self.discard()
             for name, value in self.state().items():
-                local_of(value).copy_(memory[name])
+                for part, held in parts_of(value).items():
+                    held.copy_(memory[name + part])
 
     def release(self) -> None:
         """Drop what `remember` saw."""

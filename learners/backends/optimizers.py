@@ -6,7 +6,9 @@ Guarantees:
    over many tensors refuse to mix them;
 2. `prime` makes every state as the first step would, without changing a weight: a checkpoint names the same tensors
    before the first update as after it;
-3. AdamW's fused kernel runs where the device has one and the states are on it.
+3. AdamW's fused kernel runs where the device has one and the states are on it;
+4. `adamw_8bit` (arXiv 2110.02861, by torchao) keeps both moments in 8 bits with a scale for each block of 256; where a
+   rank's part of a tensor is smaller than 4096 or no multiple of 256, in float32. Master weights stay float32.
 `muon` is for the matrices of the decoder layers; embeddings, heads, norms, biases and fused experts have AdamW with the
 same learning rate: Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982, eq. 4). Its iteration runs in
 bfloat16 over the whole matrix: results on several ranks equal those on one up to that precision.
@@ -17,12 +19,14 @@ Example: Qwen3 with 2 layers and tied embeddings: 14 matrices in Muon, the embed
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.config import OptimConfig
+from asyncrl.errors import ConfigError
 
 
 class Optimizers:
@@ -35,8 +39,12 @@ class Optimizers:
         """Update with the gradients as they are."""
         for part in self._parts:
             for group in part.param_groups:
-                group["lr"] = lr
-            part.step()
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)  # torchao's is a tensor, so that its kernel is compiled once
+                else:
+                    group["lr"] = lr
+            with _plain_on_a_cpu(part):
+                part.step()
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -56,7 +64,26 @@ class Optimizers:
                         part.state[parameter] = _fresh(part, parameter)
 
 
+def _plain_on_a_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """torchao compiles its step: on a CPU that takes longer than the steps of a short run, and a compiler."""
+    if _is_8bit(part) and all(one.device.type == "cpu" for group in part.param_groups for one in group["params"]):
+        eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return eager
+    return nullcontext()
+
+
+def _is_8bit(part: torch.optim.Optimizer) -> bool:
+    return hasattr(part, "block_size")
+
+
 def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    if _is_8bit(part):
+        make: Any = part
+        return {
+            "step": torch.tensor(0.0),
+            "exp_avg": make._new_buffer(parameter, True),
+            "exp_avg_sq": make._new_buffer(parameter, False),
+        }
     if isinstance(part, torch.optim.Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     # Fused kernels want the step count beside the parameter, the others on the host.
@@ -82,11 +109,28 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
             adjust_lr_fn="match_rms_adamw",
         ))  # fmt: skip
     if rest:
-        parts.append(torch.optim.AdamW(
+        kind: Any = torch.optim.AdamW
+        options: dict[str, Any] = {"fused": fused or None}
+        if optim.name == "adamw_8bit":
+            kind, options = _adamw_8bit(), {}
+        parts.append(kind(
             list(_by_mesh(rest)), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
-            weight_decay=optim.weight_decay, fused=fused or None,
+            weight_decay=optim.weight_decay, **options,
         ))  # fmt: skip
     return Optimizers(parts)
+
+
+def _adamw_8bit() -> Any:
+    """
+    Raises:
+        ConfigError: `config.extra`, without torchao.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except (ImportError, OSError) as error:
+        why = f"learner.optim.name = 'adamw_8bit' needs the package torchao: {error}"
+        raise ConfigError("config.extra", why, remedy="pip install 'asyncrl[optim-8bit]'") from error
+    return AdamW8bit
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> Iterator[dict[str, Any]]:

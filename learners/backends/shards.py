@@ -5,7 +5,9 @@ lie stands as JSON in the file's metadata. `torch.distributed.checkpoint` would 
 and its plans, and this project reads no pickle. Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
 2. loading fills every element of every tensor, or raises `learner.checkpoint`;
-3. what several ranks hold alike (a replica, a step count) is written by one of them.
+3. what several ranks hold alike (a replica, a step count) is written by one of them;
+4. a tensor that is held in 8 bits is written so (codes, scales, values of codes, as `NAME#part`): the same box gets the
+   same bits back, any other layout and any other optimizer the numbers that they stand for.
 It does not make the files durable or complete as a set: `learners.checkpoint` does.
 
 Example: `[10, 4]` on 2 replicas of 2 ranks: rank 0 writes rows 0..4 with start 0, rank 1 rows 5..9 with start 5, and
@@ -30,6 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from asyncrl.errors import AsyncRLError
 
 _EXTRA = "extra/"
+#: Of a tensor in 8 bits (arXiv 2110.02861): number i is `qmap[codes[i]] * scale[i // block]`.
+PARTS = ("codes", "scale", "qmap")
 #: As files hold it: the first row of a slab of rows, or the first index of every dimension.
 Start = int | tuple[int, ...]
 
@@ -84,6 +88,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """What this rank holds of a tensor, by what comes after its name in a file: numbers, or what stands for them."""
+    local = local_of(tensor)
+    return {f"#{part}": getattr(local, part) for part in PARTS} if hasattr(local, "codes") else {"": local}
+
+
 def shard_path(folder: Path, rank: int) -> Path:
     """Where a rank writes."""
     return folder / f"shard_{rank:05d}.safetensors"
@@ -115,7 +125,8 @@ def shard_of(state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tens
             continue
         box, local = box_of(value), local_of(value)
         if local.numel() and box.first:
-            tensors[name] = local.detach().to("cpu", copy=copy).contiguous()
+            for part, held in parts_of(value).items():
+                tensors[name + part] = held.detach().to("cpu", copy=copy).contiguous()
             starts[name] = box.start if any(box.start[1:]) else (box.start or (0,))[0]
     return HostShard(rank, tensors, starts)
 
@@ -126,30 +137,41 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
     boxes = {name: box_of(value) for name, value in state.items()}
     missing = {name: math.prod(box.shape) for name, box in boxes.items()}
     extra: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}  # of tensors in 8 bits, where a file has them in other boxes
     for number, path in enumerate(paths):
         with safe_open(path, framework="pt") as file:
             starts = msgspec.json.decode(file.metadata()["starts"], type=dict[str, Start])
             for name in starts.keys() & state.keys():
-                missing[name] -= _fill(state[name], boxes[name], file, name, starts[name])
+                missing[name] -= _fill(state[name], boxes[name], file, name, starts[name], numbers)
             if number == rank and len(paths) == ranks:
                 for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     if key.startswith(_EXTRA):
                         extra[key.removeprefix(_EXTRA)] = file.get_tensor(key)
     if short := [name for name, elements in missing.items() if elements]:
         raise AsyncRLError("learner.checkpoint", f"{short[0]} and {len(short) - 1} others are not in {folder}")
+    for name, values in numbers.items():
+        local_of(state[name]).copy_(values)
     return extra
 
 
 @torch.no_grad()
-def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start) -> int:
-    """Copy the elements that the file and this rank have in common; how many."""
+def _fill(  # noqa: PLR0917 - one call
+    target: Tensor, box: Box, file: Any, name: str, start: Start, numbers: dict[str, Tensor]
+) -> int:  # fmt: skip
+    """Copy the elements that the file and this rank have in common; how many. Tensors in 8 bits go to `numbers`, but
+    where the file has the very same box."""
     local = local_of(target)
     if target.dim() == 0:
         local.copy_(file.get_tensor(name))
         return 1
-    piece = file.get_slice(name)
-    shape = piece.get_shape()
-    begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else start
+    narrow, written = "#codes" in parts_of(target), name + "#codes" in file.keys()  # noqa: SIM118
+    piece = file.get_slice(name + "#codes" if written else name)
+    shape = tuple(piece.get_shape())
+    begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else tuple(start)
+    if narrow and written and (begin, shape) == (box.start, box.shape) and _same_blocks(target, file, name):
+        for part, held in parts_of(target).items():
+            held.copy_(file.get_tensor(name + part))
+        return math.prod(shape)
     mine, theirs, count = [], [], 1
     for low, length, other, size in zip(box.start, box.shape, begin, shape, strict=True):
         left, right = max(low, other), min(low + length, other + size)
@@ -158,5 +180,18 @@ def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start) -> int:
         mine.append(slice(left - low, right - low))
         theirs.append(slice(left - other, right - other))
         count *= right - left
-    local[tuple(mine)].copy_(piece[tuple(theirs)])
+    if narrow:
+        local = numbers.setdefault(name, torch.zeros(box.shape, device=local.device))
+    local[tuple(mine)].copy_((_numbers(file, name) if written else piece)[tuple(theirs)])
     return count
+
+
+def _same_blocks(target: Tensor, file: Any, name: str) -> bool:
+    return tuple(file.get_slice(f"{name}#scale").get_shape()) == tuple(parts_of(target)["#scale"].shape)
+
+
+def _numbers(file: Any, name: str) -> Tensor:
+    """What a box in 8 bits stands for."""
+    codes, scale, qmap = (file.get_tensor(f"{name}#{part}") for part in PARTS)
+    values: Tensor = qmap[codes.int()].view(scale.numel(), -1) * scale[:, None]
+    return values.view(codes.shape)

@@ -45,9 +45,11 @@ class Job(NamedTuple):
     model: str = ""  # a folder below that of the dense model
 
 
+#: Of two ranks.
+CASE_MODULES = ("backend_contract", "critic_cases", "supervised_cases", "split_cases", "eight_bit_cases")
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
-    2: {name: Job(name) for name in ("backend_contract", "critic_cases", "supervised_cases", "split_cases")}
+    2: {name: Job(name) for name in CASE_MODULES}
     | {"ulysses": Job("backend_contract", "learner.ranks=2;learner.parallel.sequence=2")},
     4: {
         name: Job("backend_contract", f"learner.ranks=4;learner.parallel.{layout}", other=(2, "backend_contract"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from torch import nn
 
 from asyncrl import config
 from asyncrl.config import OptimConfig
-from asyncrl.errors import ConfigErrors
+from asyncrl.errors import ConfigError, ConfigErrors
 from learners.backends.layout import clip_gradients
 from learners.backends.optimizers import Optimizers, make_optimizer
+from learners.backends.shards import load_shards, parts_of, save_shard
 
 
 class Toy(nn.Module):
@@ -97,6 +100,87 @@ def test_gradients_are_clipped_as_by_torch(max_norm: float) -> None:
     ours.embed.weight.grad[0, 0] = math.nan  # type: ignore[index]
     assert math.isnan(clip_gradients(ours.parameters(), max_norm))
     assert clip_gradients([], 1.0) == 0.0
+
+
+# ---------------------------------------------------------------- moments in 8 bits
+
+
+class Wide(nn.Module):
+    """A matrix whose moments are kept in 8 bits, and one that is too small for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.big = nn.Linear(64, 128, bias=False)
+        self.small = nn.Linear(128, 6, bias=False)
+
+
+def walk(optimizer: Optimizers, wide: Wide, steps: range) -> None:
+    for number in steps:
+        for place, parameter in enumerate(wide.parameters()):
+            generator = torch.Generator().manual_seed(10 * number + place)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step(0.01)
+        optimizer.forget()
+
+
+def state_of(wide: Wide, optimizer: Optimizers) -> dict[str, torch.Tensor]:
+    optimizer.prime()
+    return {f"{key}/{name}": value for name, one in wide.named_parameters()
+            for key, value in (("model", one.data), *optimizer.states(one).items())}  # fmt: skip
+
+
+def wide_with(name: str) -> tuple[Wide, Optimizers]:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao", reason="the extra optim-8bit is not installed")
+    wide = Wide()
+    return wide, make_optimizer(wide, [], OptimConfig(name=name, lr=0.01), fused=False)  # type: ignore[arg-type]
+
+
+def test_moments_in_8_bits_follow_adamw_in_a_quarter_of_their_memory() -> None:
+    (wide, eight), (other, plain) = wide_with("adamw_8bit"), wide_with("adamw")
+    for one, optimizer in ((wide, eight), (other, plain)):
+        walk(optimizer, one, range(5))
+    moved = (other.big.weight - Wide().big.weight).detach().abs().max()
+    assert float((wide.big.weight - other.big.weight).detach().abs().max()) < 0.1 * float(moved)
+    torch.testing.assert_close(wide.small.weight, other.small.weight)  # that one is in float32 still
+    assert not torch.equal(wide.big.weight, other.big.weight)
+    parts = parts_of(eight.states(wide.big.weight)["exp_avg"])
+    assert parts["#codes"].dtype == torch.uint8 and parts["#scale"].numel() == 64 * 128 // 256
+
+
+def test_a_checkpoint_in_8_bits_goes_on_bitwise(tmp_path: Path) -> None:
+    wide, optimizer = wide_with("adamw_8bit")
+    walk(optimizer, wide, range(3))
+    save_shard(tmp_path, state_of(wide, optimizer), rank=0, extra={})
+    walk(optimizer, wide, range(3, 6))
+    fresh, other = wide_with("adamw_8bit")
+    load_shards(tmp_path, state_of(fresh, other), rank=0, ranks=1)
+    assert not torch.equal(fresh.big.weight, wide.big.weight)
+    walk(other, fresh, range(3, 6))
+    assert torch.equal(fresh.big.weight, wide.big.weight) and torch.equal(fresh.small.weight, wide.small.weight)
+
+
+@pytest.mark.parametrize(("first", "then"), [("adamw_8bit", "adamw"), ("adamw", "adamw_8bit")])
+def test_a_checkpoint_goes_from_8_bits_to_32_and_back(tmp_path: Path, first: str, then: str) -> None:
+    wide, optimizer = wide_with(first)
+    walk(optimizer, wide, range(3))
+    save_shard(tmp_path, state_of(wide, optimizer), rank=0, extra={})
+    fresh, other = wide_with(then)
+    load_shards(tmp_path, state_of(fresh, other), rank=0, ranks=1)
+    for key in ("exp_avg", "exp_avg_sq"):
+        held, got = optimizer.states(wide.big.weight)[key], other.states(fresh.big.weight)[key]
+        held, got = (one.dequantize() if hasattr(one, "codes") else one for one in (held, got))
+        assert float(held.abs().max()) > 0
+        limit = 0.0 if then == "adamw" else 0.02 * float(held.abs().max())
+        torch.testing.assert_close(got, held, atol=limit, rtol=0)
+
+
+def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match="torchao") as caught:
+        make_optimizer(Wide(), [], OptimConfig(name="adamw_8bit"), fused=False)
+    assert caught.value.code == "config.extra"
 
 
 TOML = """
