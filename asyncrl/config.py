@@ -23,10 +23,11 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets
+from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets, profile_config
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
+from asyncrl.profile_config import ProfileConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
 __all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
@@ -278,6 +279,7 @@ class LearnerConfig(Section, frozen=True):
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 class WeightSyncConfig(Section, frozen=True):
@@ -610,7 +612,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.errors import ConfigError
@@ -29,12 +30,15 @@ class Capabilities(NamedTuple):
     features: frozenset[str]
 
 
-#: Features: fused_adamw, flash_attention, ipc (handles between processes), pin_memory, streams.
+MEMORY_EVENTS = 200_000  # of the allocator that its history keeps
+
+#: Features: fused_adamw, flash_attention, ipc (handles between processes), memory_history (of the allocator),
+#: pin_memory, streams.
 TABLE: dict[str, Capabilities] = {
     "cpu": Capabilities("gloo", "", "", frozenset({"fused_adamw"})),
     "cuda": Capabilities(
         "nccl", "CUDA_VISIBLE_DEVICES", "",
-        frozenset({"fused_adamw", "flash_attention", "ipc", "pin_memory", "streams"}),
+        frozenset({"fused_adamw", "flash_attention", "ipc", "memory_history", "pin_memory", "streams"}),
     ),
     "npu": Capabilities("hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", frozenset({"pin_memory", "streams"})),
 }  # fmt: skip
@@ -138,6 +142,44 @@ class Device:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return {"used": used, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    @property
+    def title(self) -> str:
+        """What torch calls the device, such as "NVIDIA H200"; "cpu" for a CPU."""
+        return "cpu" if self.type == "cpu" else str(self._torch_module().get_device_name(self.index))
+
+    def mark(self) -> Any:
+        """This moment for `seconds_between`: on an accelerator an event in its stream, nothing is waited for."""
+        if self.type == "cpu":
+            return time.monotonic()
+        event = self._torch_module().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to a later one; waits until the device has passed both."""
+        if self.type == "cpu":
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def record_memory(self, on: bool) -> bool:
+        """Begin or end the history of the allocator; False where the device has none (a CPU, an NPU)."""
+        if not self.supports("memory_history"):
+            return False
+        memory = self._torch_module().memory
+        if on:
+            memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
+        else:
+            memory._record_memory_history(enabled=None)
+        return True
+
+    def memory_snapshot(self) -> dict[str, Any]:
+        """What the allocator holds and its history since `record_memory(True)`; empty where there is none."""
+        if not self.supports("memory_history"):
+            return {}
+        found: dict[str, Any] = self._torch_module().memory._snapshot(self.index)
+        return found
 
     def seed_all(self, seed: int) -> None:
         """Seed torch on the CPU and on every device of this type."""

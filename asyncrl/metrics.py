@@ -111,18 +111,38 @@ CATALOGUE: dict[str, Metric] = {
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
     "groups": Metric("groups", "learner", "groups trained in the step"),
     "micro_batches": Metric("1", "learner", "packed rows of the step over all ranks"),
-    "wait_s": Metric("s", "learner", "time the step waited for its batch"),
-    "train_s": Metric("s", "learner", "time in forward, backward and optimizer"),
+    "wait_s": Metric("s", "learner", "time the step waited for its batch to be ready"),
+    "fetch_s": Metric("s", "learner", "time to read and check the payloads of the batch, after the buffer's answer"),
+    "assemble_s": Metric("s", "learner", "time for advantages, rows and their way to the ranks"),
+    "proximal_s": Metric(
+        "s", "learner", "time in forward passes without gradient: proximal and reference log-probs, values; device time"
+    ),
+    "train_s": Metric("s", "learner", "time of the rest of the update: forward, backward, optimizer"),
     "publish_s": Metric("s", "learner", "time blocked while weights were gathered and copied out, and nothing else"),
     "publish_bytes": Metric("bytes", "learner", "bytes of one copy of the weights, as last copied out"),
     "delta_bytes": Metric("bytes", "learner", "size of the last delta that was encoded; 0: dropped, or not needed"),
     "delta_s": Metric("s", "learner", "time to encode it, beside the training"),
+    "commit_s": Metric("s", "learner", "time to commit the step, and to write the records of the step before"),
     "checkpoint_s": Metric("s", "learner", "time blocked by the checkpoint after the step before"),
     "checkpoint_write_s": Metric("s", "learner", "time to write the newest durable checkpoint, blocked or not"),
     "checkpoint_failures": Metric(
         "1", "learner", "checkpoints in a row, before this step, that could not be written (a full disk)"
     ),
-    "step_s": Metric("s", "learner", "wall time of the step"),
+    "step_s": Metric(
+        "s",
+        "learner",
+        "wall time of the step: wait + fetch + assemble + proximal + train + publish + commit + checkpoint",
+    ),
+    "model_flops": Metric(
+        "1", "learner", "operations of all models' passes in the step, over all ranks, by the samples' own lengths"
+    ),
+    "tflops_per_device": Metric("TFLOP/s", "learner", "model_flops per device and second of proximal_s + train_s"),
+    "mfu": Metric("share", "learner", "tflops_per_device of the device's peak (docs/profiling.md)"),
+    "mfu_step": Metric("share", "learner", "the same over the whole step, waiting and all"),
+    "memory_bytes": Metric(
+        "bytes", "learner", "held by rank 0 after the step: its device's allocator, or the process on a CPU"
+    ),
+    "memory_peak_bytes": Metric("bytes", "learner", "the most that was held since the start"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
     "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),
     # heartbeats of all workers

@@ -14,6 +14,7 @@ import asyncio
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -254,6 +255,7 @@ class LearnerClient:
         self._step = 0  # steps in the weights, as told by `register` and `commit`
         self._batch: tuple[int, set[int]] = (0, set())  # step and groups of the newest batch, less those quarantined
         self._timeout_s = timeout_s
+        self.answered = 0.0  # monotonic time of the newest answer to `claim`; what follows is reading
         self._pid, self._host = os.getpid(), socket.gethostname()
         self._requester = Requester(address, keys=keys, max_bytes=max_bytes)
         self._beats = Requester(address, keys=keys, max_bytes=max_bytes)
@@ -288,6 +290,7 @@ class LearnerClient:
         """The batch of `step`; `NotYet` with a diagnosis where it is not complete within `wait_s`."""
         by_place = self._places is not None
         packet = self._ask(wire.Claim(self.epoch, step, version, wait_s, by_place), wait_s=wait_s)
+        self.answered = time.monotonic()
         batch = packet.message
         if isinstance(batch, wire.NotYet):
             return batch

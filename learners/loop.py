@@ -19,7 +19,6 @@ Called by `learners.main`. Rank 0 has `services`; the others follow the orders t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,8 +36,11 @@ from learners import checkpoint
 from learners.backends.base import Backend
 from learners.coefficients import Coefficients
 from learners.gang import Gang
+from learners.metered import Meter
+from learners.profiling import Profiler
 from learners.saving import Checkpoints
 from learners.services import Services
+from learners.step_times import StepTimes
 from learners.trial import Trial
 from learners.update import StepResult
 
@@ -76,9 +78,15 @@ class Learner:
         self._config = config
         self._progress = progress  # told after every step: a watchdog listens
         self._gang = gang
-        self._backend = backend
-        self._services = services
         self._run = RunDir(config.run_dir)
+        lead_says: Callable[[str], None] = _say if gang.lead else (lambda _: None)
+        self._meter = Meter(config, gang, say=lead_says)
+        self._backend = backend = self._meter.around(backend)
+        self._times = StepTimes()
+        self._profiler = Profiler(
+            config.learner.profile, rank=gang.rank, device=gang.device, root=self._run.root, say=_say
+        )
+        self._services = services
         self._saver = Checkpoints(config, gang=gang, backend=backend, durable=self._durable, say=_say)
         self._trial = Trial(
             config.learner, gang=gang, backend=backend, bury=self._bury, say=_say, seed=config.run.seed,
@@ -96,37 +104,41 @@ class Learner:
 
     def _run_to_the_end(self) -> str:
         step = self._restore()
-        saving = 0.0  # seconds of the checkpoint after the step before
+        self._times.take()
         while True:
-            started = time.monotonic()
+            self._profiler.before(step + 1)
             order, batch, data = self._next(step)
             if order.what in ("end", "leave"):
                 break
             if order.what == "save":
                 self._start_again(step)
+                self._times.lap("checkpoint")
                 continue
-            waited = time.monotonic() - started
             self._trial.retune(order.tuning)
+            self._times.lap("assemble")
             result, batch = self._trial.train(data, step=order.step, batch=batch)
             step = order.step
             self._check(result, step)
             if self._services is not None and batch is not None:
                 self._services.note_trained(batch)
             failpoint("learner.after_step")
-            trained = time.monotonic()
+            scoring, operations = self._meter.take()
+            self._times.lap("train", proximal=scoring)
             if order.publish:
                 self._publish(step)
-            published = time.monotonic()
+            self._times.lap("publish")
             self._commit(step)
-            times = {"wait_s": waited, "train_s": trained - started - waited, "publish_s": published - trained,
-                     "checkpoint_s": saving, "step_s": saving + time.monotonic() - started}  # fmt: skip
+            self._times.lap("commit")
+            times = self._times.take()
             # Before the checkpoint: a kill between the two trains the step again, so that no step is without a line.
-            self._record(batch, result, times)
-            saving = -time.monotonic()
+            self._record(batch, result, times | self._meter.figures(operations, times))
+            self._times.lap("commit")
             if step < self._config.learner.steps and step % self._config.learner.checkpoint_every == 0:
                 self._checkpoint(step)
-            saving += time.monotonic()
+                self._times.lap("checkpoint")
+            self._profiler.after(step)
             self._progress()
+        self._profiler.close(step)
         self._saver.settle()
         if step > self._saver.saved:
             self._checkpoint(step, last=True)
@@ -191,6 +203,7 @@ class Learner:
             if done >= self._config.learner.steps:
                 return Order(done, what="end"), None, None
             batch = services.claim(step)
+            self._times.lap("wait", fetch=services.fetch_s if batch is not None else 0.0)
             if batch is None:
                 return Order(done, what="end", reason="asked to stop"), None, None
             failpoint("learner.after_claim")

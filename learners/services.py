@@ -99,6 +99,7 @@ class Services:
         self._heart = heart
         self._vocabulary = vocabulary  # 0: not known
         self._lost_lines = 0  # steps whose records could not be written
+        self.fetch_s = 0.0  # of the newest batch: its payloads read and checked, after the buffer's answer
         self._publishes = not streams(config)
         self._decode = decode or (lambda ids: " ".join(map(str, ids)))
         self._committed = -1
@@ -199,7 +200,10 @@ class Services:
             answer = self.buffer.claim(step=step, version=step - 1, wait_s=POLL_S)
             if not isinstance(answer, NotYet):
                 self._waiting("")
-                return self._usable(answer)
+                arrived = getattr(self.buffer, "answered", 0.0) or time.monotonic()
+                batch = self._usable(answer)
+                self.fetch_s = time.monotonic() - arrived
+                return batch
             self.mark.check()  # a buffer that went back may take this learner for the registered one again
             now = time.monotonic()
             diagnosis = f"step {step}: {answer.ready} of {answer.wanted} groups are ready; {answer.diagnosis}"

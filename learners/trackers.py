@@ -17,7 +17,9 @@ HEALTH = frozenset({
     "logprob_gap_mean", "truncated_share", "zero_advantage_share", "replayed", "groups", "version",
 })  # fmt: skip
 SPEED = frozenset({
-    "wait_s", "train_s", "publish_s", "checkpoint_s", "step_s", "tokens_per_s", "tokens", "micro_batches",
+    "wait_s", "fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s", "commit_s", "checkpoint_s", "step_s",
+    "tokens_per_s", "tokens", "micro_batches", "model_flops", "tflops_per_device", "mfu", "mfu_step", "memory_bytes",
+    "memory_peak_bytes",
 })  # fmt: skip
 
 

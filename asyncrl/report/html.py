@@ -17,10 +17,10 @@ from asyncrl.report.data import RunData
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#f7f7f5;--card:#fff;--ink:#16181d;--soft:#5d636e;--edge:#e3e3df;--grid:#ececea;
---s1:#2a78d6;--s2:#eb6834;--s3:#1a9e70;--s4:#d99a00;--s5:#6d55c9;--s6:#d03f3e;--good:#177a4c;
+--s1:#2a78d6;--s2:#eb6834;--s3:#1a9e70;--s4:#d99a00;--s5:#6d55c9;--s6:#d03f3e;--s7:#7b8794;--s8:#0f8fa8;--good:#177a4c;
 --bad:#b3261e;--open:#8a6100}
 @media(prefers-color-scheme:dark){:root{--bg:#14161a;--card:#1d2025;--ink:#eceef1;--soft:#a2a8b3;--edge:#30343b;
---grid:#2a2e35;--s1:#5a9ff0;--s2:#f08a5d;--s3:#3fc794;--s4:#e5b53c;--s5:#a493f0;--s6:#f07170;--good:#5fd39b;
+--grid:#2a2e35;--s1:#5a9ff0;--s2:#f08a5d;--s3:#3fc794;--s4:#e5b53c;--s5:#a493f0;--s6:#f07170;--s7:#9aa5b1;--s8:#4cc3d9;--good:#5fd39b;
 --bad:#ff8a80;--open:#e5b53c}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:14px/1.5 system-ui,-apple-system,
 "Segoe UI",Roboto,sans-serif}main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}
@@ -49,7 +49,7 @@ svg{width:100%;height:auto;display:block;overflow:visible}.grid{stroke:var(--gri
 .dot{fill:var(--c)}.limit{stroke:var(--s6);stroke-dasharray:5 4}.limit-text{
 fill:var(--s6);font-size:11px;text-anchor:end}
 .lane{fill:var(--grid)}.busy{fill:var(--s1)}.rule{stroke:var(--soft);stroke-dasharray:2 3}
-.s1{--c:var(--s1)}.s2{--c:var(--s2)}.s3{--c:var(--s3)}.s4{--c:var(--s4)}.s5{--c:var(--s5)}.s6{--c:var(--s6)}
+.s1{--c:var(--s1)}.s2{--c:var(--s2)}.s3{--c:var(--s3)}.s4{--c:var(--s4)}.s5{--c:var(--s5)}.s6{--c:var(--s6)}.s7{--c:var(--s7)}.s8{--c:var(--s8)}
 .legend{margin:0 0 4px;font-size:12.5px;color:var(--soft)}.legend span{margin-right:14px;white-space:nowrap}
 .key{display:inline-block;width:10px;height:10px;border-radius:3px;background:var(--c);margin-right:5px}
 .scroll{overflow:auto;max-height:440px}table{border-collapse:collapse;width:100%;font-size:13px}

@@ -24,6 +24,11 @@ BINS = 160
 PACKAGES = (
     "asyncrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "redis", "vllm",
 )  # fmt: skip
+PARTS = (
+    ("wait_s", "waited", "s2"), ("fetch_s", "fetched", "s7"), ("assemble_s", "assembled", "s6"),
+    ("proximal_s", "forward only", "s8"), ("train_s", "trained", "s1"), ("publish_s", "published", "s3"),
+    ("commit_s", "committed", "s5"), ("checkpoint_s", "checkpoint", "s4"),
+)  # fmt: skip
 SMALL = (
     ("loss", "policy loss"), ("grad_norm", "gradient norm"), ("entropy", "entropy, nats"),
     ("ess", "effective sample size"), ("kl_behaviour", "KL to the behaviour policy"),
@@ -200,15 +205,42 @@ def queue(data: RunData) -> str:
 
 def throughput(data: RunData) -> str:
     """Tokens per second and where the time of a step went."""
-    parts = [("wait_s", "waited", "s2"), ("train_s", "trained", "s1"), ("publish_s", "published", "s3"),
-             ("checkpoint_s", "checkpoint", "s4")]  # fmt: skip
     areas = [Line(name, thin([(float(line["step"]), float(line.get(key, 0.0))) for line in data.steps]), colour)
-             for key, name, colour in parts]  # fmt: skip
+             for key, name, colour in PARTS if any(line.get(key) for line in data.steps)]  # fmt: skip
     speed = line_chart([Line("tokens/s", data.values("tokens_per_s"), "s1")], floor=0.0)
-    times = legend(areas) + stacked_chart(areas, x_label="step")
-    return card("Throughput", speed, note="response tokens trained per second of the step") + card(
-        "Where the learner's time went", times, note="seconds of each step"
+    times = _time_bar(data) + stacked_chart(areas, x_label="step")
+    return card("Throughput", speed, note="response tokens trained per second of the step" + _computed(data)) + card(
+        "Where the learner's time went", times, note="share of all steps, and seconds of each"
     )
+
+
+def _time_bar(data: RunData) -> str:
+    """One stacked bar of the parts of all steps, with their shares as its legend."""
+    totals = [(sum(value for _, value in data.values(key)), name, colour) for key, name, colour in PARTS]
+    whole = sum(seconds for seconds, _, _ in totals)
+    pieces, words, place = [], [], 0.0
+    for seconds, name, colour in totals:
+        if seconds > 0:
+            wide = 1000 * seconds / whole
+            pieces.append(f'<rect class="bar {colour}" x="{place:.2f}" width="{wide:.2f}" height="14">'
+                          f"<title>{escape(name)}: {seconds / whole:.1%}</title></rect>")  # fmt: skip
+            words.append(f'<span><i class="key {colour}"></i>{escape(name)} {seconds / whole:.1%}</span>')
+            place += wide
+    bar = f'<svg class="wide" viewBox="0 0 1000 14" role="img">{"".join(pieces)}</svg>'
+    return f'<p class="legend">{"".join(words)}</p>{bar}' if pieces else ""
+
+
+def _computed(data: RunData) -> str:
+    """`; 212 TFLOP/s per device while it computes, MFU 0.21 (0.18 of the whole step)`, as far as it was measured."""
+    speeds, used, whole = (data.values(key) for key in ("tflops_per_device", "mfu", "mfu_step"))
+    if not speeds:
+        return ""
+    said = f"; {short(_mean(speeds))} TFLOP/s per device while it computes"
+    return said + (f", MFU {_mean(used):.3f} ({_mean(whole):.3f} of whole steps)" if used and whole else "")
+
+
+def _mean(points: Points) -> float:
+    return sum(value for _, value in points) / len(points)
 
 
 def weights(data: RunData) -> str:

@@ -1,7 +1,7 @@
 """Small drawings as SVG text: lines with a band, stacked areas, bars, lanes of time.
 
 Called by `asyncrl.report.sections`. Guarantees:
-1. pure functions of their arguments; every text is escaped; colours are CSS classes (`s1`..`s6`), so that the page's
+1. pure functions of their arguments; every text is escaped; colours are CSS classes (`s1`..`s8`), so that the page's
    theme decides them;
 2. charts carry their values in `data-chart`, from which the page's script shows a tooltip; without the script they
    are complete drawings;

@@ -30,6 +30,18 @@ def assert_complete(run, steps: int = 5, groups: int = 4) -> dict:  # type: igno
     return audit
 
 
+def assert_time_is_accounted_for(lines) -> None:  # type: ignore[no-untyped-def]
+    """The parts of a step are its wall time, by the clock that stamped the lines."""
+    parts = ("wait_s", "fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s", "commit_s", "checkpoint_s")
+    for line in lines:
+        assert all(line[part] >= 0 for part in parts)
+        assert abs(sum(line[part] for part in parts) - line["step_s"]) <= 0.001 * line["step_s"]
+    assert all(line[part] > 0 for line in lines for part in ("wait_s", "fetch_s", "assemble_s", "train_s", "publish_s"))
+    between = lines[-1]["t"] - lines[0]["t"]
+    assert abs(sum(line["step_s"] for line in lines[1:]) - between) <= 0.03 * between + 0.01
+    assert all(line["model_flops"] > 0 and line["memory_bytes"] > 0 for line in lines)
+
+
 def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # type: ignore[no-untyped-def]
     done = run.launch()
     assert done.returncode == 0, done.stdout + run.logs()
@@ -40,6 +52,7 @@ def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # 
     assert run.living() == []
     lines = run.lines("metrics/learner.jsonl")
     assert all(line["lag_max"] <= 2 for line in lines)
+    assert_time_is_accounted_for(lines)
     rounds = run.lines("metrics/weightsync.jsonl")
     committed = [line for line in rounds if line.get("members_committed")]
     assert committed

@@ -112,6 +112,8 @@ def _write_learner(run: RunDir, steps: int, rng: random.Random) -> None:
             "entropy": 0.4 - 0.2 * rise, "ess": rng.uniform(0.9, 1), "kl_behaviour": rng.uniform(0, 0.01),
             "response_length_mean": 28 + rng.gauss(0, 2), "tokens_per_s": rng.uniform(1800, 2300), "step_s": 1.2,
             "wait_s": rng.uniform(0, 0.2), "train_s": 0.9, "publish_s": 0.02, "checkpoint_s": 0.1 * (step % 10 == 0),
+            "fetch_s": 0.01, "assemble_s": 0.02, "proximal_s": 0.1, "commit_s": 0.01, "tflops_per_device": 212.5,
+            "mfu": 0.25, "mfu_step": 0.125,
         })  # fmt: skip
     run.metrics.joinpath("learner.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 

@@ -70,6 +70,17 @@ def test_report_is_whole_and_self_contained(tmp_path: Path) -> None:
     assert "complete" in words and "nothing lost" in words
     assert tree.tags.count("svg") >= 12
     assert len(text) < 400_000
+    assert "212" in words and "MFU 0.250 (0.125 of whole steps)" in words
+
+
+def test_the_parts_of_a_step_are_one_bar(tmp_path: Path) -> None:
+    text = write_report(write_run(tmp_path / "run")).read_text()
+    card = text[text.index("Where the learner's time went".replace("'", "&#x27;")) :]
+    bar = card[card.index("<svg") : card.index("</svg>")]
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)"', bar)]
+    assert len(widths) == 8 and abs(sum(widths) - 1000) < 0.1 and max(widths) == widths[4]
+    shares = [float(share) for share in re.findall(r" ([\d.]+)%</span>", card[: card.index("<svg")])]
+    assert len(shares) == 8 and abs(sum(shares) - 100) < 0.5
 
 
 def test_charts_carry_their_values(tmp_path: Path) -> None:
