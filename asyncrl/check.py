@@ -299,6 +299,9 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         remedy = f"pip install 'asyncrl[{config.learner.backend}]'"
         yield ConfigError("config.extra", what, where="learner.backend", remedy=remedy)
     yield from check_optimizers(config)
+    if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
+        what = "adapters need the package peft, which this environment lacks"
+        yield ConfigError("config.extra", what, where="learner.lora.rank", remedy="pip install 'asyncrl[lora]'")
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")

@@ -27,6 +27,7 @@ from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, par
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
+from asyncrl.lora import LoraConfig
 from asyncrl.profile_config import ProfileConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
@@ -274,6 +275,7 @@ class LearnerConfig(Section, frozen=True):
     restarts: Count = 3  # in 10 minutes, when started by `launch all`
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)

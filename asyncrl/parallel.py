@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import megatron
+from asyncrl import lora, megatron
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -34,6 +34,7 @@ def problems(config: Config) -> Iterator[Conflict]:
     """Layouts that contradict the ranks or the backend."""
     learner = config.learner
     yield from megatron.problems(config)
+    yield from lora.problems(config)
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
     for name in NAMES:
         if sizes[name] > 1 and name not in SPLITS.get(learner.backend, NAMES):

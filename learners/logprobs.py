@@ -87,7 +87,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        # A frozen head (LoRA) spares the product and the room.
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
         for start in range(0, targets.numel(), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -102,15 +105,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad.div_(ctx.temperature)
             narrow = grad.to(weight.dtype)
             grad_hidden[part] = (narrow @ weight).to(hidden.dtype)
-            if narrow.dtype == grad_weight.dtype == hidden.dtype:
+            if grad_weight is None:
+                pass
+            elif narrow.dtype == grad_weight.dtype == hidden.dtype:
                 grad_weight.addmm_(narrow.T, hidden[part])
             else:
                 grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (
-            grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None,
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None,
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ Called by `learners.main`. Rank 0 has `services`; the others follow the orders t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +40,7 @@ from learners.gang import Gang
 from learners.metered import Meter
 from learners.profiling import Profiler
 from learners.saving import Checkpoints
-from learners.services import Services
+from learners.services import Services, Weights
 from learners.step_times import StepTimes
 from learners.trial import Trial
 from learners.update import StepResult
@@ -92,6 +93,7 @@ class Learner:
             config.learner, gang=gang, backend=backend, bury=self._bury, say=_say, seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
         )  # fmt: skip
+        self._based = False  # the base of adapters was staged by this process
         self._skipped = 0
         self._gap_said = False
 
@@ -232,12 +234,17 @@ class Learner:
             raise AsyncRLError("learner.nonfinite", f"{self._skipped} steps in a row up to step {step}")
 
     def _publish(self, version: int) -> None:
-        weights = self._backend.iter_hf_weights(self._services.settle if self._services is not None else None)
-        if self._services is not None:
-            self._services.publish(version, weights)
-        else:
-            for _ in weights:  # collective: take part to the end
-                pass
+        """Of adapters the base goes out first: as version 0, or (after a restart) without being the target."""
+        services, adapters = self._services, self._backend.adapters
+        settle = services.settle if services is not None else None
+        if adapters is None:
+            _out(self._backend.iter_hf_weights(settle), partial(services.publish, version) if services else None)
+            return
+        if not self._based:
+            _out(adapters.iter_base(settle), partial(services.stage_base, version) if services else None)
+            self._based = True
+        if version:
+            _out(adapters.iter_weights(), partial(services.publish_adapter, version) if services else None)
 
     def _bury(self, step: int, group: int, reason: str) -> None:
         if self._services is not None:
@@ -317,6 +324,15 @@ class Learner:
             write_atomic(self._run.result, msgspec.json.encode(result_of(step, lines, ledger)))
         failpoint("learner.at_goodbye")
         self._services.end(step, done=not reason, reason=reason or "all steps are done")
+
+
+def _out(weights: Weights, send: Callable[[Weights], object] | None) -> None:
+    """Collective: the ranks beside rank 0 take part to the end."""
+    if send is not None:
+        send(weights)
+    else:
+        for _ in weights:
+            pass
 
 
 def _no_fence() -> None:

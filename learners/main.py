@@ -85,7 +85,6 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     from asyncrl.rundir import endpoint
     from buffers.client import LearnerClient
     from learners.services import Heart, Services, Silence
-    from weightsync.plan import TensorSpec, plan_buckets
     from weightsync.publisher import Publisher
 
     keys = key_of(args, config)
@@ -115,13 +114,26 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
             fingerprint=fingerprint, scratch=RunDir(config.run_dir).root / "weights",
             run_dir=RunDir(config.run_dir).root, insecure=network.insecure_no_auth,
         )  # fmt: skip
-    specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
+    plan, adapter = plans_of(backend, bucket_bytes=config.weightsync.bucket_bytes)
     return Services(
         config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
-        plan=plan_buckets(specs, bucket_bytes=config.weightsync.bucket_bytes),
+        plan=plan, adapter=adapter,
         heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving),
         decode=_decoder(config), vocabulary=_vocabulary(config),
     )  # fmt: skip
+
+
+def plans_of(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
+    """The layouts of a backend's versions: whole weights, and (else None) adapters of them."""
+    from learners.services import AdapterPlan
+    from weightsync.encoding.adapter import config_text, plan_adapter
+    from weightsync.plan import TensorSpec, plan_buckets
+
+    whole = plan_buckets([TensorSpec(*spec) for spec in backend.weight_specs()], bucket_bytes=bucket_bytes)
+    if (adapters := backend.adapters) is None:
+        return whole, None
+    specs, settings = [TensorSpec(*spec) for spec in adapters.specs()], adapters.settings
+    return whole, AdapterPlan(plan_adapter(specs, settings, bucket_bytes=bucket_bytes), config_text(settings))
 
 
 class NoGenerators:

@@ -84,7 +84,7 @@ class Replay:
             fresh = self._backend is None
             self._use(order, step.step)
             if fresh:
-                end.start_digest = self._digest()
+                end.start_digest = self._digest(step.step - 1)
             self._step(step, batch)
         if self._plan.overrides:
             end.weights, end.notes = self._distance()
@@ -189,7 +189,7 @@ class Replay:
         if batch is not None:
             batch, shares = trial.cut(batch)
         result, _ = trial.train(self._gang.scatter(shares), step=step.step, batch=batch)
-        digest = self._digest()
+        digest = self._digest(step.step)
         if self._gang.lead:
             line = Done(step.step, digest, _numbers(trial.stats, result), result.skipped, tuple(self._left_out))
             with (self._out / LINES).open("ab", buffering=0) as file:
@@ -202,18 +202,27 @@ class Replay:
 
     # ------------------------------------------------------------ weights
 
-    def _digest(self) -> str:
-        """The digest of the weights as weight sync would publish them. Collective; empty beside rank 0."""
-        from weightsync.digest import Digest, whole_digest
-        from weightsync.plan import TensorSpec, plan_buckets
+    def _digest(self, version: int) -> str:
+        """The digest of a version as weight sync would publish it. Collective; empty beside rank 0."""
+        from learners.main import plans_of
 
-        specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in self._backend.weight_specs()]
-        layout = plan_buckets(specs, bucket_bytes=self._in_force.weightsync.bucket_bytes)
+        backend, adapters = self._backend, self._backend.adapters
+        whole, adapter = plans_of(backend, bucket_bytes=self._in_force.weightsync.bucket_bytes)
+        if adapter is None:
+            return self._digest_of(whole, backend.iter_hf_weights())
+        base = self._digest_of(whole, adapters.iter_base())
+        if not version:
+            return base
+        return self._digest_of(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
+
+    def _digest_of(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
+        from weightsync.digest import Digest, whole_digest
+
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
         digests = [Digest() for _ in layout.bucket_bytes]
-        for name, data in self._backend.iter_hf_weights():  # in the order of the layout
+        for name, data in weights:  # in the order of the layout
             digests[place[name]].update(data)
-        return whole_digest([digest.hexdigest() for digest in digests]) if self._gang.lead else ""
+        return whole_digest([digest.hexdigest() for digest in digests], **under) if self._gang.lead else ""
 
     def _distance(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """How far the final weights are from the run's. Collective."""
@@ -282,7 +291,7 @@ def _of_the_backend(config: Config) -> tuple[Any, ...]:
               for one in (learner.optim, critic, process)]  # fmt: skip
     return (
         config.model, config.sampling.temperature, learner.backend, learner.packing, learner.logprob_chunk_tokens,
-        learner.gradient_checkpointing, learner.cpu_offload, learner.compile, *optims,
+        learner.gradient_checkpointing, learner.cpu_offload, learner.compile, learner.lora, *optims,
         wants_critic(config), critic.model, wants_process_rewards(config), process.model, process.reference,
     )  # fmt: skip
 

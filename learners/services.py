@@ -18,9 +18,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -72,18 +73,26 @@ class WeightPublisher(Protocol):
 
     def start(self, *, epoch: int) -> None: ...
     def committed_version(self) -> int: ...
-    def publish(self, version: int, plan: Any, chunks: Weights) -> Any: ...
+    def publish(self, version: int, plan: Any, chunks: Weights, *, base: str = "", adapter: str = "") -> Any: ...
+    def stage_base(self, version: int, plan: Any, chunks: Weights) -> Any: ...
     def settle(self) -> None: ...
     def close(self) -> None: ...
 
 
+class AdapterPlan(NamedTuple):
+    """How adapters are published. `text`: their configuration, as manifests carry it."""
+
+    plan: Any
+    text: str
+
+
 class Services:
-    """The outside of the learner. `plan` is the layout of the published weights."""
+    """The outside of the learner. `plan` is the layout of the published weights, `adapter` that of adapters of them."""
 
     def __init__(
         self, config: Config, *, buffer: BufferClient, publisher: WeightPublisher, plan: Any, stop: Stop,
         takeover: bool = False, fingerprint: str = "", heart: Heart | None = None, decode: Any = None,
-        vocabulary: int = 0,
+        vocabulary: int = 0, adapter: AdapterPlan | None = None,
     ) -> None:  # fmt: skip
         self.buffer = buffer
         self.publisher = publisher
@@ -93,6 +102,8 @@ class Services:
         self.trouble: StateLost | Unavailable | None = None  # the buffer forgot this learner, or is gone
         self._config = config
         self._plan = plan
+        self._adapter = adapter
+        self._base = ""  # digest of the weights that adapters are published over
         self._stop = stop
         self._takeover = takeover
         self._fingerprint = fingerprint
@@ -249,12 +260,29 @@ class Services:
 
     def publish(self, version: int, weights: Weights) -> str:
         """Stage the weights of a version; their digest. `weights` is exhausted in any case (it is collective)."""
-        rest = iter(weights)
-        try:
+        with _exhausted(weights) as rest:
             manifest = self.publisher.publish(version, self._plan, rest)
-        finally:
-            for _ in rest:
-                pass
+        return self._published(version, manifest)
+
+    def stage_base(self, version: int, weights: Weights) -> None:
+        """Stage the weights that the adapters to come are added to, which are version 0; where that has been left
+        behind (after a restart) without making them the target."""
+        if not version:
+            self._base = self.publish(0, weights)
+            return
+        with _exhausted(weights) as rest:
+            self._base = str(self.publisher.stage_base(0, self._plan, rest).digest)
+
+    def publish_adapter(self, version: int, weights: Weights) -> str:
+        """Stage a version that is an adapter of the weights staged before; its digest. `weights` as in `publish`."""
+        assert self._adapter is not None
+        with _exhausted(weights) as rest:
+            manifest = self.publisher.publish(
+                version, self._adapter.plan, rest, base=self._base, adapter=self._adapter.text
+            )
+        return self._published(version, manifest)
+
+    def _published(self, version: int, manifest: Any) -> str:
         self.digests[version] = manifest.digest
         for old in sorted(self.digests)[: -2 * self._config.buffer.max_staleness - 4]:
             del self.digests[old]
@@ -325,6 +353,17 @@ class Services:
     def _waiting(self, what: str) -> None:
         if self._heart is not None:
             self._heart.waiting_for = what
+
+
+@contextmanager
+def _exhausted(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.uint8]]]]:
+    """An iterator of them that comes to its end even where its reader fails: other ranks go through it, too."""
+    rest = iter(weights)
+    try:
+        yield rest
+    finally:
+        for _ in rest:
+            pass
 
 
 def sample_lines(batch: ClaimedBatch, count: int, decode: Any) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from learners.batch import MicroBatch
 from learners.logprobs import TokenNumbers
+from weightsync.encoding.adapter import AdapterConfig
 
 
 class Micro(NamedTuple):
@@ -116,6 +117,21 @@ class Snapshot(Protocol):
         """Write it as `Backend.save` would have; the file. On any thread, with no word to the other ranks."""
 
 
+class Adapters(Protocol):
+    """What is published of a policy whose adapters alone train: the base once, then adapters."""
+
+    settings: AdapterConfig
+
+    def specs(self) -> list[WeightSpec]:
+        """What `iter_weights` gives, in its order: peft's names."""
+
+    def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Name and bytes of every tensor of the adapter, as `Backend.iter_hf_weights` without lending. Collective."""
+
+    def iter_base(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """As `Backend.iter_hf_weights`, of the weights under the adapter. Collective."""
+
+
 class Backend(Protocol):
     """A model that trains. Made by `Backend(config, gang)`; loads the start weights at once."""
 
@@ -126,6 +142,10 @@ class Backend(Protocol):
     @property
     def process_reward(self) -> ProcessRewardModel | None:
         """The process reward model where the estimator in force needs process rewards, else None."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Where versions are published as adapters (`asyncrl.lora.sends_adapters`), else None: as whole weights."""
 
     def self_check(self) -> None:
         """Raise `learner.packing` where rows as they are fed disagree with single sequences."""

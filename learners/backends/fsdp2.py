@@ -26,17 +26,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.lora import sends_adapters
 from learners import attention, sequence
 from learners.backends import layout, start_weights
 from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
 from learners.backends.hf_folder import write_folder
+from learners.backends.lora import FOLDER, Adapters, Leaving, Lora, check
 from learners.backends.optimizers import Optimizers, make_optimizer
 from learners.backends.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.reference import Reference
-from learners.backends.sharded import OWN, Sharded
-from learners.backends.shards import HostShard, load_shards, shard_of
+from learners.backends.sharded import PLAIN, Sharded, View
+from learners.backends.shards import HostShard, about_of, load_shards, shard_of
 from learners.batch import MicroBatch, Sample, packed_row, padded_rows
 from learners.gang import Gang
 from learners.logprobs import PolicyModel, TokenNumbers
@@ -56,6 +58,8 @@ class FSDP2Backend:
         self._dtype = DTYPES[config.model.dtype][1]
         self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
         hf = load_model(config, gang.device)
+        self._lora = Lora(hf, decoder_layers(hf), config, gang) if config.learner.lora.rank else None
+        self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
         self._reference: Reference | None = None  # made when it is first asked for
         self._units, split = shard(self._policy, config, gang)
@@ -63,6 +67,8 @@ class FSDP2Backend:
         self._sharded = Sharded(
             self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split
         )  # fmt: skip
+        self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
+        self.adapters = self._adapters if sends_adapters(config) else None
         self.critic = Critic(config, gang) if wants_critic(config) else None
         self.process_reward = (
             ProcessRewardModel(config, gang, reference=self.reference_logprobs)
@@ -80,10 +86,15 @@ class FSDP2Backend:
         )
         return logprobs, entropy, tensors
 
+    def _ready(self) -> None:
+        self._policy.train()
+        if self._lora is not None:
+            self._lora.quiet()
+
     @torch.no_grad()
     def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch."""
-        self._policy.train()
+        self._ready()
         try:
             return [self._forward(piece)[0] for piece in micro]
         finally:
@@ -92,7 +103,7 @@ class FSDP2Backend:
     @torch.no_grad()
     def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
         """Log-probs and entropies, and with `squares` sums of squares, `[N]` each, of each micro-batch."""
-        self._policy.train()
+        self._ready()
         found = []
         try:
             for piece in micro:
@@ -106,7 +117,10 @@ class FSDP2Backend:
         return found
 
     def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs `[N]` of each micro-batch under the frozen start weights."""
+        """Log-probs `[N]` of each micro-batch under the frozen start weights; those under adapters are at hand."""
+        if self._lora is not None:
+            with self._lora.off():
+                return self.forward_logprobs(micro)
         if self._reference is None:
             self._reference = Reference(self._config, self._gang)
         return self._reference.logprobs(micro)
@@ -148,23 +162,25 @@ class FSDP2Backend:
         """Root unit first, then the layers, each in the order of its modules."""
         shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
         return [
-            WeightSpec(name.removeprefix(OWN), self._sent_name, shapes[name])
-            for names in self._sharded.names for name in names
+            WeightSpec(self._view.name(name), self._sent_name, shapes[name])
+            for names in self._sharded.names for name in filter(self._view.name, names)
         ]  # fmt: skip
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing."""
-        for name, tensor in self._sharded.whole(settle):
+        for name, tensor in self._sharded.whole(settle, view=self._view):
             if self._gang.lead:
                 yield name, bytes_of(tensor, self._sent_dtype, lend=settle is not None)
 
     def export_hf(self, folder: Path) -> None:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the
-        policy likewise, in folders of their own below it."""
+        policy likewise, in folders of their own below it; of adapters merged weights, and themselves below them."""
         write_folder(
             self._sharded, folder, dtype=self._dtype, gang=self._gang, config=self._config_json,
-            generation=self._generation, tokenizer=Path(self._config.model.path),
+            generation=self._generation, tokenizer=Path(self._config.model.path), view=self._view,
         )  # fmt: skip
+        if self._adapters is not None:
+            self._adapters.export(folder / FOLDER)
         for name, model in self._companions().items():
             if model.exported:
                 model.export(folder / name)
@@ -183,6 +199,10 @@ class FSDP2Backend:
             state |= model.state()
         return state
 
+    @property
+    def _identity(self) -> str:
+        return "" if self._lora is None else self._lora.identity
+
     def save(self, folder: Path) -> Path:
         """One safetensors file per rank with its boxes and its generator states."""
         return self._shard(copy=False).save(folder)
@@ -193,10 +213,13 @@ class FSDP2Backend:
 
     def _shard(self, *, copy: bool) -> HostShard:
         self._device.synchronize()
-        return shard_of(self._state(), rank=self._gang.rank, extra=self._device.rng_state(), copy=copy)
+        return shard_of(
+            self._state(), rank=self._gang.rank, extra=self._device.rng_state(), copy=copy, about=self._identity
+        )  # fmt: skip
 
     def load(self, folder: Path) -> None:
         """Boxes from the files of any number of ranks; generator states where the number is the same."""
+        check(about_of(folder), self._identity)
         extra = load_shards(folder, self._state(), rank=self._gang.rank, ranks=self._gang.size)
         if extra:
             self._device.set_rng_state(extra)
@@ -241,7 +264,7 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
 def _in_parts(config: Config, path: str, *, scorer: bool, **options: Any) -> Any | None:
     """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
     how = config.learner.load
-    if how == "whole":
+    if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters go into a whole model
         return None
     try:
         return start_weights.described(path, scorer=scorer, seed=config.run.seed, **options)

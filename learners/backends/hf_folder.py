@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from learners.backends.sharded import Sharded
+from learners.backends.sharded import PLAIN, Sharded, View
 from learners.gang import Gang
 
 TOKENIZER_FILES = (
@@ -26,13 +26,13 @@ TOKENIZER_FILES = (
 
 def write_folder(
     sharded: Sharded, folder: Path, *, dtype: torch.dtype, gang: Gang, config: Any, tokenizer: Path,
-    generation: Any = None,
+    generation: Any = None, view: View = PLAIN,
 ) -> None:  # fmt: skip
     """`config.json`, `model.safetensors`, generation config, tokenizer files of the folder `tokenizer`. Collective."""
     from safetensors.torch import save_file
 
     whole = {}
-    for name, tensor in sharded.whole():
+    for name, tensor in sharded.whole(view=view):
         if gang.lead:
             whole[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
     if gang.lead:

@@ -51,6 +51,7 @@ class MegatronBackend:
 
     critic = None
     process_reward = None
+    adapters = None  # all weights are trained
 
     def __init__(self, config: Config, gang: Gang) -> None:
         from transformers import AutoConfig, GenerationConfig

@@ -2,8 +2,8 @@
 
 Made by `fsdp2` for the policy and by `companion` for the models beside it; `sharded` steps, saves and loads them.
 Guarantees:
-1. every parameter is in exactly one optimizer; parameters of several meshes are in groups of their own, since kernels
-   over many tensors refuse to mix them;
+1. every parameter that trains is in exactly one optimizer; parameters of several meshes are in groups of their own,
+   since kernels over many tensors refuse to mix them;
 2. `prime` makes every state as the first step would, without changing a weight: a checkpoint names the same tensors
    before the first update as after it;
 3. AdamW's fused kernel runs where the device has one and the states are on it;
@@ -96,12 +96,12 @@ def _fresh(part: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, *, fused: bool) -> Optimizers:
-    """The optimizer of all parameters of a sharded module; `layers` are its decoder layers."""
+    """The optimizer of the parameters of a sharded module that train; `layers` are its decoder layers."""
     matrices: list[nn.Parameter] = []
     if optim.name == "muon":
         matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
     known = {id(parameter) for parameter in matrices}
-    rest = [parameter for parameter in module.parameters() if id(parameter) not in known]
+    rest = [one for one in module.parameters() if one.requires_grad and id(one) not in known]
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         parts.append(torch.optim.Muon(

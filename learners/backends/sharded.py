@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,31 @@ OWN = "model."  # what the root modules put before the names of Hugging Face
 
 #: A micro-batch through the module: what the loss takes.
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Micro]]
+
+
+class View(Protocol):
+    """Under which names the parameters of a module leave, and as what."""
+
+    def name(self, own: str) -> str:
+        """Of a parameter, from its name in the module; empty: it does not leave."""
+
+    def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
+        """From the whole parameter; `parameter` gives others of the same unit."""
+
+
+class Plain:
+    """Every parameter as it is, by its Hugging Face name."""
+
+    def name(self, own: str) -> str:
+        """Without what the root module put before it."""
+        return own.removeprefix(OWN)
+
+    def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
+        """The parameter."""
+        return tensor
+
+
+PLAIN = Plain()
 
 
 class Sharded:
@@ -113,7 +138,9 @@ class Sharded:
     # ------------------------------------------------------------ weights out
 
     @torch.no_grad()
-    def whole(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def whole(
+        self, settle: Callable[[], None] | None = None, *, view: View = PLAIN
+    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
         """Every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank exhausts it.
 
         Valid until the next one is asked for; with `settle` until that was called, which happens before the bytes of a
@@ -139,23 +166,26 @@ class Sharded:
                     part.unshard()
                 give_back()
                 held += parts
-                for name in names:
+                for name in filter(view.name, names):
                     tensor = whole_of(self.root.get_parameter(name).detach())
+                    tensor = view.value(name, tensor, self.root.get_parameter)
                     if settle is not None:
                         lent.append(tensor)
-                    yield name.removeprefix(OWN), tensor
+                    yield view.name(name), tensor
         finally:
             give_back()
 
     # ------------------------------------------------------------ checkpoints
 
     def state(self, prefix: str = "") -> dict[str, Tensor]:
-        """Every tensor of the training state by name: this rank's parameters, their moments and step counts. Before the
-        first update, too, so that a checkpoint is whole where only the critic has been trained so far."""
+        """Every tensor of the training state by name: this rank's parameters (those that train), their moments and step
+        counts. Before the first update, too, so that a checkpoint is whole where only the critic was trained so far."""
         self.reshard()
         self.optimizer.prime()
         state: dict[str, Tensor] = {}
         for full, parameter in self.root.named_parameters():
+            if not parameter.requires_grad:
+                continue
             name = full.removeprefix(OWN)
             state[f"{prefix}model/{name}"] = parameter.data
             for key, value in self.optimizer.states(parameter).items():

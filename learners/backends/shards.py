@@ -100,23 +100,27 @@ def shard_path(folder: Path, rank: int) -> Path:
 
 
 class HostShard(NamedTuple):
-    """What a rank writes: tensors on the host, and where those that are boxes begin."""
+    """What a rank writes: tensors on the host, where those that are boxes begin, and what they are for (`about_of`)."""
 
     rank: int
     tensors: dict[str, Tensor]
     starts: dict[str, Start]
+    about: str = ""
 
     def save(self, folder: Path) -> Path:
         """Write the file; where."""
         path = shard_path(folder, self.rank)
+        notes = {"about": self.about} if self.about else {}
         try:
-            save_file(self.tensors, path, metadata={"starts": msgspec.json.encode(self.starts).decode()})
+            save_file(self.tensors, path, metadata={"starts": msgspec.json.encode(self.starts).decode(), **notes})
         except SafetensorError as error:  # what the library makes of a full disk
             raise OSError(str(error)) from error
         return path
 
 
-def shard_of(state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor], copy: bool) -> HostShard:
+def shard_of(
+    state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tensor], copy: bool, about: str = ""
+) -> HostShard:
     """This rank's boxes and its own `extra` tensors; `copy`: such as no later update changes."""
     tensors: dict[str, Tensor] = {_EXTRA + name: value for name, value in extra.items()}
     starts: dict[str, Start] = {}
@@ -128,7 +132,15 @@ def shard_of(state: Mapping[str, Tensor], *, rank: int, extra: Mapping[str, Tens
             for part, held in parts_of(value).items():
                 tensors[name + part] = held.detach().to("cpu", copy=copy).contiguous()
             starts[name] = box.start if any(box.start[1:]) else (box.start or (0,))[0]
-    return HostShard(rank, tensors, starts)
+    return HostShard(rank, tensors, starts, about)
+
+
+def about_of(folder: Path) -> str:
+    """What `shard_of` was told that these files are for; empty where nothing was said."""
+    for path in sorted(folder.glob("shard_*.safetensors"))[:1]:
+        with safe_open(path, framework="pt") as file:
+            return str(file.metadata().get("about", ""))
+    return ""
 
 
 def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> dict[str, Tensor]:

@@ -73,6 +73,11 @@ if HAS_MEGATRON:
         "megatron_both": Job("backend_contract", MEGATRON.format(4, 2, 2), other=(2, "megatron_tensor")),
         "megatron_mixed": Job("backend_contract", MEGATRON.format(4, 2, 1), other=(2, "megatron_pipeline")),
     }
+#: So is `lora`: peft with what it imports.
+HAS_PEFT = all(importlib.util.find_spec(name) for name in ("peft", "accelerate"))
+if HAS_PEFT:
+    LAUNCHES[2] |= {"lora_cases": Job("lora_cases")}
+    LAUNCHES[4] |= {"lora_hsdp": Job("lora_cases", "learner.ranks=4;learner.parallel.replicate=2")}
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_S = 480
 #: Of the ranks: the library, and what tests share.
