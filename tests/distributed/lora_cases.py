@@ -20,11 +20,9 @@ RANK = "learner.lora.rank=3;learner.optim.lr=1e-2"
 CASES = {
     "plain": "",
     "small_rows": "learner.micro_batch_tokens=40",
-    "padded": "learner.packing=false",
     "checkpointing": "learner.gradient_checkpointing=true",
     "offload": "learner.cpu_offload=true",
     "sequence": "",  # rows split over the ranks
-    "minibatches": "learner.algorithm.minibatches=2",
     "rslora": 'learner.lora.rslora=true;learner.lora.target_modules=["q_proj", "down_proj"]',
 }
 KL = "kl.where=loss;kl.coeff=0.5"

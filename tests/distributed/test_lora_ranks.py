@@ -38,14 +38,13 @@ def test_four_ranks_that_hold_the_weights_twice_equal_one(results_of: Any, one: 
     compare(results_of(*JOBS[1])[0]["plain"], one[0]["plain"], limit=2e-5)
 
 
-@pytest.mark.parametrize("name", ["small_rows", "padded", "checkpointing", "offload", "sequence"])
+@pytest.mark.parametrize("name", ["small_rows", "checkpointing", "offload", "sequence"])
 def test_rows_and_memory_settings_do_not_change_the_result(one: Any, name: str) -> None:
     compare(one[0][name], one[0]["plain"], limit=2e-5)
 
 
-@pytest.mark.parametrize("name", ["minibatches", "rslora"])
-def test_settings_that_should_change_the_result_do(one: Any, name: str) -> None:
-    assert one[0][name]["digest"] != one[0]["plain"]["digest"]
+def test_scale_and_targets_change_the_result(one: Any) -> None:
+    assert one[0]["rslora"]["digest"] != one[0]["plain"]["digest"]
 
 
 @every_launch
