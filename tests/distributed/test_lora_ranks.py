@@ -147,6 +147,18 @@ def test_the_reference_is_the_base_without_a_second_model(model: Path, gang: Gan
     assert info.metrics["grad_norm"] > 0, "adapters train on after a pass without them"
 
 
+def test_dpo_compares_with_the_base(model: Path, gang: Gang) -> None:
+    config = supervised_cases.make_config(model, "dpo", "learner.lora.rank=4;learner.optim.lr=1e-2")
+    backend = FSDP2Backend(config, gang)
+    share = minibatch(supervised_cases.units(3, seed=1, size=2), ranks=1, max_tokens=96, packing=True)[0]
+    first, second = (
+        supervised_step([share], backend=backend, gang=gang, config=config.learner, step=step).metrics
+        for step in (1, 2)
+    )  # fmt: skip
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["chosen_score"] == 0.0
+    assert second["loss"] < first["loss"] and backend._reference is None
+
+
 def test_half_precision_keeps_adapters_whole(model: Path, gang: Gang, one: Any, tmp_path: Path) -> None:
     """The base is held in bf16, adapters in float32; what leaves is bf16."""
     config = contract.make_config(model, extra=cases.extra("model.dtype=bfloat16"))
@@ -155,6 +167,8 @@ def test_half_precision_keeps_adapters_whole(model: Path, gang: Gang, one: Any, 
         assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
         assert parameter.requires_grad is (".lora_" in name)
     assert {spec.dtype for spec in backend.adapters.specs()} == {"BF16"}  # type: ignore[union-attr]
+    whole = FSDP2Backend(contract.make_config(model, extra="model.dtype=bfloat16"), gang)
+    assert backend.weight_specs() == whole.weight_specs(), "merged weights look like those of a run without adapters"
     assert {spec[1] for spec in one[0]["half"]["specs"]} == {"BF16"}
     assert one[0]["half"]["metrics"]["loss"] == pytest.approx(one[0]["plain"]["metrics"][0]["loss"], abs=0.02)
 
