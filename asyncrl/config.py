@@ -50,7 +50,7 @@ class ModelConfig(Section, frozen=True):
     path: str  # folder with config.json, weights and tokenizer
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of compute and of generation
     trust_remote_code: bool = False  # run code that comes with the model
-    attn_implementation: str = "auto"  # auto: flash_attention_2 where installed, else sdpa (on a CPU by sequence)
+    attn_implementation: str = "auto"  # auto: flash_attention_2 where installed, else sdpa by sequence; varlen: torch's
 
 
 class DataConfig(Section, frozen=True):

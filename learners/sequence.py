@@ -130,8 +130,17 @@ def check_heads(config: Any, size: int) -> None:
                               where=f"learner.parallel.sequence = {size}")  # fmt: skip
 
 
-def _wrap_attention(model: Any) -> None:
+def wrapped(name: str) -> str:
+    """The name under which transformers has the attention of this name over parts of rows."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(PREFIX + name, _attention_over(name))
+    AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    return PREFIX + name
+
+
+def _wrap_attention(model: Any) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -139,9 +148,7 @@ def _wrap_attention(model: Any) -> None:
     if inner not in ALL_ATTENTION_FUNCTIONS or inner not in ALL_MASK_ATTENTION_FUNCTIONS:
         why = f"attention {inner!r} of {type(model).__name__} cannot be wrapped: set it to 'sdpa'"
         raise ConfigError("config.model", why, where="model.attn_implementation with learner.parallel.sequence")
-    AttentionInterface.register(PREFIX + inner, _attention_over(inner))
-    AttentionMaskInterface.register(PREFIX + inner, ALL_MASK_ATTENTION_FUNCTIONS[inner])
-    model.set_attn_implementation(PREFIX + inner)
+    model.set_attn_implementation(wrapped(inner))
     if model.config._attn_implementation != PREFIX + inner:
         raise ConfigError("config.model", f"{type(model).__name__} takes no attention but its own",
                           where="learner.parallel.sequence")  # fmt: skip

@@ -106,12 +106,14 @@ class Companion:
     @torch.no_grad()
     def self_check(self) -> None:
         """Three toy sequences in one row (or padded rows) against each alone."""
-        from learners.backends.fsdp2 import PACKING_LIMIT, toys
+        from learners.backends.fsdp2 import PACKING_LIMIT, plainly, toys
 
         samples = toys(int(self._model.model.config.vocab_size))
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         [rows] = self._said([together])
-        singles = [torch.cat(parts) for parts in zip(*self._said([packed_row([one]) for one in samples]), strict=True)]
+        with plainly(self._model.model, self._config):
+            said = self._said([packed_row([one]) for one in samples])
+        singles = [torch.cat(parts) for parts in zip(*said, strict=True)]
         worst = max(float((left - right).abs().max()) for left, right in zip(rows, singles, strict=True))
         if not worst <= PACKING_LIMIT[self._config.model.dtype]:
             name = type(self._model.model).__name__

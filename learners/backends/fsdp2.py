@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,10 @@ class FSDP2Backend:
         together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
         rows = self.forward_logprobs([together])[0].float()
         singles = []
-        for sample in samples:
-            t = to_device(packed_row([sample]), self._device.torch_device)
-            singles.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=True)[0].float())
+        with plainly(self._policy.model, self._config):
+            for sample in samples:
+                t = to_device(packed_row([sample]), self._device.torch_device)
+                singles.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=True)[0].float())
         self._sharded.reshard()
         worst = float((rows - torch.cat(singles)).abs().max())
         if not worst <= PACKING_LIMIT[self._config.model.dtype]:
@@ -236,9 +238,7 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
     """
     from transformers import AutoModelForCausalLM
 
-    wanted = config.model.attn_implementation
-    if wanted == "auto":
-        wanted = "flash_attention_2" if device.supports("flash_attention") and _has_flash() else "sdpa"
+    wanted = attention.chosen(config.model.attn_implementation, device, config.model.dtype)
     options: dict[str, Any] = {
         "dtype": torch.float32, "attn_implementation": wanted, "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code, "local_files_only": True,
@@ -253,8 +253,10 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("config.model", f"{path}: {error}") from error
     model.config.use_cache = False  # with a cache, packed rows are silently wrong
-    if config.model.attn_implementation == "auto" and wanted == "sdpa" and device.type == "cpu":
-        attention.install(model)
+    if config.model.attn_implementation == attention.VARLEN_SETTING:
+        attention.install(model, attention.VARLEN)
+    elif config.model.attn_implementation == "auto" and wanted == "sdpa" and not config.learner.compile:
+        attention.install(model)  # lengths of sequences are read from the device: compiled layers have the dense mask
     if config.learner.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -279,12 +281,6 @@ def make_policy(hf: Any, config: Config) -> PolicyModel | ScoreModel:
     if config.learner.mode == "reward_model":
         return ScoreModel(hf)
     return PolicyModel(hf, temperature=config.sampling.temperature, chunk_tokens=config.learner.logprob_chunk_tokens)
-
-
-def _has_flash() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("flash_attn") is not None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -344,6 +340,12 @@ def optimizer_of(
     """The optimizer of a sharded module: fused where the device can and the states are on it. `units`: root first."""
     fused = device.supports("fused_adamw") and not config.learner.cpu_offload
     return make_optimizer(module, units[1:], optim, fused=fused)
+
+
+def plainly(model: Any, config: Config) -> AbstractContextManager[None]:
+    """Single sequences of the check at the start: by a kernel that is not the one under test. Compiled layers stay as
+    they are, since they would be compiled once more."""
+    return nullcontext() if config.learner.compile else attention.plain(model)
 
 
 def toys(vocabulary: int) -> list[Sample]:

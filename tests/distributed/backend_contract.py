@@ -17,6 +17,7 @@ from made_batches import a_batch, a_group, a_sample
 from ranks import settings
 
 from asyncrl import config as configuration
+from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
 from learners import update
 from learners.backends import start_weights
@@ -129,6 +130,7 @@ def run_all(
     results |= {name: through_a_trial(model, gang, extra, also) for name, extra in WHOLE.items() if name in wanted}
     if "megatron" not in layout:
         results["start"] = start(model, gang, layout)
+        results["mixed"] = mixed_sequences(model, gang, layout)
     results["half"] = half_precision(model, gang, layout)
     results["forward"] = forward(model, gang, layout)
     results["poison"] = {how: poison(model, gang, how, layout) for how in (("nan",) if layout else ("raises", "nan"))}
@@ -197,6 +199,22 @@ def start(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
         start_weights.fill = fill
     every = [msgspec.msgpack.decode(text) for text in gang.gather(msgspec.msgpack.encode([*counts, mine]))]
     return found | {"counts": every, "elements": sum(p.numel() for p in backend._policy.parameters())}
+
+
+def mixed_sequences(model: Path, gang: Gang, layout: str) -> list[str]:
+    """What the check at the start says, on every rank, of a model whose packed sequences see each other."""
+    said = []
+    for attention in ("auto", "sdpa"):
+        backend: Any = make_backend(make_config(model, extra=f"{layout};model.attn_implementation={attention}"), gang)
+        body = backend._policy.model.base_model
+        forward = body.forward
+        body.forward = lambda forward=forward, **given: forward(**{**given, "position_ids": None})
+        try:
+            backend.self_check()
+            said.append("nothing")
+        except AsyncRLError as error:
+            said.append(error.code)
+    return [text.decode() for text in gang.gather(" ".join(said).encode())]
 
 
 def words(gang: Gang) -> dict[str, Any]:

@@ -99,6 +99,14 @@ def test_start_weights_read_in_parts_are_those_read_whole(results_of: Any, layou
         assert parts == mine < 0.6 * got["elements"] and whole == 0  # of 4 ranks HSDP and expert hold a half or less
 
 
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if "megatron" not in one[1]], ids=lambda one: one[1])
+def test_every_rank_refuses_packed_rows_whose_sequences_see_each_other(
+    results_of: Any, layout: tuple[int, str]
+) -> None:
+    """The cases have passed the same check with the model as it is."""
+    assert results_of(*layout)[0]["mixed"] == ["learner.packing learner.packing"] * layout[0]
+
+
 @every_layout
 def test_half_precision_has_narrow_exports(results_of: Any, single: Any, layout: tuple[int, str]) -> None:
     half, plain = results_of(*layout)[0]["half"], single(layout)[0]["plain"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from learners import attention
 from learners.backends.fsdp2 import FSDP2Backend
 from learners.gang import Gang
 from learners.update import train_step
@@ -81,6 +82,24 @@ def test_wrong_packing_is_refused_at_the_start(model: Path, gang: Gang) -> None:
     with pytest.raises(AsyncRLError) as caught:
         backend.self_check()
     assert caught.value.code == "learner.packing"
+
+
+def test_a_kernel_that_is_wrong_alike_for_rows_and_sequences_is_refused(
+    model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not causal gives a packed row and its sequences alone the same wrong log-probs."""
+    from asyncrl.errors import AsyncRLError
+
+    backend = FSDP2Backend(cases.make_config(model), gang)
+    inner = attention.attend
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "attend", lambda *given, **more: inner(*given, **{**more, "is_causal": False}))
+        attention.install(backend._policy.model)
+        with pytest.raises(AsyncRLError) as caught:
+            backend.self_check()
+    assert caught.value.code == "learner.packing"
+    attention.install(backend._policy.model)
+    backend.self_check()
 
 
 def test_half_precision_has_wide_masters(model: Path, gang: Gang) -> None:

@@ -12,7 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from asyncrl.config import parse
 from asyncrl.device import Device
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from learners import attention
 from learners.backends.base import to_device
 from learners.backends.fsdp2 import load_model
@@ -129,6 +129,59 @@ def test_lengths_of_sequences() -> None:
         attention.sequence_lengths(torch.tensor([[0, 1, 0], [0, 1, 2]]))
     with pytest.raises(AsyncRLError):
         attention.sequence_lengths(torch.zeros(3, 1, 4))
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_the_kernel_of_torch_is_asked_for_every_sequence_of_a_row(
+    monkeypatch: pytest.MonkeyPatch, width: int | None
+) -> None:
+    """It has no code for a CPU: here one call of it is answered by what its documentation says it computes."""
+    asked = []
+
+    def varlen(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        assert ends is other and ends.dtype == torch.int32 and most == most_too == max(ends.diff().tolist())
+        assert given["window_size"] == (-1, 0) and given["enable_gqa"] and all(t.is_contiguous() for t in (query, key))
+        asked.append(ends.diff().tolist())
+        parts = zip(*(one.split(ends.diff().tolist()) for one in (query, key, value)), strict=True)
+        found = [torch.nn.functional.scaled_dot_product_attention(
+            *(one.transpose(0, 1)[None] for one in part), is_causal=True, scale=given["scale"], enable_gqa=True,
+        )[0].transpose(0, 1) for part in parts]  # fmt: skip
+        return torch.cat(found)
+
+    made = samples()[:width]
+    wanted = outcome(qwen(), [packed_row(made)])
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    model = qwen()
+    assert attention.install(model, attention.VARLEN)
+    same(outcome(model, [packed_row(made)]), wanted)
+    assert asked == [[length + 1 for length in LENGTHS[:width]]] * 2
+    same(outcome(model, [padded_rows(made)]), wanted)  # several rows: a sequence at a time
+    assert len(asked) == 2
+
+
+def test_the_attention_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    cpu, cuda, npu = Device("cpu"), Device("cuda"), Device("npu")
+    assert [attention.chosen("auto", one, "bfloat16") for one in (cpu, cuda, npu)] == ["sdpa", "sdpa", attention.FLASH]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn" or None)
+    assert [attention.chosen("auto", one, "bfloat16") for one in (cpu, cuda)] == ["sdpa", attention.FLASH]
+    assert {attention.chosen("auto", one, "float32") for one in (cpu, cuda, npu)} == {"sdpa"}
+    assert attention.chosen("varlen", cuda, "bfloat16") == "sdpa" and attention.chosen("eager", cuda, "x") == "eager"
+    for device, dtype in ((cpu, "bfloat16"), (npu, "bfloat16"), (cuda, "float32")):
+        with pytest.raises(ConfigError, match="half precision") as caught:
+            attention.chosen("varlen", device, dtype)
+        assert caught.value.code == "config.conflict"
+
+
+def test_single_sequences_are_checked_under_the_plain_kernel() -> None:
+    model = qwen()
+    attention.install(model)
+    with attention.plain(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == attention.BY_SEQUENCE
+    model.set_attn_implementation("eager")  # what a user has named is not replaced by another kernel
+    with attention.plain(model):
+        assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("auto", attention.BY_SEQUENCE), ("sdpa", "sdpa"), ("eager", "eager")])

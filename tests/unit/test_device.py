@@ -44,6 +44,7 @@ def test_group_strings_keep_cpu_tensors_on_gloo() -> None:
 
 def test_features_come_from_the_table() -> None:
     assert Device("cuda").supports("flash_attention") and not Device("npu").supports("flash_attention")
+    assert Device("npu").supports("fused_attention") and not Device("cpu").supports("varlen_attention")
     assert not Device("cpu").supports("ipc")
     assert set(TABLE) == {"cpu", "cuda", "npu"}
 
