@@ -119,6 +119,16 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
     one.set_defaults(run=_report)
 
+    one = _command(commands, "export", "write a checkpoint's weights as a folder for transformers and vLLM",
+                   example="asyncrl export runs/my --step 40 --dtype bfloat16")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    one.add_argument("--step", type=int, metavar="N", help="step of a checkpoint that is kept (default: the newest)")
+    one.add_argument("--out", type=Path, metavar="FOLDER", help="new or empty (default: RUN/export-step_N)")
+    one.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+                     help="of the weights (default: auto, that of model.dtype)")  # fmt: skip
+    one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
+    one.set_defaults(run=_export)
+
     one = _command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
     one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
     one.add_argument("--timeout", type=float, default=180.0, metavar="S", help="how long to wait for its end")
@@ -309,6 +319,14 @@ def _report(args: argparse.Namespace) -> int:
 
     print(write_report(RunDir(args.folder).require(), out=args.out))
     return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from asyncrl.export import export_command
+
+    return export_command(
+        args.folder, step=args.step, out=args.out, dtype=args.dtype, max_shard_size=args.max_shard_size
+    )  # fmt: skip
 
 
 def _stop(args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ from asyncrl.rundir import RunDir, write_atomic
 RESULT, TEXT = "replay.json", "replay.txt"
 MODULE = "learners.replay"
 POLL_S = 0.3
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of an export: one file, or several
 #: What may be changed in a replay: other settings did their work before the batches were recorded.
 CHANGEABLE = (
     "learner.algorithm.", "learner.optim.", "learner.micro_batch_tokens", "learner.packing", "learner.threads",
@@ -156,8 +157,8 @@ def _final(run: RunDir, end: int, last: int) -> str:
     kept = checkpoints_in(run)
     if end in kept:
         return str(kept[end])
-    weights = run.export / "model.safetensors"
-    return str(weights) if end == last and weights.exists() and run.result.exists() else ""
+    weights = next((run.export / name for name in WEIGHTS if (run.export / name).exists()), None)
+    return str(weights) if end == last and weights is not None and run.result.exists() else ""
 
 
 # ---------------------------------------------------------------- the process

@@ -231,32 +231,23 @@ class Replay:
             return {}, (f"the distance of the final weights is not known: no checkpoint of step {last} is kept",)
         export = self._out / "export"
         self._backend.export_hf(export)
-        mine = export / "model.safetensors"
         final = Path(self._plan.final)
-        if final.suffix == ".safetensors":
-            return (distance(_saved(mine), _saved(final)) if self._gang.lead else {}), ()
+        if final.is_file():
+            return (distance(_saved(export), _saved(final.parent)) if self._gang.lead else {}), ()
         self._backend.load(final)
-        return distance(_saved(mine), self._weights()), ()
-
-    def _weights(self) -> Iterator[tuple[str, Any]]:
-        """The backend's weights as tensors. Collective."""
-        import torch
-
-        from learners.backends.fsdp2 import DTYPES
-
-        kinds: dict[str, torch.dtype] = dict(DTYPES.values())
-        specs = {spec.name: spec for spec in self._backend.weight_specs()}
-        for name, data in self._backend.iter_hf_weights():
-            tensor = torch.frombuffer(bytearray(data), dtype=kinds[specs[name].dtype])
-            yield name, tensor.reshape(specs[name].shape)
+        with tempfile.TemporaryDirectory(dir=self._out) as folder:  # as an export too: names are those of its format
+            other = Path(self._gang.share(folder.encode()).decode())
+            self._backend.export_hf(other)
+            return (distance(_saved(export), _saved(other)) if self._gang.lead else {}), ()
 
 
-def _saved(path: Path) -> Iterator[tuple[str, Any]]:
+def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
-            yield name, file.get_tensor(name)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+                yield name, file.get_tensor(name)
 
 
 def distance(mine: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> dict[str, float]:

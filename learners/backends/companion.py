@@ -133,6 +133,6 @@ class Companion:
 
         hf = self._model.model
         write_folder(
-            self._sharded, folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=hf.config,
+            self._sharded.whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=hf.config,
             generation=getattr(hf, "generation_config", None), tokenizer=Path(self._config.model.path),
         )  # fmt: skip

@@ -178,8 +178,8 @@ class FSDP2Backend:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the
         policy likewise, in folders of their own below it; of adapters merged weights, and themselves below them."""
         write_folder(
-            self._sharded, folder, dtype=self._dtype, gang=self._gang, config=self._config_json,
-            generation=self._generation, tokenizer=Path(self._config.model.path), view=self._view,
+            self._sharded.whole(view=self._view), folder, dtype=self._dtype, gang=self._gang,
+            config=self._config_json, generation=self._generation, tokenizer=Path(self._config.model.path),
         )  # fmt: skip
         if self._adapters is not None:
             self._adapters.export(folder / FOLDER)

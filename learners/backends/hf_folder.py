@@ -1,47 +1,186 @@
 """A trained module as a Hugging Face folder.
 
-Called by `fsdp2` for the policy and by `companion` for the models beside it. Guarantees:
-1. `model.safetensors` holds every parameter once, in `model.dtype`, in the names that transformers knows;
-2. collective: every rank takes part, rank 0 alone holds whole tensors and writes;
-3. it returns on every rank only after the folder is written.
-It holds all weights in the memory of rank 0's host while it writes.
+Called by `fsdp2` and `megatron` for the policy, by `companion` for the models beside it and by `learners.export` for
+what a checkpoint holds. Guarantees:
+1. weights are those of every parameter, once, in the names and layout that `save_pretrained` would give them (fused
+   experts become single ones again), in files of bounded size (`shard_files`); buffers that a model stores and never
+   trains (the bias of DeepSeek's router) are those of the start weights;
+2. beside them lie config.json with the dtype of the weights, the generation config, tokenizer, chat template and code
+   of the start weights' folder;
+3. `write_folder` is collective: every rank takes part, rank 0 alone holds whole tensors and writes, and all return
+   after the folder is written.
+Peak memory of rank 0's host: one file (5 GB) and one tensor, with fused experts one layer's.
+
+Example: `mlp.experts.gate_up_proj` [4, 32, 32] of a Qwen3-MoE leaves as 8 tensors [16, 32], gate_proj and up_proj of 4.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from learners.backends.sharded import PLAIN, Sharded, View
+from asyncrl.errors import UNREADABLE
+from learners.backends.shard_files import MAX_BYTES, ShardFiles
 from learners.gang import Gang
 
-TOKENIZER_FILES = (
+#: What is copied from the folder of the start weights, by pattern.
+BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "vocab.txt", "merges.txt", "tokenizer.model*", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "generation_config.json", "*preprocessor_config.json",
 )  # fmt: skip
+SCORER = "ForSequenceClassification"
 
 
 def write_folder(
-    sharded: Sharded, folder: Path, *, dtype: torch.dtype, gang: Gang, config: Any, tokenizer: Path,
-    generation: Any = None, view: View = PLAIN,
+    weights: Iterable[tuple[str, Tensor]], folder: Path, *, dtype: torch.dtype, gang: Gang, config: Any,
+    tokenizer: Path, generation: Any = None, max_bytes: int = MAX_BYTES,
 ) -> None:  # fmt: skip
-    """`config.json`, `model.safetensors`, generation config, tokenizer files of the folder `tokenizer`. Collective."""
-    from safetensors.torch import save_file
+    """The folder of a model with this config; `tokenizer`: folder of the start weights. Collective.
 
-    whole = {}
-    for name, tensor in sharded.whole(view=view):
-        if gang.lead:
-            whole[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
-    if gang.lead:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(folder)
-        if generation is not None:
-            generation.save_pretrained(folder)
-        for name in TOKENIZER_FILES:
-            if (tokenizer / name).exists():
-                shutil.copyfile(tokenizer / name, folder / name)
+    `weights`: every parameter by its name in transformers, whole, valid until the next is asked for; `generation`: its
+    generation config where that folder has none.
+    """
+    writer = FolderWriter(folder, config, dtype=dtype, source=tokenizer, max_bytes=max_bytes) if gang.lead else None
+    for name, tensor in weights:
+        if writer is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.close(generation)
     gang.barrier()  # bounded: the timeout of the group
+
+
+class FolderWriter:
+    """Takes the tensors of a model one by one, on one process."""
+
+    def __init__(self, folder: Path, config: Any, *, dtype: torch.dtype, source: Path, max_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._source, self._dtype = folder, source, dtype
+        self._config = config_for(config, source=source, dtype=dtype)
+        self._skeleton = skeleton_of(self._config)
+        self._pieces = Pieces(self._skeleton)
+        self.files = ShardFiles(folder, max_bytes=max_bytes)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A parameter by its name in transformers, whole; it may change afterwards."""
+        self._take(self._pieces.add(name, tensor.to(device="cpu", dtype=self._dtype, copy=True)))
+
+    def _take(self, found: dict[str, Tensor]) -> None:
+        for name, tensor in found.items():
+            self.files.add(name, tensor)
+
+    def close(self, generation: Any = None) -> list[Path]:
+        """Write the rest; the files of weights."""
+        self._take(self._pieces.close())
+        for name, tensor in stored_buffers(self._skeleton, self._source):
+            self.files.add(name, tensor)
+        written = self.files.close()
+        self._config.save_pretrained(self._folder)
+        patterns = (*BESIDE, "*.py") if getattr(self._config, "auto_map", None) else BESIDE
+        for path in sorted({path for pattern in patterns for path in self._source.glob(pattern)}):
+            target = self._folder / path.relative_to(self._source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+        if generation is not None and not (self._folder / "generation_config.json").exists():
+            generation.save_pretrained(self._folder)
+        return written
+
+
+class Pieces:
+    """Parameters as transformers has them in memory, into what it writes: most leave at once, as they are.
+
+    Where one written tensor is made of several parameters, those of a layer are held until the layer is whole.
+    """
+
+    def __init__(self, skeleton: Any) -> None:
+        self._skeleton = skeleton
+        self._by_layer = _joins(skeleton)
+        self._held: dict[str, Tensor] = {}
+        self._layer = ""
+
+    def add(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Take one; what can leave."""
+        if self._skeleton is None:
+            return {name: tensor}
+        if not self._by_layer:
+            return self._written({name: tensor})
+        words = name.split(".")
+        number = next((place for place, word in enumerate(words) if word.isdigit()), len(words) - 1)
+        layer, ready = ".".join(words[: number + 1]), {}
+        if layer != self._layer:
+            ready, self._layer = self.close(), layer
+        self._held[name] = tensor
+        return ready
+
+    def close(self) -> dict[str, Tensor]:
+        """What is held."""
+        held, self._held = self._held, {}
+        return self._written(held) if held else {}
+
+    def _written(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        made: dict[str, Tensor] = revert_weight_conversion(self._skeleton, found)
+        # A slice of a fused tensor would keep all of it in memory, and count only itself.
+        return {name: part.clone() if part.nbytes < part.untyped_storage().nbytes() else part
+                for name, part in made.items()}  # fmt: skip
+
+
+def _joins(skeleton: Any) -> bool:
+    """Whether a written tensor is made of several parameters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    if skeleton is None:
+        return False
+    found = [one.reverse_transform() for one in get_model_conversion_mapping(skeleton, add_legacy=False)]
+    return any(isinstance(one, WeightConverter) and len(one.source_patterns) > 1 for one in found)
+
+
+def config_for(config: Any, *, source: Path, dtype: torch.dtype) -> Any:
+    """The config as it is written: with the dtype of the weights and the cache that the learner switches off."""
+    own = copy.deepcopy(config)
+    try:
+        given = json.loads((source / "config.json").read_text())
+    except (OSError, *UNREADABLE):
+        given = {}
+    own.dtype = dtype
+    own.use_cache = bool(given.get("use_cache", True)) if isinstance(given, dict) else True
+    return own
+
+
+def skeleton_of(config: Any) -> Any:
+    """The model of a config without memory for its weights; None where its class cannot be made so."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kinds = getattr(config, "architectures", None) or [""]
+    auto: Any = AutoModelForSequenceClassification if kinds[0].endswith(SCORER) else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, trust_remote_code=bool(getattr(config, "auto_map", None)))
+    except Exception:  # a foreign class may raise anything; its tensors then leave under the names that they have
+        return None
+
+
+def stored_buffers(skeleton: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the start weights that a model stores and that are no parameters."""
+    from learners.backends.megatron_weights import open_tensors
+
+    if skeleton is None:
+        return
+    kept = {name for name, _ in skeleton.named_buffers()} & set(skeleton.state_dict())
+    for path in sorted(source.glob("*.safetensors")) if kept else ():
+        file = open_tensors(path)
+        try:
+            for name in sorted(kept & set(file.keys())):
+                yield name, file.get_tensor(name)
+        finally:
+            file.__exit__(None, None, None)

@@ -171,9 +171,8 @@ class MegatronBackend:
 
     def export_hf(self, folder: Path) -> None:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0."""
-        weights: Any = self  # what `Sharded` is to a folder: `whole`
         write_folder(
-            weights, folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=self._hf,
+            self.whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=self._hf,
             generation=self._generation, tokenizer=Path(self._config.model.path),
         )  # fmt: skip
 

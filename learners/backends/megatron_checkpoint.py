@@ -111,6 +111,11 @@ class Store:
         except (OSError, SafetensorError, *UNREADABLE) as error:
             raise AsyncRLError("learner.checkpoint", f"{path} cannot be read: {error}") from error
 
+    def names(self, kind: str) -> set[str]:
+        """Tensors of this kind (`model`, `critic/model`, ..) that the files hold parts of."""
+        start = f"{kind}/"
+        return {name.removeprefix(start) for name in self._boxes if name.startswith(start)}
+
     def read(self, kind: str, part: Part) -> Tensor:
         """The elements of a part, float32.
 

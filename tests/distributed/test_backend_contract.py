@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 import ranks
+import torch
 
 from asyncrl.errors import AsyncRLError
+from learners.export import from_files
 from learners.gang import Gang
 
 #: The first test of a layout waits for its launch, and for the one whose checkpoint that loads.
@@ -195,6 +198,23 @@ def test_the_export_is_a_hugging_face_folder(results_of: Any, single: Any, layou
     wanted = single(layout)[0]["plain"]["weights"]
     for name, parameter in loaded.named_parameters():
         np.testing.assert_allclose(parameter.detach().flatten().numpy(), wanted[name], atol=1e-5, err_msg=name)
+
+
+@every_layout
+def test_a_checkpoint_is_exported_from_its_files_alone(
+    model: Path, results_of: Any, layout: tuple[int, str], tmp_path: Path
+) -> None:
+    """Whatever backend and layout wrote it: bit by bit the weights that were saved, on one process without either."""
+    from transformers import AutoModelForCausalLM
+
+    results, out = results_of(*layout)
+    config = cases.make_config(model / job_of(layout).model)
+    assert from_files(config, out / "checkpoint", tmp_path / "export", dtype=torch.float32, max_bytes=30_000)
+    assert (tmp_path / "export" / "model.safetensors.index.json").exists()
+    state, total = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict(), hashlib.blake2b()
+    for name in results["plain"]["names"]:
+        total.update(state[name].contiguous().numpy().data)
+    assert total.hexdigest() == results["resume"]["saved"]
 
 
 @pytest.mark.parametrize(("layout", "how"), [(LAYOUTS[0], "raises"), *((layout, "nan") for layout in LAYOUTS)])

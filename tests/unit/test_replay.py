@@ -76,6 +76,8 @@ def test_the_final_weights_are_those_of_a_checkpoint_or_of_the_export(run: RunDi
     run.export.mkdir()
     (run.export / "model.safetensors").touch()
     assert plan_of(run).final == str(run.export / "model.safetensors") and plan_of(run, 0, 5).final == ""
+    (run.export / "model.safetensors").rename(run.export / "model.safetensors.index.json")  # several files
+    assert plan_of(run).final == str(run.export / "model.safetensors.index.json")
 
 
 def test_what_is_missing_is_named(run: RunDir) -> None:
