@@ -262,6 +262,7 @@ class LearnerConfig(Section, frozen=True):
     device: str = "auto"  # auto: the accelerator if there is one, else cpu
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     cpu_offload: bool = False  # parameters and optimizer state in host memory
+    reference_offload: bool = False  # the frozen reference model waits in host memory between its passes
     load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by the files
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps
     checkpoint_every: Positive = 20  # steps

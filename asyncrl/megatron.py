@@ -32,6 +32,8 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield code, "backend 'megatron' has no loss scale for float16: use bfloat16", ("model", "dtype")
     if learner.cpu_offload:
         yield code, "backend 'megatron' has no cpu_offload: use fsdp2", ("learner", "cpu_offload")
+    if learner.reference_offload:
+        yield code, "backend 'megatron' has no reference_offload: use fsdp2", ("learner", "reference_offload")
     if learner.optim.name != "adamw":
         yield code, f"backend 'megatron' has no {learner.optim.name}: use adamw or fsdp2", ("learner", "optim", "name")
     if learner.compile:

@@ -5,7 +5,8 @@ from other weights than the policy. Guarantees:
 1. it is the language model of `model.path` (or `path`) in the run's dtype, whatever was trained since, also after a
    restart;
 2. it is sharded like the policy, has no gradients and no optimizer state, and is in no checkpoint and no export;
-3. packing, chunks and (unless given) temperature are those of the policy: before the first update both give the same
+3. with `learner.reference_offload` its parameters lie in host memory between passes;
+4. packing, chunks and (unless given) temperature are those of the policy: before the first update both give the same
    log-probs.
 """
 
@@ -31,6 +32,7 @@ class Reference:
         from learners.logprobs import PolicyModel
 
         self._device = gang.device
+        self._waits_on_host = config.learner.reference_offload and not config.learner.cpu_offload
         self._policy = PolicyModel(
             load_model(config, gang.device, path=path),
             temperature=config.sampling.temperature if temperature is None else temperature,
@@ -44,9 +46,14 @@ class Reference:
     def logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs `[N]` of each micro-batch. Collective."""
         found = []
+        if self._waits_on_host:
+            self._policy.to(self._device.torch_device)
         for piece in micro:
             t = to_device(piece, self._device.torch_device)
             found.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False)[0])
         for unit in self._units:
             unit.reshard()
+        if self._waits_on_host:
+            self._policy.to("cpu")
+            self._device.empty_cache()
         return found

@@ -1,6 +1,7 @@
-"""What trains beside the policy, and training on rows as they are, where rows or matrices are split over two ranks.
+"""What trains beside the policy, and training on rows as they are, where rows, matrices or experts are split over two
+ranks, or weights are held twice.
 
-`ranks` runs `run_all` on two ranks in both layouts, `test_split_ranks.py` on one without any.
+`ranks` runs `run_all` on two ranks in all layouts, `test_split_ranks.py` on one without any.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ import supervised_cases
 
 from learners.gang import Gang
 
-LAYOUTS = ("sequence", "tensor")
 CASES = ("critic", "process", "sft", "dpo", "reward_model")
+#: What is run in a layout, and with which model.
+LAYOUTS = {
+    "sequence": (CASES, ""),
+    "tensor": (CASES, ""),
+    "replicate": (("critic", "process", "dpo"), ""),
+    "expert": (("critic", "process"), ranks.MOE),
+}
 
 
 def case(model: Path, gang: Gang, name: str, layout: str) -> dict[str, Any]:
@@ -29,12 +36,13 @@ def case(model: Path, gang: Gang, name: str, layout: str) -> dict[str, Any]:
 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
-    """Results by layout and case; with one rank those of no layout."""
+    """Results by layout and case; with one rank those of no layout, by model and case."""
     if gang.size == 1:
-        return {name: case(model, gang, name, "") for name in CASES}
+        wanted = {(folder, name) for names, folder in LAYOUTS.values() for name in names}
+        return {f"{folder} {name}": case(model / folder, gang, name, "") for folder, name in sorted(wanted)}
     found = {}
-    for split in LAYOUTS:
+    for split, (names, folder) in LAYOUTS.items():
         layout = f"learner.ranks=2;learner.parallel.{split}=2"
         same = ranks.in_layout(gang, layout)
-        found |= {f"{split} {name}": case(model, same, name, layout) for name in CASES}
+        found |= {f"{split} {name}": case(model / folder, same, name, layout) for name in names}
     return found

@@ -102,6 +102,23 @@ def test_a_kernel_that_is_wrong_alike_for_rows_and_sequences_is_refused(
     backend.self_check()
 
 
+def test_the_reference_waits_on_the_host(model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device is a CPU nothing moves: what is asked for is seen, and that log-probs are the same."""
+    wanted = FSDP2Backend(cases.make_config(model), gang)
+    config = cases.make_config(model, extra="learner.reference_offload=true")
+    backend, moves = FSDP2Backend(config, gang), []
+    (part,) = cases.cut(14, 1, config, gang)
+    (first, *_), (again, *_) = (one.reference_logprobs(part.micro) for one in (wanted, backend))
+    policy = backend._reference._policy  # type: ignore[union-attr]
+    move, forward = policy.to, policy.forward
+    monkeypatch.setattr(policy, "to", lambda place: moves.append(str(place)) or move(place))
+    monkeypatch.setattr(policy, "forward", lambda *given, **more: moves.append("pass") or forward(*given, **more))
+    monkeypatch.setattr(type(gang.device), "empty_cache", lambda self: moves.append("emptied"))
+    third = backend.reference_logprobs(part.micro)[0]
+    assert moves == ["cpu", *["pass"] * len(part.micro), "cpu", "emptied"]
+    assert torch.equal(first, again) and torch.equal(first, third)
+
+
 def test_half_precision_has_wide_masters(model: Path, gang: Gang) -> None:
     backend = FSDP2Backend(cases.make_config(model, extra="model.dtype=bfloat16"), gang)
     assert {p.dtype for p in backend._policy.parameters()} == {torch.float32}
