@@ -86,7 +86,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 		$(VLLM_VENV)/bin/python -m pytest -m "not chaos" -k vllm \
 		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(BIN)/python -m pytest -n 0 -m "not chaos" tests/e2e/test_vllm_run.py
+		$(BIN)/python -m pytest -n 0 -m "not chaos" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py
 
 # SGLang has an environment of its own too. Its requirements are for GPUs; without one a copy of the vllm environment
 # (torch for a CPU and most of what SGLang imports) and the rest without dependencies: a test rig, 3 GB. On a GPU host:

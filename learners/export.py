@@ -217,7 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-shard-size", default="5GB", help="largest file of weights, such as 5GB or 500MB")
     args = parser.parse_args(argv)
     try:
-        config = load(RunDir(args.run).require().config)
+        run = RunDir(args.run).require()
+        config = load(run.config)  # the folder may have been moved since
+        config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(run.root)))
         lead = int(os.environ.get("RANK", "0")) == 0
         target = export(
             config, step=args.step, out=args.out, dtype=args.dtype, max_bytes=size_of(args.max_shard_size),

@@ -265,12 +265,14 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 
 def test_the_command_becomes_the_exporter(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     become: list[Any] = []
-    run = RunDir(made[0].run_dir).root
+    run = tmp_path / "moved"
+    shutil.copytree(RunDir(made[0].run_dir).root, run)
 
     def replace(program: str, words: list[str], env: Any) -> None:
         become.extend((program, words, env))
 
     export_command(run, step=2, out=tmp_path / "out", dtype="float16", max_shard_size="20KB", replace=replace)
+    export_command(run, step=None, out=None, dtype="auto", max_shard_size="5GB", replace=replace)
     assert become[0] == sys.executable and become[1][1:3] == ["-m", "learners.export"]
     assert str(ROOT) in become[2]["PYTHONPATH"].split(os.pathsep)
     assert exporter.main(become[1][3:]) == 0
@@ -279,3 +281,4 @@ def test_the_command_becomes_the_exporter(made: Any, tmp_path: Path, capsys: pyt
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.float16}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     assert exporter.main(become[1][3:]) == 2 and "not empty" in capsys.readouterr().err
+    assert exporter.main(become[4][3:]) == 0 and (run / "export-step_000002" / "model.safetensors").exists()
