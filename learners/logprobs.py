@@ -3,7 +3,8 @@
 Called by the backends: `PolicyModel` is the root module that is sharded, so that the output head is unsharded while
 it is used here. Guarantees:
 1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
-   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each;
+   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each, and the last chunk of it
+   for the backward pass, which needs no more room at once than the forward pass did;
 2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
 3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
 4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
@@ -43,12 +44,13 @@ class TokenNumbers(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """What one pass over the chunks finds, `[N]` each."""
+    """What one pass over the chunks finds, `[N]` each; `softmax` `[n, V]` is that of the last chunk."""
 
     logprobs: Tensor
     entropy: Tensor
     lse: Tensor
     square_sums: Tensor | None
+    softmax: Tensor | None
 
 
 def _pass(  # noqa: PLR0917 - as torch passes them to the function below
@@ -58,34 +60,40 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
     square_sums = torch.empty_like(lse) if squares else None
+    softmax: Tensor | None = None
     for start in range(0, targets.numel(), chunk):
         part = slice(start, start + chunk)
+        softmax = None  # before the next one is made
         logits = _logits(hidden[part], weight, bias, temperature)
-        lse[part] = logits.logsumexp(-1)
+        softmax = logits.softmax(-1)
+        # From the largest entry, which is at least 1 / V: no precision is lost, and no second exp is needed.
+        lse[part] = logits.amax(-1) - softmax.amax(-1).log_()
         logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
-        probabilities = (logits - lse[part, None]).exp_()
         if square_sums is not None:
             # A norm makes no copy of its input, as a square would; at least 1 / V, so that no precision is lost.
-            square_sums[part] = torch.linalg.vector_norm(probabilities, dim=-1).square()
-        entropy[part] = lse[part] - probabilities.mul_(logits).sum(-1)
-    return _Chunks(logprobs, entropy, lse, square_sums)
+            square_sums[part] = torch.linalg.vector_norm(softmax, dim=-1).square()
+        entropy[part] = lse[part] - logits.mul_(softmax).sum(-1)
+        del logits
+    return _Chunks(logprobs, entropy, lse, square_sums, softmax)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps logsumexp and entropy; backward computes the softmax again, chunk by chunk, in place."""
+    """Forward keeps logsumexp, entropy and the last chunk's softmax; backward computes the others again, in place."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, lse, _ = _pass(hidden, weight, bias, targets, temperature, chunk)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
+        logprobs, entropy, lse, _, softmax = _pass(hidden, weight, bias, targets, temperature, chunk)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, softmax)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy, softmax = ctx.saved_tensors
+        up = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.empty_like(hidden)
         # A frozen head (LoRA) spares the product and the room.
         grad_weight = None
@@ -94,13 +102,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
         for start in range(0, targets.numel(), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
-            # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy); in two buffers of [n, V]
-            grad = logs.exp().neg_()
-            logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
-            grad.mul_(logs)
-            del logs
-            grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+            # d logprob / d logit = onehot - p
+            if grad_entropy is None and start + ctx.chunk >= targets.numel():
+                grad = softmax * -up[part, None]
+            else:
+                logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
+                if grad_entropy is None:
+                    grad = logs.exp_().mul_(-up[part, None])
+                else:  # d entropy / d logit = -p (log p + entropy); in two buffers of [n, V]
+                    grad = logs.exp().neg_()
+                    grad.mul_(logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(up[part, None]))
+                del logs
+            grad.scatter_add_(-1, targets[part, None], up[part, None])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             narrow = grad.to(weight.dtype)
@@ -113,6 +126,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del grad, narrow  # before the next ones are made
         return (
             grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None,
@@ -142,10 +156,8 @@ def token_numbers(
 
     They are of `softmax(logits / temperature)` like all the rest (arXiv 2602.17616).
     """
-    logprobs, entropy, _, square_sums = _pass(
-        hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares
-    )  # fmt: skip
-    return TokenNumbers(logprobs, entropy, square_sums)
+    found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares)
+    return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
 
 
 def whole_of(tensor: Tensor) -> Tensor:

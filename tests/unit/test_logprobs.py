@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from asyncrl.errors import ConfigError
+from learners import logprobs as logprobs_module
 from learners.backends.base import to_device
 from learners.batch import Sample, packed_row, padded_rows
 from learners.logprobs import PolicyModel, check_head, chunked_logprobs, token_numbers
@@ -21,8 +22,12 @@ def full(hidden, weight, targets, bias, temperature):  # type: ignore[no-untyped
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_equal_the_full_computation(temperature: float, chunk: int, with_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("with_bias", "used"), [(False, "both"), (True, "both"), (True, "logprobs"), (True, "entropy")]
+)
+def test_values_and_gradients_equal_the_full_computation(
+    temperature: float, chunk: int, with_bias: bool, used: str
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
@@ -36,7 +41,8 @@ def test_values_and_gradients_equal_the_full_computation(temperature: float, chu
         lambda: full(hidden, weight, targets, bias, temperature),
     ):
         logprobs, entropy = compute()
-        loss = (logprobs * up_logprobs).sum() + (entropy * up_entropy).sum()
+        parts = {"logprobs": (logprobs * up_logprobs).sum(), "entropy": (entropy * up_entropy).sum()}
+        loss = sum(part for name, part in parts.items() if used in (name, "both"))
         results.append((logprobs, entropy, *torch.autograd.grad(loss, inputs)))
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
@@ -50,6 +56,28 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(
         lambda h, w: chunked_logprobs(h, w, targets, temperature=0.8, chunk_tokens=2), (hidden, weight)
     )
+
+
+def test_the_last_chunk_is_not_computed_again_and_a_second_backward_pass_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner, calls = logprobs_module._logits, []
+
+    def counted(*given):  # type: ignore[no-untyped-def]
+        calls.append(given)
+        return inner(*given)
+
+    monkeypatch.setattr(logprobs_module, "_logits", counted)
+    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.arange(10), chunk_tokens=4)
+    assert len(calls) == 3
+    first = torch.autograd.grad(logprobs.sum(), [hidden, weight], retain_graph=True)
+    assert len(calls) == 3 + 2
+    again = torch.autograd.grad(logprobs.sum(), [hidden, weight], retain_graph=True)
+    assert all(map(torch.equal, first, again))
+    calls.clear()
+    torch.autograd.grad((logprobs + entropy).sum(), [hidden, weight])
+    assert len(calls) == 3  # the entropy's gradient needs the logarithm, too
 
 
 def test_logits_never_exist_whole() -> None:
