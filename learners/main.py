@@ -66,8 +66,9 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
         reason = learner.run()
     except RuntimeError as error:
         if lost_peer(error):
-            what = str(error).splitlines()[0]
-            raise AsyncRLError("role.failed", f"rank {gang.rank} of {gang.size} lost another rank: {what}") from error
+            what = f"rank {gang.rank} of {gang.size} lost another rank: {str(error).splitlines()[0]}"
+            print(f"learner: {what}", flush=True)  # at once: torchrun kills what takes long to close its connections
+            raise AsyncRLError("role.failed", what) from error
         raise
     finally:
         watchdog.stop()

@@ -45,8 +45,10 @@ class Job(NamedTuple):
     model: str = ""  # a folder below that of the dense model
 
 
-#: Of two ranks.
-CASE_MODULES = ("backend_contract", "critic_cases", "supervised_cases", "split_cases", "eight_bit_cases")
+#: Case modules of two ranks without any layout.
+CASE_MODULES = (
+    "backend_contract", "critic_cases", "supervised_cases", "split_cases", "eight_bit_cases", "checkpoint_cases",
+)  # fmt: skip
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
     2: {name: Job(name) for name in CASE_MODULES}
