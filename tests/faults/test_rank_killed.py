@@ -1,4 +1,4 @@
-"""F33: one of two ranks is killed in mid-step, five times in a run: the gang starts anew and ends with the same bits.
+"""One of two ranks is killed in mid-step, five times in a run: the gang starts anew and ends with the same bits.
 
 The launcher and torchrun start the gang, as in any run; the batches are those of `learner_lab`, so that a gang in which
 nothing was killed says how it must end. Checkpoints are asynchronous: kills also meet the writer.
@@ -79,7 +79,7 @@ def in_step(lab: Lab, *, after: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_f33_a_rank_of_two_is_killed_five_times(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
+def test_a_rank_of_two_is_killed_five_times(recorded: Recorded, tmp_path: Path, figure: Figure) -> None:
     rng = seed_of("a rank of two")
     wanted = undisturbed(recorded, tmp_path / "whole")
     lab = recorded.lab(tmp_path / "killed", steps=STEPS, extra=SETTINGS)
