@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -55,20 +56,28 @@ def make_tokenizer(directory: str | Path, *, characters: str = CHARACTERS) -> Pr
     return tokenizer
 
 
-def make_tiny_qwen3(
-    vocab_size: int,
-    *,
-    seed: int = 0,
-    hidden_size: int = 128,
-    layers: int = 3,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    mlp_size: int = 384,
-    max_positions: int = 512,
-    rope_theta: float = 10_000.0,
-    initializer_range: float = 0.02,
-) -> Qwen3ForCausalLM:
+class Sizes(TypedDict, total=False):
+    """What of a tiny model can be set; `DEFAULTS` has the rest."""
+
+    hidden_size: int  # model width
+    layers: int  # decoder layers
+    heads: int  # query heads
+    kv_heads: int  # key-value heads; must divide `heads`
+    head_dim: int  # width of a head
+    mlp_size: int  # inner width of the gated MLP
+    max_positions: int  # longest sequence in tokens
+    rope_theta: float  # base of the rotary embedding
+    initializer_range: float  # standard deviation of the initial weights
+
+
+DEFAULTS: Sizes = {
+    "hidden_size": 128, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32, "mlp_size": 384, "max_positions": 512,
+    "rope_theta": 10_000.0, "initializer_range": 0.02,
+}  # fmt: skip
+_SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def make_tiny_qwen3(vocab_size: int, *, seed: int = 0, **sizes: Unpack[Sizes]) -> Qwen3ForCausalLM:
     """Return a freshly initialised Qwen3, fp32, on the CPU, in training mode.
 
     The defaults give about 0.6 million parameters. The caller's random state is left as it was.
@@ -76,49 +85,47 @@ def make_tiny_qwen3(
     Args:
         vocab_size: number of tokens; ids 0, 1, 2 are taken as pad, bos, eos.
         seed: seed of the weights.
-        hidden_size: model width.
-        layers: number of decoder layers.
-        heads: query heads.
-        kv_heads: key-value heads; must divide `heads`.
-        head_dim: width of a head.
-        mlp_size: inner width of the gated MLP.
-        max_positions: longest sequence in tokens.
-        rope_theta: base of the rotary embedding.
-        initializer_range: standard deviation of the initial weights.
+        sizes: see `Sizes`.
 
     Raises:
+        TypeError: a size that there is not.
         ValueError: `kv_heads` does not divide `heads`, or the vocabulary has no room for a character.
     """
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads {kv_heads} must divide heads {heads}")
-    if vocab_size <= len(SPECIAL_TOKENS):
-        raise ValueError(f"vocab_size must exceed {len(SPECIAL_TOKENS)}, got {vocab_size}")
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=mlp_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        initializer_range=initializer_range,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        tie_word_embeddings=True,
-        attention_dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
+    if unknown := sizes.keys() - DEFAULTS.keys():
+        raise TypeError(f"no such size: {min(unknown)}")
+    config = _tiny_config(vocab_size, {**DEFAULTS, **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **_SPECIAL_IDS
     )
     model.train()
     return model
+
+
+def _tiny_config(vocab_size: int, sizes: Sizes) -> Qwen3Config:
+    """The configuration of a model with all sizes given."""
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ValueError(f"kv_heads {sizes['kv_heads']} must divide heads {sizes['heads']}")
+    if vocab_size <= len(SPECIAL_TOKENS):
+        raise ValueError(f"vocab_size must exceed {len(SPECIAL_TOKENS)}, got {vocab_size}")
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["mlp_size"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        max_position_embeddings=sizes["max_positions"],
+        initializer_range=sizes["initializer_range"],
+        rope_parameters={"rope_type": "default", "rope_theta": sizes["rope_theta"]},
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        dtype="float32",
+        **_SPECIAL_IDS,
+    )
 
 
 def save_model(directory: str | Path, model: Qwen3ForCausalLM) -> None:
