@@ -9,7 +9,9 @@ it is used here. Guarantees:
 3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
 4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
 5. log-probs and entropies are the same bits with and without the squares, which never have a gradient.
-It refuses heads that change their logits (soft caps, scales): see `check_head`.
+Where tensor parallelism splits the rows of the head over ranks, each computes the logits of its own rows
+(`split_logprobs`): the same numbers up to rounding. It refuses heads that change their logits (soft caps, scales): see
+`check_head`.
 
 Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.040, sum of squares 0.375.
 """
@@ -20,6 +22,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,6 +44,52 @@ class TokenNumbers(NamedTuple):
     logprobs: Tensor
     entropy: Tensor  # nats
     square_sums: Tensor | None  # sum over the vocabulary of p^2, 1 / V .. 1; None where it was not asked for
+
+
+class Vocabulary(NamedTuple):
+    """The rows of an output head that this rank holds: from `start` on of the vocabulary that `group` splits."""
+
+    group: Any
+    start: int
+
+    def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Over the ranks, in place."""
+        dist.all_reduce(values, op, group=self.group)  # bounded: the timeout of the group
+        return values
+
+    def own(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Which targets `[n]` lie on this rank, and their places in its `count` rows (0 for the others)."""
+        places = targets - self.start
+        mine = (places >= 0) & (places < count)
+        return mine, torch.where(mine, places, 0)
+
+
+def _split_pass(  # noqa: PLR0917 - as `_pass`
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary,
+    *, squares: bool = False,
+) -> _Chunks:  # fmt: skip
+    """As `_pass` from this rank's part of the logits: of all others only maxima and sums are known."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
+    square_sums = torch.empty_like(lse) if squares else None
+    for start in range(0, targets.numel(), chunk):
+        part = slice(start, start + chunk)
+        logits = _logits(hidden[part], weight, None, temperature)
+        top = split.sum(logits.amax(-1), dist.ReduceOp.MAX)
+        mine, places = split.own(targets[part], weight.shape[0])
+        sums = [mine * logits.gather(-1, places[:, None]).squeeze(-1)]  # the target's logit, from the rank that has it
+        weights = (logits - top[:, None]).exp_()
+        sums.append(weights.sum(-1))
+        if squares:
+            sums.append(torch.linalg.vector_norm(weights, dim=-1).square())
+        sums.append(weights.mul_(logits).sum(-1))
+        target, total, *square, weighted = split.sum(torch.stack(sums))
+        lse[part] = top + total.log()
+        logprobs[part] = target - lse[part]
+        entropy[part] = lse[part] - weighted / total
+        if square_sums is not None:
+            square_sums[part] = square[0] / total.square()
+    return _Chunks(logprobs, entropy, lse, square_sums)
 
 
 class _Chunks(NamedTuple):
@@ -75,6 +124,71 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
         entropy[part] = lse[part] - logits.mul_(softmax).sum(-1)
         del logits
     return _Chunks(logprobs, entropy, lse, square_sums, softmax)
+
+
+class _SplitLogprobs(torch.autograd.Function):
+    """As `_ChunkedLogprobs`, with the rows of a vocabulary that this rank holds. Every rank of the group has the same
+    hidden states and the same loss: the gradient of hidden states is summed over them, that of the rows is whole."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - torch passes by position
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, lse, _ = _split_pass(hidden, weight, targets, temperature, chunk, split)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.temperature, ctx.chunk, ctx.split = temperature, chunk, split
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty(hidden.shape, dtype=lse.dtype, device=hidden.device)
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        for start in range(0, targets.numel(), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logs = _logits(hidden[part], weight, None, ctx.temperature).sub_(lse[part, None])
+            grad = logs.exp().neg_()  # as in `_ChunkedLogprobs`
+            logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
+            grad.mul_(logs)
+            del logs
+            mine, places = ctx.split.own(targets[part], weight.shape[0])
+            grad.scatter_add_(-1, places[:, None], (mine * grad_logprobs[part])[:, None])
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            grad_hidden[part] = grad.to(weight.dtype) @ weight
+            grad_weight += grad.to(hidden.dtype).T @ hidden[part]
+        whole = ctx.split.sum(grad_hidden).to(hidden.dtype)
+        return whole, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def split_logprobs(
+    hidden: Tensor, rows: Tensor, targets: Tensor, split: Vocabulary, *, temperature: float = 1.0,
+    chunk_tokens: int = 1024, squares: bool = False,
+) -> tuple[Tensor, Tensor] | TokenNumbers:  # fmt: skip
+    """As `chunked_logprobs`, or as `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
+
+    Neither the head nor a row of logits is ever whole. Two reductions over the ranks for each chunk, and one of
+    `[N, H]` in the backward pass.
+    """
+    if squares:
+        with torch.no_grad():
+            found = _split_pass(hidden, rows, targets, temperature, chunk_tokens, split, squares=True)
+        return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
+    result: tuple[Tensor, Tensor] = _SplitLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, rows, targets, temperature, chunk_tokens, split
+    )
+    return result
+
+
+def vocabulary_of(weight: Tensor) -> Vocabulary | None:
+    """How the rows of an output head lie on ranks; None where it is whole, or split otherwise."""
+    if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+        return None
+    mesh, rows = weight.device_mesh, weight.shape[0]
+    each = -(-rows // mesh.size())
+    if each * (mesh.size() - 1) >= rows:  # a rank without a row
+        return None
+    return Vocabulary(mesh.get_group(), each * mesh.get_local_rank())
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -208,9 +322,16 @@ class PolicyModel(nn.Module):
             return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
         states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
         head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
+        split, bias = vocabulary_of(head.weight), getattr(head, "bias", None)
+        if split is not None and bias is None:
+            rows = head.weight.to_local(grad_placements=head.weight.placements)
+            return split_logprobs(
+                hidden, rows, targets, split, temperature=self.temperature, chunk_tokens=self.chunk_tokens,
+                squares=squares,
+            )  # fmt: skip
         weight = whole_of(head.weight)
         options: dict[str, Any] = {
-            "bias": getattr(head, "bias", None), "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
+            "bias": bias, "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
         }  # fmt: skip
         if squares:
             numbers = token_numbers(hidden, weight, targets, squares=True, **options)

@@ -19,7 +19,7 @@ from ranks import settings
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
-from learners import update
+from learners import logprobs, update
 from learners.backends import start_weights
 from learners.backends.base import Backend
 from learners.backends.shards import local_of
@@ -167,8 +167,15 @@ def forward(model: Path, gang: Gang, layout: str) -> dict[str, Any]:
     backend = make_backend(config, gang)
     share = cut(14, 1, config, gang)
     (part,) = share
-    numbers = backend.forward_numbers(part.micro, squares=True)
+    calls: list[int] = []
+    given = logprobs.split_logprobs
+    logprobs.split_logprobs = lambda *inputs, **more: calls.append(len(inputs)) or given(*inputs, **more)
+    try:
+        numbers = backend.forward_numbers(part.micro, squares=True)
+    finally:
+        logprobs.split_logprobs = given
     found = {
+        "split_heads": len(calls),
         "logprobs": by_sample(part, backend.forward_logprobs(part.micro), gang),
         "again": by_sample(part, [piece.logprobs for piece in numbers], gang),
         "entropy": by_sample(part, [piece.entropy for piece in numbers], gang),

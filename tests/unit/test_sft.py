@@ -88,6 +88,12 @@ def test_default_model_has_about_600k_parameters_and_is_deterministic() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("sizes", "kind"), [({"layer": 2}, TypeError), ({"kv_heads": 3}, ValueError)])
+def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=min(sizes)):
+        make_tiny_qwen3(46, **sizes)  # type: ignore[arg-type]
+
+
 def test_saved_model_loads_as_an_ordinary_checkpoint(tmp_path: Path) -> None:
     model = small_model()
     make_tokenizer(tmp_path)
