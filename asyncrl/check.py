@@ -298,17 +298,20 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
         what = f"backend {config.learner.backend!r} needs the package {package}, which this environment lacks"
         remedy = f"pip install 'asyncrl[{config.learner.backend}]'"
         yield ConfigError("config.extra", what, where="learner.backend", remedy=remedy)
-    yield from check_optimizers(config)
-    if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
-        what = "adapters need the package peft, which this environment lacks"
-        yield ConfigError("config.extra", what, where="learner.lora.rank", remedy="pip install 'asyncrl[lora]'")
+    yield from check_extras(config)
     python = config.producers.python
     if python and not shutil.which(python):
         yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
 
 
-def check_optimizers(config: Config) -> Iterator[AsyncRLError]:
-    """The package of an optimizer that is an extra is installed."""
+def check_extras(config: Config) -> Iterator[AsyncRLError]:
+    """The packages of adapters, optimizers and kernels that are extras are installed."""
+    if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
+        what = "adapters need the package peft, which this environment lacks"
+        yield ConfigError("config.extra", what, where="learner.lora.rank", remedy="pip install 'asyncrl[lora]'")
+    if config.learner.liger and importlib.util.find_spec("liger_kernel") is None:
+        yield ConfigError("config.extra", "learner.liger needs the package liger-kernel, which this environment lacks",
+                          where="learner.liger", remedy="pip install 'asyncrl[cuda]'")  # fmt: skip
     for name in ("optim", "critic", "process_reward"):
         if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             what = f"learner.{name}.name = 'adamw_8bit' needs the package torchao, which this environment lacks"

@@ -264,6 +264,7 @@ class LearnerConfig(Section, frozen=True):
     cpu_offload: bool = False  # parameters and optimizer state in host memory
     reference_offload: bool = False  # the frozen reference model waits in host memory between its passes
     load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by the files
+    liger: bool = False  # Liger's fused kernels for norms, rotary embeddings and gated MLPs; needs a CUDA device
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps
     checkpoint_every: Positive = 20  # steps
     checkpoint_keep: Positive = 2  # the last so many stay

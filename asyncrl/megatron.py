@@ -36,6 +36,8 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield code, "backend 'megatron' has no reference_offload: use fsdp2", ("learner", "reference_offload")
     if learner.optim.name != "adamw":
         yield code, f"backend 'megatron' has no {learner.optim.name}: use adamw or fsdp2", ("learner", "optim", "name")
+    if learner.liger:
+        yield code, "backend 'megatron' has no liger: use fsdp2", ("learner", "liger")
     if learner.compile:
         yield code, "backend 'megatron' does not compile layers: use fsdp2", ("learner", "compile")
     entry = algorithms.ADVANTAGES.get(learner.algorithm.advantage) if learner.mode == "rl" else None

@@ -68,9 +68,10 @@ def _of_the_optimizer(config: Config) -> Iterator[Conflict]:
     if learner.backend != "fsdp2":
         return
     split = [name for name in ("tensor", "sequence", "expert") if getattr(learner.parallel, name) > 1]
-    if learner.compile and split:
-        yield ("config.conflict", f"learner.compile with learner.parallel.{split[0]} is not supported",
-               ("learner", "compile"))  # fmt: skip
+    for switch in ("compile", "liger"):
+        if getattr(learner, switch) and split:
+            yield ("config.conflict", f"learner.{switch} with learner.parallel.{split[0]} is not supported",
+                   ("learner", switch))  # fmt: skip
     for name in ("optim", "critic", "process_reward"):
         if getattr(learner, name).name == "muon" and {"tensor", "expert"} & set(split):
             yield ("config.conflict", f"learner.{name}.name = 'muon' needs whole matrices: not with "

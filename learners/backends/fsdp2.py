@@ -28,7 +28,7 @@ from asyncrl.config import Config, OptimConfig
 from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.lora import sends_adapters
-from learners import attention, sequence
+from learners import attention, liger, sequence
 from learners.backends import layout, start_weights
 from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
@@ -257,6 +257,8 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
         attention.install(model, attention.VARLEN)
     elif config.model.attn_implementation == "auto" and wanted == "sdpa" and not config.learner.compile:
         attention.install(model)  # lengths of sequences are read from the device: compiled layers have the dense mask
+    if config.learner.liger:
+        liger.install(model, device)
     if config.learner.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

@@ -242,8 +242,10 @@ def test_a_backend_without_its_package_is_said_before_the_run(monkeypatch: pytes
     assert not list(check_plugins(config()))
 
 
-def test_an_optimizer_without_its_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lacks_its_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (found,) = check_plugins(config(**{"learner.liger": "true"}))
+    assert found.code == "config.extra" and found.where == "learner.liger" and "asyncrl[cuda]" in found.remedy
     (found,) = check_plugins(config(**{"learner.critic.name": "adamw_8bit"}))
     assert found.code == "config.extra" and found.where == "learner.critic.name" and "optim-8bit" in found.remedy
     assert not list(check_plugins(config()))
