@@ -34,14 +34,14 @@ MEMORY_EVENTS = 200_000  # of the allocator that its history keeps
 
 #: Features: fused_adamw, flash_attention (by the package flash_attn), fused_attention (operators that come with the
 #: device's own package), varlen_attention (torch's own kernel), triton, ipc (handles between processes), memory_history
-#: (of the allocator), pin_memory, streams.
+#: (of the allocator), pin_memory, streams, trace (by torch's own profiler).
 TABLE: dict[str, Capabilities] = {
     "cpu": Capabilities("gloo", "", "", frozenset({"fused_adamw"})),
     "cuda": Capabilities(
         "nccl", "CUDA_VISIBLE_DEVICES", "",
         frozenset({
             "fused_adamw", "flash_attention", "varlen_attention", "triton", "ipc", "memory_history", "pin_memory",
-            "streams",
+            "streams", "trace",
         }),
     ),
     "npu": Capabilities(

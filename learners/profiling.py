@@ -3,7 +3,7 @@
 Called by `learners.loop` on every rank; does nothing where `learner.profile` names neither this step nor this rank.
 Guarantees:
 1. steps outside of the range cost nothing; training is the same inside, only slower;
-2. a trace is Chrome's format, gzipped (chrome://tracing, ui.perfetto.dev): host and, where there is one, device; passes
+2. a trace is Chrome's format, gzipped (chrome://tracing, ui.perfetto.dev): host and, on CUDA, device; passes
    are named "asyncrl: ...";
 3. the allocator's history (`memory`) exists on CUDA alone: elsewhere that is said, and `memory_bytes` of the metrics
    says how it goes by step. It is written as JSON, and as a page for a browser (which fetches the viewer's script);
@@ -49,7 +49,7 @@ class Profiler:
             self._say(f"learner.profile.memory: a {self._device.type} keeps no history of its memory; memory_bytes of "
                       "the metrics is what this process holds by step")  # fmt: skip
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
+        if self._device.supports("trace"):
             activities.append(ProfilerActivity.CUDA)
         self._running = profile(activities=activities)
         self._running.start()
