@@ -9,7 +9,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test check unit chaos install clean redis bench docs vllm test-vllm sglang test-sglang
+.PHONY: demo test check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
 
 install: $(STAMP)
 
@@ -53,6 +53,23 @@ bench: redis
 	$(BIN)/python benchmarks/bench_kv_at_swap.py
 	$(BIN)/python benchmarks/bench_weightsync.py
 	$(BIN)/python benchmarks/bench_delta.py
+	$(BIN)/python benchmarks/bench_learner.py $(if $(wildcard $(TRL_VENV)/bin/python),--trl-python $(TRL_VENV)/bin/python)
+
+# A rival of the learner's benchmark, in an environment of its own: it has requirements that nothing here needs.
+TRL ?= trl==1.16.0
+TRL_VENV ?= .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed
+
+trl: $(TRL_STAMP)
+
+$(TRL_STAMP): constraints.txt
+	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	timeout 1800 $(TRL_VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	timeout 600 $(TRL_VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt "$(TRL)"
+	touch $@
+
+bench-learner: $(STAMP) $(TRL_STAMP)
+	$(BIN)/python benchmarks/bench_learner.py --trl-python $(TRL_VENV)/bin/python
 
 docs: install
 	$(BIN)/python docs/generate.py
@@ -116,5 +133,5 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		tests/e2e/test_sglang_run.py -k real
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

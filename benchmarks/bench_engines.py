@@ -20,11 +20,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +36,10 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import reports  # noqa: E402
+from children import Child  # noqa: E402
 
 from asyncrl import config as configuration  # noqa: E402
 from asyncrl.engine import GenRequest  # noqa: E402
@@ -195,42 +195,21 @@ class Padded:
         """Nothing to stop."""
 
 
-class VLLM:
+class VLLM(Child):
     """The child process in vLLM's environment."""
 
     def __init__(self, python: Path, folder: Path, setting: Setting, log: Path) -> None:
-        script = Path(__file__).with_name("vllm_rounds.py")
-        self.log = log.open("wb")
-        self.child = subprocess.Popen(
-            [str(python), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(setting.threads), "PYTHONPATH": "",
-                 "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        super().__init__(
+            [str(python), str(Path(__file__).with_name("vllm_rounds.py"))], log=log,
+            first={"model": str(folder), "slots": 64, "max_len": MAX_PROMPT + setting.cap},
+            env={"OMP_NUM_THREADS": str(setting.threads), "PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1",
+                 "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
-        ready = self._ask({"model": str(folder), "slots": 64, "max_len": MAX_PROMPT + setting.cap})
-        self.start_s = round(ready["ready"], 1)
-
-    def _ask(self, line: dict[str, Any]) -> Any:
-        assert self.child.stdin is not None and self.child.stdout is not None
-        self.child.stdin.write(json.dumps(line) + "\n")
-        self.child.stdin.flush()
-        answer = self.child.stdout.readline()
-        if not answer:
-            raise SystemExit(f"vLLM ended with {self.child.wait(30)}: see {self.log.name}")
-        return json.loads(answer)
 
     def run(self, requests: Round, in_flight: int) -> tuple[float, int]:
         """Seconds and tokens."""
-        answer = self._ask({"in_flight": in_flight, "requests": requests})
+        answer = self.ask({"in_flight": in_flight, "requests": requests})
         return answer["seconds"], answer["tokens"]
-
-    def close(self) -> None:
-        """End its input; it shuts vLLM down."""
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        try:
-            self.child.wait(60)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
 
 
 # ---------------------------------------------------------------- figures
@@ -351,20 +330,13 @@ def main() -> None:
         for way, found in row.items():
             print(f"{n:>3} in flight {way:7} {found}")
     print(f"swap {swap}", flush=True)
-    report = {
-        "what": "tokens per second of engines over long-tailed lengths, one small Qwen3, float32, CPU",
-        "command": " ".join(["python", *sys.argv]), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "setting": msgspec.structs.asdict(setting) | {"parameters": parameters, "vocabulary": vocabulary},
-        "by_in_flight": figures, "swap": swap, "long_tail": tail_of(setting, vocabulary),
-        "wanted": WANTED, "met": met(figures, swap),
-        "machine": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "load_1m": os.getloadavg()[0],
-                    "platform": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "transformers": transformers.__version__},
-    }  # fmt: skip
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(0 if all(report["met"].values()) else 1)
+    reached = met(figures, swap)
+    reports.write(
+        results, "tokens per second of engines over long-tailed lengths, one small Qwen3, float32, CPU",
+        setting=msgspec.structs.asdict(setting) | {"parameters": parameters, "vocabulary": vocabulary},
+        by_in_flight=figures, swap=swap, long_tail=tail_of(setting, vocabulary), wanted=WANTED, met=reached,
+    )  # fmt: skip
+    sys.exit(0 if all(reached.values()) else 1)
 
 
 if __name__ == "__main__":

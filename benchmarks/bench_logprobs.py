@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from children import forget_peak, resident  # noqa: E402
 
 from learners.logprobs import chunked_logprobs  # noqa: E402
 
@@ -61,14 +63,6 @@ def way_of(name: str) -> Callable[[Tensor, Tensor, Tensor], Both]:
 # ---------------------------------------------------------------- the child
 
 
-def resident(field: str) -> int:
-    """Bytes of `VmRSS` (now) or `VmHWM` (the most since the mark was set back)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"no {field} in /proc/self/status")
-
-
 def inputs(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, head weight, targets, and the upstream gradients of log-probs and entropies; from a seed."""
     torch.manual_seed(0)
@@ -84,7 +78,7 @@ def child(name: str, shape: tuple[int, int, int], out: Path | None) -> None:
     torch.autograd.backward(logprobs.sum() + entropy.sum())  # libraries and threads are there before the mark
     hidden, weight, targets, up_logprobs, up_entropy = inputs(*shape)
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     started = time.perf_counter()
     logprobs, entropy = way_of(name)(hidden, weight, targets)
     torch.autograd.backward((logprobs * up_logprobs).sum() + (entropy * up_entropy).sum())
