@@ -89,11 +89,12 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
         entropy[part] = lse[part] - weighted / total
         if square_sums is not None:
             square_sums[part] = square[0] / total.square()
-    return _Chunks(logprobs, entropy, lse, square_sums)
+    return _Chunks(logprobs, entropy, lse, square_sums, None)
 
 
 class _Chunks(NamedTuple):
-    """What one pass over the chunks finds, `[N]` each; `softmax` `[n, V]` is that of the last chunk."""
+    """What one pass over the chunks finds, `[N]` each; `softmax` `[n, V]` is that of the last chunk, of whole
+    rows."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -134,7 +135,7 @@ class _SplitLogprobs(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - torch passes by position
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, lse, _ = _split_pass(hidden, weight, targets, temperature, chunk, split)
+        logprobs, entropy, lse, *_ = _split_pass(hidden, weight, targets, temperature, chunk, split)
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.temperature, ctx.chunk, ctx.split = temperature, chunk, split
         return logprobs, entropy

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigErrors
 from asyncrl.lora import TAKE_ADAPTERS, TAKE_WHOLE, sends_adapters
 from asyncrl.modes import DATASET
 from asyncrl.plugins import BUILT_IN
-from learners.backends.shards import about_of, load_shards, save_shard
+from learners.backends.shards import about_of, load_shards, shard_of
 from learners.logprobs import chunked_logprobs
 
 TOML = 'model.path="m"\ndata.source="a:b"\n'
@@ -92,7 +92,7 @@ def test_shards_say_what_they_are_for(tmp_path: Path) -> None:
     state = {"model/a": torch.arange(4.0)}
     for name, about in (("plain", ""), ("told", '{"base":"1"}')):
         (tmp_path / name).mkdir()
-        save_shard(tmp_path / name, state, rank=0, extra={}, about=about)
+        shard_of(state, rank=0, extra={}, copy=False, about=about).save(tmp_path / name)
         assert about_of(tmp_path / name) == about
         filled = {"model/a": torch.zeros(4)}
         load_shards(tmp_path / name, filled, rank=0, ranks=1)

@@ -16,7 +16,7 @@ from asyncrl.config import OptimConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from learners.backends.layout import clip_gradients
 from learners.backends.optimizers import Optimizers, make_optimizer
-from learners.backends.shards import load_shards, parts_of, save_shard
+from learners.backends.shards import load_shards, parts_of, shard_of
 
 
 class Toy(nn.Module):
@@ -152,7 +152,7 @@ def test_moments_in_8_bits_follow_adamw_in_a_quarter_of_their_memory() -> None:
 def test_a_checkpoint_in_8_bits_goes_on_bitwise(tmp_path: Path) -> None:
     wide, optimizer = wide_with("adamw_8bit")
     walk(optimizer, wide, range(3))
-    save_shard(tmp_path, state_of(wide, optimizer), rank=0, extra={})
+    shard_of(state_of(wide, optimizer), rank=0, extra={}, copy=False).save(tmp_path)
     walk(optimizer, wide, range(3, 6))
     fresh, other = wide_with("adamw_8bit")
     load_shards(tmp_path, state_of(fresh, other), rank=0, ranks=1)
@@ -165,7 +165,7 @@ def test_a_checkpoint_in_8_bits_goes_on_bitwise(tmp_path: Path) -> None:
 def test_a_checkpoint_goes_from_8_bits_to_32_and_back(tmp_path: Path, first: str, then: str) -> None:
     wide, optimizer = wide_with(first)
     walk(optimizer, wide, range(3))
-    save_shard(tmp_path, state_of(wide, optimizer), rank=0, extra={})
+    shard_of(state_of(wide, optimizer), rank=0, extra={}, copy=False).save(tmp_path)
     fresh, other = wide_with(then)
     load_shards(tmp_path, state_of(fresh, other), rank=0, ranks=1)
     for key in ("exp_avg", "exp_avg_sq"):
