@@ -58,7 +58,7 @@ class FSDP2Backend:
         self._device = gang.device
         self._dtype = DTYPES[config.model.dtype][1]
         self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
-        hf = load_model(config, gang.device)
+        hf = load_model(config, gang.device, say=_print if gang.lead else str)
         self._lora = Lora(hf, decoder_layers(hf), config, gang) if config.learner.lora.rank else None
         self._view: View = PLAIN if self._lora is None else Leaving(self._lora, merged=True)
         self._policy = make_policy(hf, config)
@@ -230,11 +230,17 @@ class FSDP2Backend:
 # ---------------------------------------------------------------- building
 
 
-def load_model(config: Config, device: Device, *, path: str = "", scorer: bool = False) -> Any:
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def load_model(
+    config: Config, device: Device, *, path: str = "", scorer: bool = False, say: Callable[[str], Any] = str
+) -> Any:  # fmt: skip
     """The causal language model of `path` (else `model.path`) with float32 weights, on the host or (`learner.load`)
     yet to be read by `shard`, without a cache.
 
-    `scorer`: its body with a scalar head, as in mode reward_model.
+    `scorer`: its body with a scalar head, as in mode reward_model. `say` is told why it was read whole.
     """
     from transformers import AutoModelForCausalLM
 
@@ -245,7 +251,7 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
     }  # fmt: skip
     path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
     try:
-        model = _in_parts(config, path, scorer=scorer, **options)
+        model = _in_parts(config, path, scorer=scorer, say=say, **options)
         if model is None and scorer:
             model = load_scorer(path, seed=config.run.seed, **options)
         elif model is None:
@@ -265,7 +271,7 @@ def load_model(config: Config, device: Device, *, path: str = "", scorer: bool =
     return model
 
 
-def _in_parts(config: Config, path: str, *, scorer: bool, **options: Any) -> Any | None:
+def _in_parts(config: Config, path: str, *, scorer: bool, say: Callable[[str], Any], **options: Any) -> Any | None:
     """The model without its weights, which `shard` reads; None where it must be, or shall be, read whole."""
     how = config.learner.load
     if how == "whole" or (config.learner.lora.rank and path == config.model.path):  # adapters go into a whole model
@@ -275,6 +281,7 @@ def _in_parts(config: Config, path: str, *, scorer: bool, **options: Any) -> Any
     except start_weights.Unfit as why:
         if how == "parts":
             raise ConfigError("config.model", f"{path}: {why}", where="learner.load = 'parts'") from why
+        say(f"learner: every rank reads the whole of {path}: {why}")
         return None
 
 

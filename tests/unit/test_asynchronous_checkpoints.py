@@ -267,6 +267,8 @@ def test_a_writer_that_hangs_is_a_hang(
     with pytest.raises(AsyncRLError, match=r"the checkpoint of step 2 is not written after 0\.2 s") as caught:
         learner.run()
     door.go.set()
+    for writer in [thread for thread in threading.enumerate() if thread.name == "checkpoint"]:
+        writer.join(60)  # or it passes the fail-points of the next test
     services.close()
     assert caught.value.code == "hang"
 

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.config import parse
+from asyncrl.device import Device
+from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends import start_weights
+from learners.backends.fsdp2 import load_model
 from learners.backends.shards import Box
 from learners.backends.start_weights import Start, Unfit
 from learners.score_model import load_scorer
@@ -158,3 +161,20 @@ def test_quantized_weights_and_gaps_in_experts_are_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(Unfit, match="quantized"):
         start_weights.described(str(tmp_path), scorer=False, seed=0, **OPTIONS)
+
+
+def test_what_cannot_be_read_in_parts_is_read_whole_and_said_or_refused(tmp_path: Path) -> None:
+    qwen(tmp_path)
+    changed(tmp_path, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    said: list[str] = []
+
+    def load(how: str) -> Any:
+        text = f'model.path = "{tmp_path}"\nlearner.load = "{how}"\ndata.source = "a:b"\n[[reward]]\nfunction = "a:b"'
+        return load_model(parse(text), Device("cpu"), say=said.append)
+
+    assert not load("auto").lm_head.weight.is_meta
+    assert len(said) == 1 and "is tied to another" in said[0]
+    with pytest.raises(ConfigError, match="is tied to another") as caught:
+        load("parts")
+    assert caught.value.code == "config.model"
+    assert not load("whole").lm_head.weight.is_meta and len(said) == 1
