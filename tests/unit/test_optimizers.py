@@ -132,6 +132,8 @@ def state_of(wide: Wide, optimizer: Optimizers) -> dict[str, torch.Tensor]:
 
 def wide_with(name: str) -> tuple[Wide, Optimizers]:
     if name == "adamw_8bit":
+        import aside  # noqa: F401 - where torchao is
+
         pytest.importorskip("torchao", reason="the extra optim-8bit is not installed")
     wide = Wide()
     return wide, make_optimizer(wide, [], OptimConfig(name=name, lr=0.01), fused=False)  # type: ignore[arg-type]
