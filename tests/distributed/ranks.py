@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+import warm
 from transformers import GenerationConfig
 
 from asyncrl import config as configuration
@@ -218,10 +219,10 @@ def folder_of(home: Path, count: int) -> Path:
 
 def _launch(model: Path, out: Path, count: int) -> None:
     try:
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
              "--nproc-per-node", str(count), __file__, str(model), str(out)],
-            capture_output=True, text=True, timeout=LAUNCH_S, env=environment(), check=False,
+            capture_output=True, text=True, timeout=LAUNCH_S, env=environment(),
         )  # fmt: skip
         said = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+import warm
 
 pytest.importorskip("megatron.core")
 
@@ -89,9 +89,9 @@ def test_wrong_packing_is_refused_at_the_start(found: Any) -> None:
 def test_a_checkpoint_of_two_ranks_continues_on_one(results_of: Any, one: Any, model: Path, tmp_path: Path) -> None:
     """In a process of its own: this one trains with fsdp2."""
     script, checkpoint = Path(contract.__file__).with_name("megatron_cases.py"), results_of(2, "megatron_tensor")[1]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(script), str(model), str(checkpoint / "checkpoint"), str(tmp_path / "found.json")],
-        capture_output=True, text=True, timeout=240, check=False, env=ranks.environment(),
+        capture_output=True, text=True, timeout=240, env=ranks.environment(),
     )  # fmt: skip
     assert (tmp_path / "found.json").exists(), done.stderr[-4000:]
     got = msgspec.json.decode((tmp_path / "found.json").read_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import process_cases as cases
 import pytest
 import torch
+import warm
 from ranks import PYTHON_PATH, check_no_trace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -59,10 +59,10 @@ def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
     out = tmp_path_factory.mktemp("two")
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     environment |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
          "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
+        capture_output=True, text=True, timeout=300, env=environment,
     )  # fmt: skip
     results = out / "results.json"  # not the exit code: Gloo has been seen to abort after the last line
     assert results.exists(), done.stdout + done.stderr

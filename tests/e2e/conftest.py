@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -35,14 +36,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "torch.manual_seed(0)\n"
         "save_model(sys.argv[1], make_tiny_qwen3(len(tokenizer)))\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True, timeout=120)
+    warm.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True, timeout=120)
     return folder
 
 
 class Run:
-    """One run folder and its commands."""
+    """One run folder and its commands: forked with their roles, or (`fresh`) interpreters that start as a user's do."""
 
     def __init__(self, folder: Path, model: Path) -> None:
+        self.fresh = False
         self.folder = folder
         self.dir = folder / "run"
         self.config = folder / "run.toml"
@@ -70,7 +72,8 @@ class Run:
         return {**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
+        popen = subprocess.Popen if self.fresh else warm.popen
+        child = popen(
             [sys.executable, "-m", "asyncrl", *words], cwd=self.folder, env=self.environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip

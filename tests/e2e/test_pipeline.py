@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,7 @@ def assert_time_is_accounted_for(lines) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # type: ignore[no-untyped-def]
+    run.fresh = True
     done = run.launch()
     assert done.returncode == 0, done.stdout + run.logs()
     assert_complete(run)
@@ -67,6 +68,7 @@ def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # 
 
 def test_redis_two_learner_ranks_and_gloo(run) -> None:  # type: ignore[no-untyped-def]
     need_redis()
+    run.fresh = True
     done = run.launch("buffer.store=redis", "learner.ranks=2", "weightsync.transport=collective")
     assert done.returncode == 0, done.stdout + run.logs()
     assert_complete(run)
@@ -160,6 +162,7 @@ def test_ctrl_c_once_writes_a_checkpoint_and_leaves_nobody(run) -> None:  # type
 
 
 def test_a_killed_launcher_leaves_no_orphan(run) -> None:  # type: ignore[no-untyped-def]
+    run.fresh = True
     main = run.start("launch", "all", str(run.config), "--set", "learner.steps=2000")
     run.wait("step 2", lambda: 2 in run.steps())
     os.kill(main.pid, signal.SIGKILL)
@@ -171,7 +174,7 @@ def test_a_second_learner_is_refused_by_name(run) -> None:  # type: ignore[no-un
     run.wait("step 2", lambda: 2 in run.steps())
     first = run.pid("learner")
     words = [sys.executable, "-m", "learners.main", "--config", str(run.dir / "config.toml")]
-    second = subprocess.run(
+    second = warm.run(
         words, cwd=run.folder, env=run.environment(), capture_output=True, text=True, timeout=60, check=False
     )
     assert second.returncode == 75, second.stdout + second.stderr

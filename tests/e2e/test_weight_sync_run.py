@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from conftest import Run, alive
 from safetensors import safe_open
 
@@ -50,7 +51,7 @@ class Cluster:
     def join(self, name: str, failpoint: str = "") -> subprocess.Popen[str]:
         """One more generator, as a launcher starts it."""
         with (self.run.dir / "logs" / f"{name}.log").open("w") as log:
-            child = subprocess.Popen(
+            child = warm.popen(
                 [sys.executable, "-m", "producers.main", "--config", str(self.run.dir / "config.toml"), "--name", name],
                 cwd=self.run.folder, env=self.run.environment() | {"ASYNCRL_FAILPOINT": failpoint}, text=True,
                 stdout=log, stderr=log,
