@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from bare_config import BARE
 
 from asyncrl import wire
@@ -56,7 +57,7 @@ class Service:
 
     def start(self, wait: bool = True) -> Service:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = warm.popen(
                 [sys.executable, "-m", "buffers.server", "--config", str(self.run.config)], cwd=ROOT, stdout=log,
                 stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import buffer_lab as base
 import numpy as np
 import pytest
 import test_buffer_service as whole
+import warm
 
 from asyncrl import wire
 from asyncrl.engine import GenDelta
@@ -117,7 +117,7 @@ def test_producer_killed_between_write_and_word(make: base.Make) -> None:
     service = make().start()
     client = base.learner(service.address)
     program = KILLED.format(places=[str(Path(__file__).parents[up]) for up in (0, 1)], address=service.address)
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, "-c", program], cwd=base.ROOT, timeout=60, check=False,
         env={**os.environ, "ASYNCRL_FAILPOINT": "producer.after_place:kill:2", "PYTHONPATH": str(base.ROOT)},
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """Transport `collective` beyond the contract: who forms a group, what a member that stops costs, backends by name."""
 
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import warm
 from transport_rigs import DEADLINE_S, CollectiveRig, digests_from, reply_of, run_round
 
 from asyncrl.errors import ConfigError
@@ -162,8 +162,6 @@ rig.close()
 def test_hccl_is_chosen_by_name_over_a_stand_in(maker: str, extended: bool, hops: bool) -> None:
     """A backend registered with torch under that name, Gloo inside: selection, staging to and from tensors, rounds."""
     code = HCCL.format(maker=maker, extended=extended, hops=hops)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = warm.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "all by hccl" in done.stdout

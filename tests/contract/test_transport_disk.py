@@ -4,13 +4,13 @@ import builtins
 import errno
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import warm
 from safetensors import safe_open
 from transport_rigs import DiskRig, digests_from, run_round
 
@@ -137,7 +137,7 @@ rig.publish()
 def test_killed_while_it_writes_the_version_before_is_the_last_one(tmp_path: Path, place: str) -> None:
     name, _, count = place.partition(":")
     command = [sys.executable, "-c", KILLED, str(tmp_path), f"weightsync.{name}:kill:{count}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     root = tmp_path / "weights"
     assert [name for name in versions(root) if not name.startswith(".")] == ["v00000001"]

@@ -1,13 +1,13 @@
 """Device memory shared between processes, as far as a CPU can show it: handles to files stand in for the device's."""
 
 import base64
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+import warm
 from transport_rigs import PLAN, LocalRig, digest_of, digests_from
 
 from asyncrl.wire import Instruction
@@ -74,7 +74,7 @@ print(*(bucket_digest(group, inbox.read(number)) for number, group in enumerate(
 
 
 def test_another_process_maps_the_buckets(rig: IpcRig) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", CHILD], cwd=ROOT, input=msgspec.msgpack.encode(rig.instruction()), capture_output=True,
         timeout=60, check=False,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def test_cuda_handles_round_trip_between_processes(tmp_path: Path) -> None:
         "import sys, torch\nfrom weightsync.transports.ipc import CudaHandles\n"
         "found = CudaHandles(torch.device('cuda', 0)).open(sys.stdin.buffer.read())\nprint(int(found.long().sum()))"
     )
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", code], cwd=ROOT, input=handles.export(buffer), capture_output=True, timeout=120,
         check=False,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import warm
 
 from asyncrl import role
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig, dump
@@ -177,7 +178,7 @@ class World:
         return member
 
     def process(self, name: str, *, bucket_s: float, marks: Path) -> "subprocess.Popen[bytes]":
-        child = subprocess.Popen(
+        child = warm.popen(
             [sys.executable, __file__, str(self.run.config), name, str(bucket_s), str(marks)],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

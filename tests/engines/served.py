@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import warm
+
 END_S = 10.0
 
 
@@ -35,7 +37,7 @@ class Served:
     def start(self) -> None:
         """Start it, again on the same port."""
         with self.log.open("ab") as out:
-            self.child = subprocess.Popen(
+            self.child = warm.popen(
                 self._command, stdout=out, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import warm
 
 from asyncrl.audit import audit_file
 from asyncrl.config import Config, dump, parse
@@ -34,7 +36,6 @@ from asyncrl.rundir import RunDir, endpoint
 from buffers.client import ObserverClient, ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVER = Path(__file__).with_name("fork_server.py")
 B, G = 2, 3
 TOML = """
 model.path = "{model}"
@@ -62,64 +63,35 @@ function = "a:b"
 
 
 class Children:
-    """Learner processes from the fork server: start, kill, wait."""
+    """Learner processes: start, kill, wait."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, str(SERVER)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
-        self.codes: dict[int, int] = {}
-        self._started: list[int] = []
-        assert self._server.stdout is not None
-        os.set_blocking(self._server.stdout.fileno(), False)
-        self._text = b""
-        self._await(lambda: len(self._started) > 0, 60)
-        self._started.clear()
-
-    def _listen(self) -> None:
-        assert self._server.stdout is not None
-        while part := self._server.stdout.read(65536):
-            self._text += part
-        *lines, self._text = self._text.split(b"\n")
-        for line in lines:
-            said = json.loads(line)
-            if "code" in said:
-                self.codes[said["pid"]] = said["code"]
-            else:
-                self._started.append(said["pid"])
-
-    def _await(self, condition: Callable[[], bool], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert self._server.poll() is None, "the fork server has ended"
-            assert time.monotonic() < deadline, "the fork server does not answer"
-            time.sleep(0.003)
-            self._listen()
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, argv: list[str], *, log: Path, env: dict[str, str], limits: dict[str, int]) -> int:
-        assert self._server.stdin is not None
-        order = {"argv": argv, "env": env, "log": str(log), "limits": limits}
-        self._server.stdin.write(json.dumps(order).encode() + b"\n")
-        self._server.stdin.flush()
-        self._await(lambda: len(self._started) > 0, 20)
-        return self._started.pop()
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("ab") as out:
+            child = warm.popen(
+                [sys.executable, "-m", "learners.main", *argv], cwd=ROOT, env={**os.environ, **own, **env},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+        for limit, value in limits.items():
+            resource.prlimit(child.pid, getattr(resource, limit), (value, value))
+        self._started[child.pid] = child
+        return child.pid
 
     def running(self, pid: int) -> bool:
-        self._listen()
-        return pid not in self.codes
+        return self._started[pid].poll() is None
 
     def wait(self, pid: int, timeout: float) -> int | None:
         """The exit code (negative: the signal); None where it still runs."""
-        deadline = time.monotonic() + timeout
-        while self.running(pid) and time.monotonic() < deadline:
-            time.sleep(0.003)
-        return self.codes.get(pid)
+        with suppress(subprocess.TimeoutExpired):
+            self._started[pid].wait(timeout)
+        return self._started[pid].returncode
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(20)
+        for child in self._started.values():
+            child.kill()
 
 
 class Lab:
@@ -144,7 +116,7 @@ class Lab:
         for name in names or ("buffer", "weightsync"):
             module = {"buffer": "buffers.server", "weightsync": "weightsync.service"}[name]
             with (self.run.logs / f"{name}.log").open("ab") as log:
-                self.services[name] = subprocess.Popen(
+                self.services[name] = warm.popen(
                     [sys.executable, "-m", module, "--config", str(self.run.config)], cwd=ROOT, stdout=log, stderr=log,
                     env={**os.environ, "OMP_NUM_THREADS": "1", **env},
                 )  # fmt: skip
@@ -368,7 +340,7 @@ def make_model(folder: Path) -> Path:
         "tokenizer = make_tokenizer(sys.argv[1])\n"
         "save_model(sys.argv[1], make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120, check=False)
+    done = warm.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120)
     if done.returncode:
         pytest.fail("the tiny model could not be made")
     return folder

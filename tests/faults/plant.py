@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import redis
+import warm
 from mini_learner import Mini, load
 from proxy import Link, Proxies, free_port
 from redis.backoff import NoBackoff
@@ -153,7 +154,7 @@ class Plant:
         if role.link is not None:
             words += ["--connect", role.link.address]
         with (self.run.logs / f"{role.name}.log").open("ab") as log:
-            role.process = subprocess.Popen(
+            role.process = warm.popen(
                 [sys.executable, *program, *words, *role.words], cwd=ROOT, env={**self.env, **role.env}, stdout=log,
                 stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
