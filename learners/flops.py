@@ -8,7 +8,8 @@ Called by `learners.metered` for the metrics `model_flops` and `mfu`. Pure. Guar
    between samples of one packed row does not exist. This is about half of the convention of PaLM (arXiv 2204.02311,
    appendix B: 12 L H Q T per token and step), which counts the scores that causality masks;
 3. of a mixture's experts the active ones count, of the head the tokens that are predicted;
-4. a backward pass costs twice its forward pass (`TRAINING`: both together are 3 forward passes);
+4. a backward pass costs twice its forward pass (`TRAINING`: both together are 3 forward passes), once the products with
+   weights that are frozen; LoRA's own products (rank / width of the rest) count nothing;
 5. an architecture that is not in `FAMILIES` is a ValueError, never a guess. Those that are agree with
    `torch.utils.flop_counter` on tiny models.
 
@@ -18,7 +19,7 @@ them predicted: 2 * 357,826,560 * 100 + 2 * 136,134,656 * 40 + 24 * 4 * 14 * 64 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 #: Forward and backward pass, in forward passes.
@@ -55,15 +56,24 @@ class Costs(NamedTuple):
         """Elements that a predicted token passes: the active parameters without embeddings and norms."""
         return self.head + sum(layer.weights for layer in self.layers)
 
-    def forward(self, lengths: Iterable[int], *, predicted: int) -> int:
+    def forward(self, lengths: Sequence[int], *, predicted: int) -> int:
         """Operations of one forward pass over samples of these lengths, `predicted` tokens of which pass the head."""
         sizes = list(lengths)
         tokens = sum(sizes)
         pairs = {
             window: sum(pairs_of(size, window) for size in sizes) for window in {one.window for one in self.layers}
         }
-        body = sum(2 * one.weights * tokens + 2 * (one.scores + one.values) * pairs[one.window] for one in self.layers)
-        return body + 2 * self.head * predicted
+        attention = sum(2 * (one.scores + one.values) * pairs[one.window] for one in self.layers)
+        return attention + self._products(tokens, predicted)
+
+    def training(self, lengths: Sequence[int], *, predicted: int, frozen: bool = False) -> int:
+        """Operations of a forward and a backward pass; `frozen`: no weight has a gradient, as below LoRA's adapters."""
+        whole = TRAINING * self.forward(lengths, predicted=predicted)
+        return whole - frozen * self._products(sum(lengths), predicted)
+
+    def _products(self, tokens: int, predicted: int) -> int:
+        """Of one forward pass with all weights."""
+        return 2 * sum(one.weights for one in self.layers) * tokens + 2 * self.head * predicted
 
 
 def pairs_of(length: int, window: int = 0) -> int:

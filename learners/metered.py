@@ -23,7 +23,7 @@ import torch
 
 from asyncrl.config import Config
 from learners.batch import MicroBatch
-from learners.flops import TRAINING, Costs, costs_of
+from learners.flops import Costs, costs_of
 from learners.gang import Gang
 from learners.peaks import peak_of
 
@@ -47,7 +47,7 @@ class Meter:
         """The backend, counted."""
         learner, path = self._config.learner, self._config.model.path
         policy = self.costs(path, scorer=learner.mode == "reward_model")
-        return Metered(backend, self, policy, reference=policy)
+        return Metered(backend, self, policy, reference=policy, frozen=bool(learner.lora.rank))
 
     def beside(self, name: str, model: Any) -> Any:
         """A model beside the policy, counted."""
@@ -87,11 +87,13 @@ class Meter:
             yield
         self._spans.append((start, self._device.mark()))
 
-    def count(self, costs: Costs | None, micro: Sequence[MicroBatch], passes: int) -> None:
-        """Passes over these micro-batches."""
-        if costs is not None:
-            each = (costs.forward(lengths_of(piece), predicted=int(piece.targets.size)) for piece in micro)
-            self._operations += passes * sum(each)
+    def count(self, costs: Costs | None, micro: Sequence[MicroBatch], *, train: bool, frozen: bool = False) -> None:
+        """A forward pass over these micro-batches, with a backward pass to `train`; `frozen`: to adapters alone."""
+        for piece in micro if costs is not None else ():
+            assert costs is not None
+            lengths, predicted = lengths_of(piece), int(piece.targets.size)
+            forward = costs.forward(lengths, predicted=predicted)
+            self._operations += costs.training(lengths, predicted=predicted, frozen=frozen) if train else forward
 
     def take(self) -> tuple[float, float]:
         """Seconds of passes without gradient on this rank, operations over all shares; both begin anew. Collective."""
@@ -118,8 +120,11 @@ class Meter:
 class Metered:
     """A backend, or a model beside its policy. What is not a pass goes through untouched."""
 
-    def __init__(self, model: Any, meter: Meter, costs: Costs | None, *, reference: Costs | None = None) -> None:
+    def __init__(
+        self, model: Any, meter: Meter, costs: Costs | None, *, reference: Costs | None = None, frozen: bool = False
+    ) -> None:  # fmt: skip
         self._model, self._meter, self._costs, self._reference = model, meter, costs, reference
+        self._frozen = frozen
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
@@ -131,7 +136,7 @@ class Metered:
 
     def _scored(self, call: Callable[..., Any], costs: Costs | None) -> Callable[..., Any]:
         def scored(micro: Sequence[MicroBatch], **options: Any) -> Any:
-            self._meter.count(costs, micro, 1)
+            self._meter.count(costs, micro, train=False)
             with self._meter.scoring():
                 return call(micro, **options)
 
@@ -139,7 +144,7 @@ class Metered:
 
     def _trained(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def trained(micro: Sequence[MicroBatch], loss: Any) -> Any:
-            self._meter.count(self._costs, micro, TRAINING)
+            self._meter.count(self._costs, micro, train=True, frozen=self._frozen)
             with torch.profiler.record_function("asyncrl: forward and backward"):
                 return call(micro, loss)
 

@@ -80,6 +80,19 @@ def test_training_is_three_forward_passes(family: str) -> None:
     assert counted(model, backward=True) == TRAINING * unmasked(costs)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_frozen_weights_have_no_gradient_to_pay_for(family: str) -> None:
+    """As below adapters: everything passes a gradient on, no weight takes one."""
+    model, costs = tiny(family)
+    model.requires_grad_(False)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    products = costs.training([TOKENS], predicted=TOKENS) - costs.training([TOKENS], predicted=TOKENS, frozen=True)
+    assert products == 2 * costs.weights * TOKENS
+    assert counted(model, backward=True) == TRAINING * unmasked(costs) - products
+
+
 def test_a_dense_model_by_hand() -> None:
     costs = costs_of(QWEN_05B)
     layer = 896 * 896 + 2 * 896 * 128 + 896 * 896 + 3 * 896 * 4864  # query, keys and values, output, three matrices

@@ -21,6 +21,7 @@ from asyncrl.metrics import read_lines
 from asyncrl.profile_config import ProfileConfig
 from asyncrl.rundir import RunDir
 from learners.batch import Sample, packed_row, padded_rows
+from learners.export import export
 from learners.flops import costs_of
 from learners.gang import Gang
 from learners.metered import Meter, lengths_of
@@ -106,6 +107,26 @@ def test_a_model_beside_the_policy_counts_too(gang: Gang, model_dir: Path, tmp_p
     critic = operations(model_dir, 1, 4, scorer=True)  # its values, then its own forward and backward pass
     assert lines[0]["model_flops"] == operations(model_dir, 1, 3) + critic
     assert lines[0]["proximal_s"] > 0
+
+
+def test_below_adapters_no_weight_takes_a_gradient_and_they_are_exported(
+    gang: Gang, model_dir: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    """A checkpoint of adapters is none of the model's own tensors: its backend loads it, and writes merged weights."""
+    pytest.importorskip("peft", exc_type=ImportError)
+    lora = 'learner.lora = { rank = 2, publish = "merged" }'
+    lines, _ = ran(gang, model_dir, tmp_path / "run", lora, steps=1)
+    costs = costs_of(json.loads((model_dir / "config.json").read_text()))
+    samples = [(g.prompt_ids.size, s.response.size) for g in make_batch(1).groups for s in g.samples]
+    lengths, predicted = [int(p + r) for p, r in samples], int(sum(r for _, r in samples))
+    assert lines[0]["model_flops"] == costs.training(lengths, predicted=predicted, frozen=True)
+    assert operations(model_dir, 1, 2) < lines[0]["model_flops"] < operations(model_dir, 1, 3)
+    said: list[str] = []
+    config = make_config(model_dir, tmp_path / "run", steps=1, extra=lora)
+    folder, final = export(config, gang=gang, out=tmp_path / "out", say=said.append), RunDir(tmp_path / "run").export
+    assert len(said) == 1 and "the backend loads it" in said[0]
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (folder / name).read_bytes() == (final / name).read_bytes()
 
 
 def test_an_unknown_architecture_costs_the_figures_alone(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
