@@ -3,8 +3,8 @@
 Called by the backends: `PolicyModel` is the root module that is sharded, so that the output head is unsharded while
 it is used here. Guarantees:
 1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
-   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each, and the last chunk of it
-   for the backward pass, which needs no more room at once than the forward pass did;
+   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each, and for the backward
+   pass its last chunk, or as many of the last as fit into `KEPT_BYTES`: those are not computed again;
 2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
 3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
 4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
@@ -28,6 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError
 from learners.sequence import Split, states_of
+
+#: Of softmaxes, from the forward pass of a micro-batch to its backward pass.
+KEPT_BYTES = 128 << 20
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -89,31 +92,31 @@ def _split_pass(  # noqa: PLR0917 - as `_pass`
         entropy[part] = lse[part] - weighted / total
         if square_sums is not None:
             square_sums[part] = square[0] / total.square()
-    return _Chunks(logprobs, entropy, lse, square_sums, None)
+    return _Chunks(logprobs, entropy, lse, square_sums, [])
 
 
 class _Chunks(NamedTuple):
-    """What one pass over the chunks finds, `[N]` each; `softmax` `[n, V]` is that of the last chunk, of whole
-    rows."""
+    """What one pass over the chunks finds, `[N]` each; `kept` are the softmaxes `[n, V]` of the last chunks, of whole
+    rows alone."""
 
     logprobs: Tensor
     entropy: Tensor
     lse: Tensor
     square_sums: Tensor | None
-    softmax: Tensor | None
+    kept: list[Tensor]
 
 
 def _pass(  # noqa: PLR0917 - as torch passes them to the function below
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
-    *, squares: bool = False,
+    *, squares: bool = False, kept_bytes: int = 0,
 ) -> _Chunks:  # fmt: skip
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
     square_sums = torch.empty_like(lse) if squares else None
-    softmax: Tensor | None = None
+    again = targets.numel() - max(kept_bytes // max(weight.shape[0] * lse.itemsize, 1), 1)  # rows that are not kept
+    kept: list[Tensor] = []
     for start in range(0, targets.numel(), chunk):
         part = slice(start, start + chunk)
-        softmax = None  # before the next one is made
         logits = _logits(hidden[part], weight, bias, temperature)
         softmax = logits.softmax(-1)
         # From the largest entry, which is at least 1 / V: no precision is lost, and no second exp is needed.
@@ -123,8 +126,10 @@ def _pass(  # noqa: PLR0917 - as torch passes them to the function below
             # A norm makes no copy of its input, as a square would; at least 1 / V, so that no precision is lost.
             square_sums[part] = torch.linalg.vector_norm(softmax, dim=-1).square()
         entropy[part] = lse[part] - logits.mul_(softmax).sum(-1)
-        del logits
-    return _Chunks(logprobs, entropy, lse, square_sums, softmax)
+        if kept_bytes and (start >= again or start + chunk >= targets.numel()):
+            kept.append(softmax)
+        del logits, softmax  # before the next ones are made
+    return _Chunks(logprobs, entropy, lse, square_sums, kept)
 
 
 class _SplitLogprobs(torch.autograd.Function):
@@ -193,21 +198,25 @@ def vocabulary_of(weight: Tensor) -> Vocabulary | None:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps logsumexp, entropy and the last chunk's softmax; backward computes the others again, in place."""
+    """Forward keeps logsumexp, entropy and the last chunks' softmax; backward computes the others again, in place."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - torch passes by position
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+        kept_bytes: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
-        logprobs, entropy, lse, _, softmax = _pass(hidden, weight, bias, targets, temperature, chunk)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, softmax)
+        logprobs, entropy, lse, _, kept = _pass(
+            hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes
+        )  # fmt: skip
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *kept)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy, softmax = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
+        chunks = -(-targets.numel() // ctx.chunk)
         up = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.empty_like(hidden)
         # A frozen head (LoRA) spares the product and the room.
@@ -215,11 +224,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
-        for start in range(0, targets.numel(), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        for number in range(chunks):
+            part, known = slice(number * ctx.chunk, (number + 1) * ctx.chunk), number - chunks + len(kept)
             # d logprob / d logit = onehot - p
-            if grad_entropy is None and start + ctx.chunk >= targets.numel():
-                grad = softmax * -up[part, None]
+            if grad_entropy is None and known >= 0:
+                grad = kept[known] * -up[part, None]
             else:
                 logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
                 if grad_entropy is None:
@@ -244,7 +253,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             del grad, narrow  # before the next ones are made
         return (
             grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None,
+            None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None,
         )  # fmt: skip
 
 
@@ -256,8 +265,9 @@ def chunked_logprobs(
 
     `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`.
     """
+    kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, chunk_tokens
+        hidden, weight, bias, targets, temperature, chunk_tokens, kept_bytes
     )
     return result
 

@@ -58,8 +58,9 @@ def test_gradcheck() -> None:
     )
 
 
-def test_the_last_chunk_is_not_computed_again_and_a_second_backward_pass_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("rows", "again"), [(0, 3), (0.01, 2), (5, 2), (6, 1), (9, 1), (10, 0)])
+def test_kept_chunks_are_not_computed_again_and_a_second_backward_pass_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, rows: float, again: int
 ) -> None:
     inner, calls = logprobs_module._logits, []
 
@@ -68,13 +69,19 @@ def test_the_last_chunk_is_not_computed_again_and_a_second_backward_pass_gives_t
         return inner(*given)
 
     monkeypatch.setattr(logprobs_module, "_logits", counted)
+    monkeypatch.setattr(logprobs_module, "KEPT_BYTES", int(rows * 50 * 4))
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     logprobs, entropy = chunked_logprobs(hidden, weight, torch.arange(10), chunk_tokens=4)
     assert len(calls) == 3
     first = torch.autograd.grad(logprobs.sum(), [hidden, weight], retain_graph=True)
-    assert len(calls) == 3 + 2
-    again = torch.autograd.grad(logprobs.sum(), [hidden, weight], retain_graph=True)
-    assert all(map(torch.equal, first, again))
+    assert len(calls) == 3 + again
+    wanted = torch.autograd.grad(full(hidden, weight, torch.arange(10), None, 1.0)[0].sum(), [hidden, weight])
+    for got, right in zip(first, wanted, strict=True):
+        torch.testing.assert_close(got, right)
+    assert all(map(torch.equal, first, torch.autograd.grad(logprobs.sum(), [hidden, weight], retain_graph=True)))
+    calls.clear()
+    with torch.no_grad():
+        assert torch.equal(chunked_logprobs(hidden, weight, torch.arange(10), chunk_tokens=4)[0], logprobs)
     calls.clear()
     torch.autograd.grad((logprobs + entropy).sum(), [hidden, weight])
     assert len(calls) == 3  # the entropy's gradient needs the logarithm, too
