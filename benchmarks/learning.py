@@ -3,7 +3,7 @@ and layouts, on the demo's tasks.
 
     python benchmarks/learning.py presets [--seeds 1] [--steps 40] [--task running_sum] [--only dapo,ppo]
     python benchmarks/learning.py staleness --seeds 3 [--steps 40]
-    python benchmarks/learning.py layouts --seeds 2 [--only "one process,FSDP2 on 2 ranks"]
+    python benchmarks/learning.py layouts --seeds 2 [--only "one process;FSDP2 on 2 ranks"]
     python benchmarks/learning.py table
 
 Every run is a whole one: `asyncrl launch all configs/quickstart.toml --preset NAME` with its processes, then the audit.
@@ -134,7 +134,7 @@ def staleness(args: argparse.Namespace) -> None:
 
 def layouts(args: argparse.Namespace) -> None:
     """Back-ends and layouts, interleaved."""
-    wanted = args.only.split(",") if args.only else LAYOUTS
+    wanted = args.only.split(";") if args.only else LAYOUTS
     for seed in range(args.seeds):
         for name in wanted:
             measure(f"{args.task}/layout/{name}/{seed}", args, [], LAYOUTS[name], seed)
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--task", default="running_sum")
-    parser.add_argument("--only", default="", help="presets, with commas between them")
+    parser.add_argument("--only", default="", help="presets with commas between them, layouts with semicolons")
     parser.add_argument("--again", action="store_true", help="measure what is known too")
     args = parser.parse_args()
     if args.what != "table":
