@@ -24,20 +24,21 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import Unavailable
+from asyncrl.processes import is_alive
 from weightsync.copying import Crew, Pieces
+from weightsync.mapped import map_new
 from weightsync.plan import Plan, bucket_starts
 
 PREFIX = "asyncrl-"
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2  # while nothing is held
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 MOST_SLOTS = 4  # the pair that a delta is made of, the newest, and the next
 
 Chunks = Iterable[tuple[str, npt.NDArray[np.uint8]]]
@@ -79,7 +80,7 @@ class Staging:
         for folder in self._folders:
             for path in folder.glob(f"{self._stem}*"):
                 pid = path.name.removeprefix(self._stem).partition("-")[0]
-                if pid == str(os.getpid()) or not pid.isdigit() or not _alive(int(pid)):
+                if pid == str(os.getpid()) or not pid.isdigit() or not is_alive(int(pid)):
                     path.unlink(missing_ok=True)
 
     def fill(self, plan: Plan, chunks: Chunks) -> tuple[Slot, tuple[str, ...]]:
@@ -168,28 +169,10 @@ class Staging:
             slot.pinned = False
 
     def _make(self, size: int) -> Slot:
-        problem = "no folder"
-        for folder in self._folders:
-            self._files += 1
-            path = folder / f"{self._stem}{os.getpid()}-{self._files}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            except OSError as error:
-                problem = f"{folder}: {error.strerror}"
-                continue
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                mapping = mmap.mmap(descriptor, size)
-                with suppress(OSError):  # an older kernel: the first copy takes a fault per page, several times as long
-                    mapping.madvise(POPULATE_WRITE)
-                return Slot(path, mapping, size)
-            except OSError as error:
-                problem = f"{folder}: {error.strerror}"
-                path.unlink()
-            finally:
-                os.close(descriptor)
-        raise Unavailable("disk.full", f"no room for {size} bytes of weights ({problem})", where="weightsync staging")
+        self._files += 1
+        name = f"{self._stem}{os.getpid()}-{self._files}"
+        path, mapping = map_new(size, [folder / name for folder in self._folders], where="weightsync staging")
+        return Slot(path, mapping, size)
 
     @contextmanager
     def sending(self, slot: Slot, order: int) -> Iterator[bool]:
@@ -236,13 +219,3 @@ def _copy(plan: Plan, chunks: Chunks, buckets: list[memoryview], crew: Crew) -> 
         raise ValueError(f"chunks end before {missing.name}")
     crew.settle()
     return tuple(bucket.hexdigest() for bucket in pieces)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

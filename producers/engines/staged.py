@@ -23,20 +23,20 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from asyncrl.errors import AsyncRLError, Unavailable, WorkError
+from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.processes import is_alive
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copying import copy_digest, digest_all
+from weightsync.mapped import map_new
 from weightsync.plan import bucket_starts, by_bucket
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "asyncrl-engine-"
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 
 
 class StagedFile:
@@ -177,28 +177,10 @@ class StagedWeights:
     # ------------------------------------------------------------ files
 
     def _make(self, size: int) -> StagedFile:
-        problem = "no folder"
-        for folder in self._folders:
-            self._files += 1
-            path = folder / f"{PREFIX}{os.getuid()}-{os.getpid()}-{id(self):x}-{self._files}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            except OSError as error:
-                problem = f"{folder}: {error.strerror}"
-                continue
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                mapping = mmap.mmap(descriptor, size)
-                with suppress(OSError):  # an older kernel: the first copy takes a fault per page
-                    mapping.madvise(POPULATE_WRITE)
-                return StagedFile(path, mapping, size)
-            except OSError as error:
-                problem = f"{folder}: {error.strerror}"
-                path.unlink()
-            finally:
-                os.close(descriptor)
-        raise Unavailable("disk.full", f"no room for {size} bytes of weights ({problem})", where="staged weights")
+        self._files += 1
+        name = f"{PREFIX}{os.getuid()}-{os.getpid()}-{id(self):x}-{self._files}"
+        path, mapping = map_new(size, [folder / name for folder in self._folders], where="staged weights")
+        return StagedFile(path, mapping, size)
 
     def _remove_stale(self) -> None:
         """Remove the files of this user's processes that were killed."""
@@ -206,18 +188,8 @@ class StagedWeights:
         for folder in self._folders:
             for path in folder.glob(f"{stem}*"):
                 pid = path.name.removeprefix(stem).partition("-")[0]
-                if pid.isdigit() and not _alive(int(pid)):
+                if pid.isdigit() and not is_alive(int(pid)):
                     path.unlink(missing_ok=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class Labels:
