@@ -29,6 +29,7 @@ from asyncrl.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.decoder import Decoder
 from producers.engines.loading import TRIED, build_decoder, load_model
+from producers.engines.requests import problem_of
 from producers.engines.weights import ModelWeights
 
 T = TypeVar("T")
@@ -153,23 +154,8 @@ class HFEngine:
                 self._commands.put(lambda: _forget(decoder, request.id))
 
     def _check(self, request: GenRequest) -> None:
-        prompt, config = request.prompt_ids, self._config
-        problem = ""
-        if request.id in self._outboxes:
-            problem = f"request id {request.id!r} is in use"
-        elif not 1 <= len(prompt) - request.begun <= config.data.max_prompt_tokens:
-            problem = (f"prompt of {len(prompt) - request.begun} tokens, data.max_prompt_tokens = "
-                       f"{config.data.max_prompt_tokens}")  # fmt: skip
-        elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
-            problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
-                       f"at most {self._max_new} are planned for")  # fmt: skip
-        elif request.temperature <= 0 or not request.indices:
-            problem = "temperature must be above 0 and indices not empty"
-        elif int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab():
-            problem = f"prompt token {int(prompt.max())} outside the vocabulary of {self._vocab()}"
-        elif self._require().version < 0:
-            problem = "no weights have been committed yet"
-        if problem:
+        version, taken = self._require().version, request.id in self._outboxes
+        if problem := problem_of(request, self._config, vocab=self._vocab(), taken=taken, version=version):
             raise WorkError("sample.invalid", problem, where=request.id)
 
     def _vocab(self) -> int:

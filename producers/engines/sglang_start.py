@@ -22,6 +22,7 @@ from asyncrl.config import Config
 from asyncrl.engine import GenRequest
 from asyncrl.errors import ConfigError, HandshakeError, WorkError
 from producers.engines.http import HttpClient
+from producers.engines.requests import problem_of
 from producers.engines.sglang_answers import Answer
 from producers.engines.sglang_server import CALL_S, ServerFacts, answer_as
 
@@ -102,23 +103,8 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
 
 def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
     """Raise `sample.invalid` for a request that the engine cannot keep its promises for; `taken`: its id is in use."""
-    prompt, longest = request.prompt_ids, config.longest_response
-    problem = ""
-    if taken:
-        problem = f"request id {request.id!r} is in use"
-    elif not 1 <= len(prompt) - request.begun <= config.data.max_prompt_tokens:
-        problem = (f"prompt of {len(prompt) - request.begun} tokens, data.max_prompt_tokens = "
-                   f"{config.data.max_prompt_tokens}")  # fmt: skip
-    elif request.max_new_tokens < 1 or request.begun + request.max_new_tokens > longest:
-        problem = (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are "
-                   "planned for")  # fmt: skip
-    elif request.temperature <= 0 or not request.indices:
-        problem = "temperature must be above 0 and indices not empty"
-    elif request.top_k == 1 and request.temperature != 1:
+    problem = problem_of(request, config, vocab=vocab, taken=taken, version=version)
+    if not problem and request.top_k == 1 and request.temperature != 1:
         problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
-    elif int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end the server
-        problem = f"prompt token {int(prompt.max())} outside the vocabulary of {vocab}"
-    elif version < 0:
-        problem = "no weights have been committed yet"
     if problem:
         raise WorkError("sample.invalid", problem, where=request.id)

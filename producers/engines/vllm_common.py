@@ -28,6 +28,7 @@ from asyncrl.fingerprint import model_fingerprint
 from asyncrl.versions import Runs, expand, runs_of
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.model_files import check_tensors, facts_of
+from producers.engines.requests import problem_of
 from producers.engines.staged import Labels, StagedVersion, StagedWeights
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
@@ -193,21 +194,10 @@ class VLLMBase:
 
     def _problem(self, request: GenRequest) -> str:
         """Why the request cannot be taken; empty where it can."""
-        prompt, config = request.prompt_ids, self._config
-        if any(key[0] == request.id for key in self._samples):
-            return f"request id {request.id!r} is in use"
-        if not 1 <= len(prompt) - request.begun <= config.data.max_prompt_tokens:
-            return (f"prompt of {len(prompt) - request.begun} tokens, data.max_prompt_tokens = "
-                    f"{config.data.max_prompt_tokens}")  # fmt: skip
-        if request.max_new_tokens < 1 or request.begun + request.max_new_tokens > self._max_new:
-            return (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, "
-                    f"at most {self._max_new} are planned for")  # fmt: skip
-        if request.temperature <= 0 or not request.indices:
-            return "temperature must be above 0 and indices not empty"
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._facts.vocab:
-            return f"prompt token {int(prompt.max())} outside the vocabulary of {self._facts.vocab}"
-        if self._version < 0:
-            return "no weights have been committed yet"
+        taken = any(key[0] == request.id for key in self._samples)
+        vocab, version = self._facts.vocab, self._version
+        if problem := problem_of(request, self._config, vocab=vocab, taken=taken, version=version):
+            return problem
         return "" if self._full_softmax else unfit_logprobs(request, self._logprobs_mode)
 
     def _submit(self, sample: Sample) -> None:

@@ -1,0 +1,36 @@
+"""What every engine asks of a request before it takes it.
+
+Called by the hf, vllm and sglang engines, which add what is their own. Pure: the same arguments, the same answer.
+Guarantee: a request without a problem has a new id, a prompt that is not empty and of tokens that the model has, fits
+the lengths that the run is planned for, and comes after the first weights.
+
+Example: with data.max_prompt_tokens = 24 a prompt of 30 tokens of which 8 were begun elsewhere (22 of its own) has no
+problem; one of 25 tokens has "prompt of 25 tokens, data.max_prompt_tokens = 24".
+"""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+from asyncrl.engine import GenRequest
+
+
+def problem_of(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> str:
+    """Why no engine can take this request, empty where it can.
+
+    `vocab`: tokens that the model has, 0 where that is not known; `taken`: its id is in use; `version`: that of the
+    engine, below 0 before the first weights.
+    """
+    prompt, longest = request.prompt_ids, config.longest_response
+    own = len(prompt) - request.begun
+    if taken:
+        return f"request id {request.id!r} is in use"
+    if not 1 <= own <= config.data.max_prompt_tokens:
+        return f"prompt of {own} tokens, data.max_prompt_tokens = {config.data.max_prompt_tokens}"
+    if request.max_new_tokens < 1 or request.begun + request.max_new_tokens > longest:
+        return (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are planned "
+                "for")  # fmt: skip
+    if request.temperature <= 0 or not request.indices:
+        return "temperature must be above 0 and indices not empty"
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end a server
+        return f"prompt tokens {int(prompt.min())} to {int(prompt.max())}, the vocabulary has {vocab}"
+    return "" if version >= 0 else "no weights have been committed yet"
