@@ -66,9 +66,9 @@ def make(folder: Path, kv: str) -> Engine:
     return ServedEngine(served, config_of(folder, engine="sglang", kv=kv, more=f'url = ["{served.url}"]'))
 
 
-def make_stand_in(folder: Path, kv: str) -> Engine:
-    """The engine on a stand-in, not started."""
-    served = stand_in(folder)
+def make_stand_in(folder: Path, kv: str, *more: str) -> Engine:
+    """The engine on a stand-in, not started; `more`: words for the stand-in."""
+    served = stand_in(folder, *more)
     return ServedEngine(served, config_of(folder, engine="sglang", kv=kv, more=f'url = ["{served.url}"]'))
 
 
