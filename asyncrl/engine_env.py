@@ -39,7 +39,7 @@ engine, package, entry = sys.argv[1:4]
 try:
     import asyncrl, asyncrl.plugins
     asyncrl.plugins.find("asyncrl.engines", engine)
-except Exception as error:
+except Exception as error:  # another environment: whatever its packages raise is the answer
     sys.exit(f"it cannot import asyncrl: {type(error).__name__}: {error}")
 if importlib.util.find_spec(package) is None:
     sys.exit(f"it has no package {package}")

@@ -92,7 +92,7 @@ class Store:
         try:
             for path in sorted(folder.glob("shard_*.safetensors")):
                 self._open(path)
-        except BaseException:
+        except BaseException:  # also an interruption: no file stays open; it is raised again
             self.close()
             raise
 

@@ -247,5 +247,5 @@ def _as_os_error() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # of s3fs, gcsfs or any other: they share no class, and none of theirs may end a role
         raise OSError(f"{type(error).__name__}: {error}") from error
