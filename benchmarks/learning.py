@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "one process": (),
     "FSDP2 on 2 ranks": ("learner.ranks=2",),
     "FSDP2, tensor parallel 2": ("learner.ranks=2", "learner.parallel.tensor=2"),
-    "LoRA of rank 8, one process": ("learner.lora.rank=8", "learner.optim.lr=1e-3"),
+    "LoRA of rank 8, one process": ("learner.lora.rank=8", "learner.optim.lr=5e-4"),
     "Megatron, tensor parallel 2": ("learner.backend=megatron", "learner.ranks=2", "learner.parallel.tensor=2"),
     "Megatron, pipeline 2": ("learner.backend=megatron", "learner.ranks=2", "learner.parallel.pipeline=2"),
 }
