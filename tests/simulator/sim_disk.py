@@ -269,6 +269,7 @@ class SimHistory:
 
     def __init__(self, lines: list[bytes], *, last: bytes = b"") -> None:
         self._lines = lines
+        self.found = bool(lines)
         if last and (not lines or lines[-1] != last):
             lines.append(last)
 
