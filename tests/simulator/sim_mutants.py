@@ -225,6 +225,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "a lost lease drops its samples and counts them": [(Groups, "_lose", _loses_but_counts),
                                                        (Groups, "_accept", _counts_ghosts)],
     "a second learner is taken in": [(Groups, "_refuse_second", _nothing)],
+    "an emptied store is a new run": [(Groups, "note_emptied", _nothing)],
     "a lost store is not written again": [(SimStore, "reseed", _not_written_again)],
     "prompts that the store lost are not issued again": [(Groups, "_adopt_unknown", _cursor_only)],
     "silent producers keep their leases": [(Groups, "expire", _nothing)],
