@@ -88,13 +88,7 @@ def parser() -> argparse.ArgumentParser:
     _add_config(one)
     one.set_defaults(run=_check)
 
-    one = _command(commands, "status", "the state of a run, now", example="asyncrl status runs/my")
-    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run")
-    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
-    one.add_argument("--key", default="", metavar="FILE", help="key file")
-    one.add_argument("--json", action="store_true", help="everything the services know, as JSON")
-    one.set_defaults(run=_status)
-
+    _add_status(commands)
     _add_tune(commands)
     one = _command(commands, "audit", "prove from the log that nothing was lost, doubled, too old or unknown",
                    example="asyncrl audit runs/my --json")  # fmt: skip
@@ -102,15 +96,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="the verdict and all counts, as JSON")
     one.set_defaults(run=_audit)
 
-    one = _command(commands, "trace", "one group's story: who made it, when, with which weights, what became of it",
-                   example="asyncrl trace runs/my 317")  # fmt: skip
-    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
-    what = one.add_mutually_exclusive_group(required=True)
-    what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
-    what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
-    what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
-    one.add_argument("--json", action="store_true", help="as JSON")
-    one.set_defaults(run=_trace)
+    _add_trace(commands)
 
     _add_replay(commands)
     one = _command(commands, "report", "write the run's report: one HTML file",
@@ -119,15 +105,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
     one.set_defaults(run=_report)
 
-    one = _command(commands, "export", "write a checkpoint's weights as a folder for transformers and vLLM",
-                   example="asyncrl export runs/my --step 40 --dtype bfloat16")  # fmt: skip
-    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
-    one.add_argument("--step", type=int, metavar="N", help="step of a checkpoint that is kept (default: the newest)")
-    one.add_argument("--out", type=Path, metavar="FOLDER", help="new or empty (default: RUN/export-step_N)")
-    one.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-                     help="of the weights (default: auto, that of model.dtype)")  # fmt: skip
-    one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
-    one.set_defaults(run=_export)
+    _add_export(commands)
 
     one = _command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
     one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
@@ -138,6 +116,39 @@ def parser() -> argparse.ArgumentParser:
                    example="asyncrl schema > asyncrl.schema.json")  # fmt: skip
     one.set_defaults(run=_schema)
     return top
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "status", "the state of a run, now", example="asyncrl status runs/my")
+    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run")
+    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
+    one.add_argument("--key", default="", metavar="FILE", help="key file")
+    one.add_argument("--json", action="store_true", help="everything the services know, as JSON")
+    one.set_defaults(run=_status)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "trace", "one group's story: who made it, when, with which weights, what became of it",
+                   example="asyncrl trace runs/my 317")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
+    what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
+    what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one.set_defaults(run=_trace)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "export", "write a checkpoint's weights as a folder for transformers and vLLM",
+                   example="asyncrl export runs/my --step 40 --dtype bfloat16")  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of the run")
+    one.add_argument("--step", type=int, metavar="N", help="step of a checkpoint that is kept (default: the newest)")
+    one.add_argument("--out", type=Path, metavar="FOLDER", help="new or empty (default: RUN/export-step_N)")
+    one.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+                     help="of the weights (default: auto, that of model.dtype)")  # fmt: skip
+    one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
+    one.set_defaults(run=_export)
 
 
 def _command(
