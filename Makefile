@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
 
 install: $(STAMP)
 
@@ -41,6 +41,16 @@ check: install
 test: check redis $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# What failed in the last `make test`, alone on the machine: many processes at once can outlast a deadline. More than 20 are no accident.
+test-again: redis $(ASIDE)
+	$(BIN)/python tests/failed_before.py --at-most 20
+	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 \
+		$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
+
+# Acceptance runs of half a minute and more, one at a time.
+test-long: redis $(ASIDE)
+	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 $(BIN)/python -m pytest -m long -n 0
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
@@ -106,10 +116,10 @@ $(VLLM_STAMP): pyproject.toml
 # The contract suite and a short run, on the real engine.
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(VLLM_VENV)/bin/python -m pytest -m "not chaos" -k vllm \
+		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k vllm \
 		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(BIN)/python -m pytest -n 0 -m "not chaos" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py
+		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py
 
 # SGLang has an environment of its own too. Its requirements are for GPUs; without one a copy of the vllm environment
 # (torch for a CPU and most of what SGLang imports) and the rest without dependencies: a test rig, 3 GB. On a GPU host:
@@ -134,8 +144,8 @@ $(SGLANG_STAMP): pyproject.toml
 # The contract suite and a short run, on the real server (on a CPU, by the rig in tests/engines/sglang_cpu).
 test-sglang: $(STAMP) $(SGLANG_STAMP)
 	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(BIN)/python -m pytest -n 0 --timeout 600 \
-		-m "not chaos" tests/engines/test_engine_contract.py -k "sglang and not standin"
-	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(BIN)/python -m pytest -n 0 -m "not chaos" \
+		-m "not chaos and not long" tests/engines/test_engine_contract.py -k "sglang and not standin"
+	timeout --foreground -s INT -k 60 $(SGLANG_LIMIT_S) $(BIN)/python -m pytest -n 0 -m "not chaos and not long" \
 		tests/e2e/test_sglang_run.py -k real
 
 clean:

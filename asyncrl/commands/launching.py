@@ -1,0 +1,79 @@
+"""Commands that start and end runs: launch, demo, stop."""
+
+from __future__ import annotations
+
+import argparse
+
+from asyncrl.commands.options import Commands, add_config, add_folder, add_output, add_set, command
+
+TARGETS = ("all", "buffer", "producers", "rewards", "learner", "weightsync")
+LAUNCH_EXAMPLES = """targets:
+  all         everything on this machine
+  buffer, weightsync, learner     one of each per run
+  producers, rewards              as many launchers as you like, on any host
+
+examples:
+  asyncrl launch all my.toml --set learner.steps=20
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
+
+Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
+"""
+
+
+def add(commands: Commands) -> None:
+    """Declare them."""
+    _add_launch(commands)
+    _add_demo(commands)
+    one = command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
+    add_folder(one)
+    one.add_argument("--timeout", type=float, default=180.0, metavar="S", help="how long to wait for its end")
+    one.set_defaults(run=_stop)
+
+
+def _add_launch(commands: Commands) -> None:
+    one = command(commands, "launch", "start the roles of a run; the same command again resumes it",
+                   epilog=LAUNCH_EXAMPLES)  # fmt: skip
+    one.add_argument("target", metavar="TARGET", choices=TARGETS, help=f"what to start here: {', '.join(TARGETS)}")
+    add_config(one)
+    one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
+    one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    add_output(one)
+    one.set_defaults(run=_launch)
+
+
+def _add_demo(commands: Commands) -> None:
+    one = command(commands, "demo", "train a tiny model here, on the CPU, and check what was promised",
+                   example="asyncrl demo --task add --set buffer.max_staleness=0")  # fmt: skip
+    one.add_argument("--task", choices=("running_sum", "add"), default="running_sum", help="what it learns "
+                     "(default: running_sum)")  # fmt: skip
+    one.add_argument("--resume", action="store_true", help="go on with the last demo instead of starting anew")
+    one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")
+    add_set(one)
+    add_output(one)
+    one.set_defaults(run=_demo)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from asyncrl.launch import LaunchOptions, launch
+
+    options = LaunchOptions(
+        target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
+        takeover=args.takeover, verbose=args.verbose, plain=args.plain,
+    )  # fmt: skip
+    return launch(args.config, options).outcome.code
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from asyncrl.demo import demo
+
+    return demo(
+        args.task, tuple(args.overrides), resume=args.resume, verbose=args.verbose, plain=args.plain,
+        prepare_only=args.prepare_only,
+    )  # fmt: skip
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from asyncrl.status import stop_command
+
+    return stop_command(args.folder, timeout_s=args.timeout)

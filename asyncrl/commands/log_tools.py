@@ -1,0 +1,83 @@
+"""Commands on the log of a run: audit, trace, replay, fork."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from asyncrl.commands.options import Commands, add_folder, add_set, command
+
+REPLAY_EXAMPLES = """examples:
+  asyncrl replay runs/my                                                all of it: are the same bits reached?
+  asyncrl replay runs/my --from 20 --set learner.algorithm.clip_high=0.3    what if, after step 20?
+"""
+
+
+def add(commands: Commands) -> None:
+    """Declare them."""
+    _add_trace(commands)
+    _add_replay(commands)
+    one = command(commands, "audit", "prove from the log that nothing was lost, doubled, too old or unknown",
+                   example="asyncrl audit runs/my --json")  # fmt: skip
+    add_folder(one)
+    one.add_argument("--json", action="store_true", help="the verdict and all counts, as JSON")
+    one.set_defaults(run=_audit)
+
+
+def _add_trace(commands: Commands) -> None:
+    one = command(commands, "trace", "one group's story: who made it, when, with which weights, what became of it",
+                   example="asyncrl trace runs/my 317")  # fmt: skip
+    add_folder(one)
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
+    what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
+    what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one.set_defaults(run=_trace)
+
+
+def _add_replay(commands: Commands) -> None:
+    one = command(commands, "replay", "train a run's recorded batches again: bitwise, or with other settings",
+                   epilog=REPLAY_EXAMPLES)  # fmt: skip
+    one.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with log.archive = true")
+    one.add_argument("--from", dest="begin", type=int, default=0, metavar="STEP", help="begin after this step, from "
+                     "the newest checkpoint at or before it (default 0: the start weights)")  # fmt: skip
+    one.add_argument("--to", dest="end", type=int, metavar="STEP", help="last step (default: the last committed one)")
+    add_set(one)
+    one.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default: RUN-replay)")
+    one.add_argument("--json", action="store_true", help="the comparison, as JSON")
+    one.set_defaults(run=_replay)
+
+    one = command(commands, "fork", "make a run of its own that goes on from a checkpoint of another",
+                   example="asyncrl fork runs/my runs/my-2 --step 40 --set learner.optim.lr=1e-5")  # fmt: skip
+    add_folder(one)
+    one.add_argument("target", metavar="NEWDIR", type=Path, help="folder of the fork; new or empty")
+    one.add_argument("--step", type=int, required=True, metavar="K", help="step whose checkpoint it starts from")
+    add_set(one)
+    one.set_defaults(run=_fork)
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from asyncrl.audit import audit_command
+
+    return audit_command(args.folder, as_json=args.json)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from asyncrl.trace_text import trace_command
+
+    return trace_command(args.folder, group=args.group, step=args.step, dead=args.dead, as_json=args.json)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from asyncrl.replay import replay_command
+
+    return replay_command(
+        args.folder, begin=args.begin, end=args.end, overrides=args.overrides, out=args.out, as_json=args.json
+    )  # fmt: skip
+
+
+def _fork(args: argparse.Namespace) -> int:
+    from asyncrl.fork import fork_command
+
+    return fork_command(args.folder, args.target, step=args.step, overrides=args.overrides)

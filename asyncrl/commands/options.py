@@ -1,0 +1,47 @@
+"""What several commands share: their frame, and the options of a configuration and of output."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def command(
+    commands: Commands, name: str, text: str, *, example: str = "",
+    epilog: str = "",
+) -> argparse.ArgumentParser:  # fmt: skip
+    """A command with an example below its options."""
+    return commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog or f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
+def add_config(one: argparse.ArgumentParser) -> None:
+    one.add_argument("config", metavar="CONFIG.toml", type=Path, help="the run's configuration")
+    add_set(one)
+
+
+def add_set(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+                     help="override one setting, e.g. --set learner.steps=20; may be repeated")  # fmt: skip
+    one.add_argument("--preset", dest="overrides", action="append", metavar="NAME", type=preset_override,
+                     help="settings of an algorithm, on top of the file: grpo, dapo, gspo, ... or a .toml")  # fmt: skip
+
+
+def preset_override(name: str) -> str:
+    """`--preset dapo` is `--set learner.algorithm.preset=dapo`."""
+    return f"learner.algorithm.preset={name}"
+
+
+def add_output(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--verbose", action="store_true", help="show every line of every process")
+    one.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+
+
+def add_folder(one: argparse.ArgumentParser, text: str = "folder of the run") -> None:
+    """The run that a command looks at."""
+    one.add_argument("folder", metavar="RUN", type=Path, help=text)
