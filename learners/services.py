@@ -76,7 +76,7 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, plan: Any, chunks: Weights, *, base: str = "", adapter: str = "") -> Any: ...
     def stage_base(self, version: int, plan: Any, chunks: Weights) -> Any: ...
     def settle(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, hurry: bool = False) -> None: ...
 
 
 class AdapterPlan(NamedTuple):
@@ -191,11 +191,11 @@ class Services:
                 self._tell(lambda: self.buffer.goodbye(done=done, reason=reason))
             self.raise_trouble()
 
-    def close(self) -> None:
-        """Stop the heart, close connections and files."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Stop the heart, close connections and files. `hurry`: wait for no generator that still takes a version."""
         if self._heart is not None:
             self._heart.stop()
-        self.publisher.close()
+        self.publisher.close(hurry=hurry)
         self.buffer.close()
         self._log.close()
         if self._tracker is not None:

@@ -39,7 +39,7 @@ from learners.backends.lora import FOLDER, Adapters, Leaving, Lora, check
 from learners.backends.optimizers import Optimizers, make_optimizer
 from learners.backends.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.reference import Reference
-from learners.backends.sharded import PLAIN, Sharded, View
+from learners.backends.sharded import PLAIN, Rests, Sharded, View
 from learners.backends.shards import HostShard, about_of, load_shards, shard_of
 from learners.batch import MicroBatch, Sample, packed_row, padded_rows
 from learners.gang import Gang
@@ -67,7 +67,8 @@ class FSDP2Backend:
         self._units, split = shard(self._policy, config, gang)
         optimizer = optimizer_of(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
-            self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split
+            self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split,
+            rests=Rests.of(config, gang.device),
         )  # fmt: skip
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None

@@ -178,7 +178,8 @@ def test_its_words() -> None:
 def test_waiting_for_the_last_evaluation_is_no_hang(tmp_path: Path) -> None:
     now = [0.0]
     status = {"version": 4, "evaluation": {"running": "of step 4: 1 of 8"}, "waiting_for": "nobody"}
-    hang = HangWatch(RunDir(tmp_path).create(), config("run.hang_timeout_s=10"), clock=lambda: now[0],
+    limits = config("run.hang_timeout_s=10", "run.start_timeout_s=10")
+    hang = HangWatch(RunDir(tmp_path).create(), limits, clock=lambda: now[0],
                      ask=lambda _: status)  # fmt: skip
     now[0] = 11
     assert hang.look() == "" and hang.look() == ""

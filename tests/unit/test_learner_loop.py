@@ -81,7 +81,7 @@ class FakeBuffer:
     def goodbye(self, *, done: bool, reason: str) -> None:
         self.calls.append(("goodbye", done))
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         self.calls.append(("close",))
 
     def names(self) -> list[str]:
@@ -113,7 +113,7 @@ class FakePublisher:
     def settle(self) -> None:
         self.settled += 1
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         self._buffer.calls.append(("unpublish",))
 
 
