@@ -10,14 +10,14 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[learner,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[learner,dev,docs]"
 	touch $@
 
 # What a few tests need and every process would import: transformers does so with torchao (tests/aside.py).
@@ -89,6 +89,9 @@ bench-learner: $(STAMP) $(TRL_STAMP)
 
 docs: install
 	$(BIN)/python docs/generate.py
+
+docs-site: docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The vllm engine has an environment of its own: vLLM pins its torch. Here the build for machines without a GPU; on a
 # GPU host: VLLM="vllm==0.33.0" make vllm. About 3 GB and 5 minutes.
