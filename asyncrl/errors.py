@@ -134,13 +134,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
 class AsyncRLError(Exception):
     """The root of the tree. `code` must stand in `CATALOGUE`."""
 
-    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> None:
         info = CATALOGUE[code]
         super().__init__(message)
         self.code = code
         self.message = message
         self.where = where
         self.remedy = remedy or info.remedy
+        self.suggestion = suggestion  # the name or value that was probably meant, alone
         self.exit_code = info.exit_code
 
     def render(self) -> str:
