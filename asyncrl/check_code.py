@@ -134,10 +134,11 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     In a process of its own, with torch; built-in ones are known without it (`asyncrl.algorithms`).
     """
     algorithm = config.learner.algorithm
-    if config.learner.mode != "rl" or all(
-        algorithms.chosen(algorithm, kind) in table for kind, table in algorithms.TABLES.items()
-    ):
+    names = {kind: algorithms.chosen(algorithm, kind) for kind in algorithms.TABLES}
+    if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
         return
+    if any(name not in algorithms.known(kind) for kind, name in names.items()):
+        return  # `asyncrl.config` has said so
     command = [sys.executable, "-m", "learners.algorithms.registry"]
     try:
         done = subprocess.run(

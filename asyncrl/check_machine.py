@@ -86,7 +86,8 @@ def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequ
         if role in roles and kind in DEVICE_NODES and count <= int(number if number.isdigit() else 0):
             yield f"{key} = {device!r}: this machine shows {count or 'no'} {kind} device{'s' * (count != 1)}"
     kind = machine.accelerator
-    asked = [f"{count} {role}{'s' * (count != 1)}" for role, (_, device, count) in wants.items()
+    called = {"learner": "rank", "producer": "producer"}
+    asked = [f"{count} {called[role]}{'s' * (count != 1)}" for role, (_, device, count) in wants.items()
              if role in roles and device.partition(":")[0] in ("auto", kind)
              and not (role == "producer" and config.producers.engine not in ("hf", "vllm"))]  # fmt: skip
     total = sum(int(words.split()[0]) for words in asked)

@@ -11,6 +11,7 @@ It imports no role, no torch and no redis; files that the settings name are look
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -349,4 +350,5 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
              *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
     for code, message, path in found:
-        yield ConfigError(code, message, where=where.where(path))
+        meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
+        yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

@@ -46,8 +46,8 @@ class Places:
         if name not in self._at and self._in_preset(path):
             return f"{first}, from its preset"
         while name:
-            if name in self._at:
-                return self._at[name]
+            if name in self._at or f"{name}[0]" in self._at:
+                return self._at.get(name) or self._at[f"{name}[0]"]
             if name in self.overridden:
                 return f"--set {name}"
             name = name[: max(name.rfind("."), name.rfind("["), 0)]

@@ -24,6 +24,9 @@ from asyncrl.config_places import Places, dotted
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.sections import Section
 
+#: Values as others write them.
+VALUES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "sync": "full", "shm": "local"}
+
 
 class Source(NamedTuple):
     """One TOML file."""
@@ -75,7 +78,7 @@ def _syntax(file: str, said: str) -> ConfigError:
 
 def _of_preset(error: ConfigError, places: Places) -> ConfigError:
     where = error.where or places.where(tuple(presets.KEY.split(".")))
-    return ConfigError(error.code, error.message, where=where, remedy=error.remedy)
+    return ConfigError(error.code, error.message, where=where, remedy=error.remedy, suggestion=error.suggestion)
 
 
 def _split(override: str) -> tuple[str, Any]:
@@ -179,7 +182,7 @@ class _Look:
             section = found.key if table else found.key.rpartition(".")[0]
             stands = f" it stands in [{section}]" if found.elsewhere and section and not table else ""
             hint = f"; did you mean {f'[{found.key}]' if table else found.key}?{stands}"
-            self._doubt(found.key)
+            self._doubt(found.key if found.elsewhere else dotted((*here[:-1], found.key.rpartition(".")[2])))
         self.doubtful.add(name)
         what = "section" if table else "setting"
         self.errors.append(ConfigError(
@@ -195,8 +198,10 @@ class _Look:
 
 def _near_choice(hint: Any, value: Any) -> str:
     options = [option for option in _literals(hint) if isinstance(option, str)]
-    near = difflib.get_close_matches(value.lower(), options, n=1) if isinstance(value, str) else []
-    return near[0] if near else ""
+    if not isinstance(value, str):
+        return ""
+    other = VALUES.get(value.lower(), "")
+    return other if other in options else (difflib.get_close_matches(value.lower(), options, n=1) or [""])[0]
 
 
 def _choices(hint: Any, value: Any, near: str) -> str:

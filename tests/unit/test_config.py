@@ -31,7 +31,6 @@ def test_all_mistakes_at_once_with_line_and_suggestion() -> None:
         ("config.type", "run.toml:7"),
         ("config.type", "run.toml:9"),
         ("config.unknown_key", "run.toml:11"),
-        ("config.missing", "run.toml:10"),
         ("config.data", "run.toml"),
     ]
     messages = "\n".join(message for _, _, message in found)
