@@ -134,13 +134,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
 class AsyncRLError(Exception):
     """The root of the tree. `code` must stand in `CATALOGUE`."""
 
-    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> None:
         info = CATALOGUE[code]
         super().__init__(message)
         self.code = code
         self.message = message
         self.where = where
         self.remedy = remedy or info.remedy
+        self.suggestion = suggestion  # the name or value that was probably meant, alone
         self.exit_code = info.exit_code
 
     def render(self) -> str:
@@ -205,12 +206,12 @@ _KINDS: dict[str, type[AsyncRLError]] = {
 }
 
 
-def error_for(code: str, message: str, *, where: str = "", remedy: str = "") -> AsyncRLError:
+def error_for(code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> AsyncRLError:
     """The error of the right class for a code that arrived over the wire; unknown codes become `internal`."""
     if code not in CATALOGUE:
         return AsyncRLError("internal", f"{code}: {message}", where=where, remedy=remedy)
     kind = _KINDS.get(code.split(".", maxsplit=1)[0], WorkError)
-    return kind(code, message, where=where, remedy=remedy)
+    return kind(code, message, where=where, remedy=remedy, suggestion=suggestion)
 
 
 # What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,

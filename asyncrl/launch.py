@@ -62,21 +62,38 @@ class Launched(msgspec.Struct, frozen=True):
     started: float = 0.0  # wall time
 
 
-def launch(config_path: Path, options: LaunchOptions) -> Launched:
+def launch(paths: Path | Sequence[Path], options: LaunchOptions) -> Launched:
     """Run the target to its end. Raises ConfigErrors before anything is started."""
+    config, checked = checked_files(paths, options)
+    return _launch(absolute(config), checked, options)
+
+
+def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple[Config, checks.Checked]:
+    """The configuration of the command line. Raises ConfigErrors with every mistake."""
     overrides = list(options.overrides)
     if options.key:
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
-    config = absolute(checks.settled(load(config_path, overrides)))
-    return launch_config(config, options)
+    config, checked = checks.check_files_of(paths, overrides, options.target, joining=bool(options.connect))
+    if checked.errors or config is None:
+        raise ConfigErrors(checked.errors)
+    return config, checked
 
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with the configuration in hand."""
-    roles = roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
-    checked = checks.check(config, roles, joining=bool(options.connect))
+    checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
+    return _launch(config, checked, options)
+
+
+def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
+    """The roles that the target starts here."""
+    return roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
+
+
+def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
+    roles = roles_here(config, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
     locks, tag = _locks(run, options)
@@ -88,7 +105,7 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
         homed = with_python(config) if "producer" in roles else config
         plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
-        for note in checked.notes:
+        for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
         if "learner" in roles:
             run.result.unlink(missing_ok=True)
@@ -238,18 +255,6 @@ def _print_failure(outcome: Outcome, run: RunDir) -> None:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def check_command(config_path: Path, overrides: Sequence[str]) -> int:
-    """`asyncrl check`: the derived numbers, then every mistake; 0 or the first one's exit code."""
-    config = checks.settled(load(config_path, overrides))
-    checked = checks.check(config, roles_of(TARGETS["all"], config))
-    print(checks.render(checked))
-    if checked.errors:
-        sys.stdout.flush()
-        raise ConfigErrors(checked.errors)
-    print(f"{config_path}: no mistakes found")
-    return 0
 
 
 def require_target(name: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 import typing
 from pathlib import Path
 
 import msgspec
 
 from asyncrl import algorithms, config, errors, metrics, presets, wire
+from asyncrl.config_schema import meanings_of
 
 FOLDER = Path(__file__).parent
 
@@ -24,7 +24,7 @@ def configuration() -> str:
     for path, kind in sections(config.Config, ""):
         title = (kind.__doc__ or "").strip().splitlines()[0]
         parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        comments = comments_of(kind)
+        comments = meanings_of(kind)
         hints = typing.get_type_hints(kind)
         for item in msgspec.structs.fields(kind):
             if is_section(hints[item.name]):
@@ -50,12 +50,6 @@ def is_section(hint: object) -> type | None:
     """The section type behind a hint, if it is one (or a tuple of one)."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
     return inner if isinstance(inner, type) and issubclass(inner, config.Section) else None
-
-
-def comments_of(kind: type) -> dict[str, str]:
-    """field -> the comment on its line."""
-    inherited = comments_of(kind.__base__) if kind.__base__ and issubclass(kind.__base__, config.Section) else {}
-    return inherited | dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
 
 
 def type_name(hint: object) -> str:
@@ -110,7 +104,7 @@ def wire_messages() -> str:
     ]  # fmt: skip
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
-        comments = comments_of(kind)
+        comments = meanings_of(kind)
         for item in msgspec.structs.fields(kind):
             note = f": {comments[item.name]}" if item.name in comments else ""
             parts.append(f"- `{item.name}` ({plain(item.type)}){note}")
