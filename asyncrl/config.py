@@ -20,12 +20,13 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, profile_config  # isort: skip
+from asyncrl import algorithms, checkpoint_config, evaluation_config, judge_config, modes, parallel, profile_config  # isort: skip
 from asyncrl import config_conflicts, config_names, config_read
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config_places import Places
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
+from asyncrl.judge_config import JudgeConfig
 from asyncrl.learner_config import (
     CompanionConfig,
     CriticConfig,
@@ -168,6 +169,7 @@ class RewardFunctionConfig(Section, frozen=True):
     name: str = ""  # empty: the function's name
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
 
     @property
     def label(self) -> str:
@@ -243,6 +245,7 @@ class Config(Section, frozen=True, kw_only=True):
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    judge: tuple[JudgeConfig, ...] = ()
 
     @property
     def total_groups(self) -> int:
@@ -349,7 +352,8 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
     where = places or Places()
     found = (*config_conflicts.problems(config), *modes.conflicts(config),
              *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config),
+             *judge_config.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")
