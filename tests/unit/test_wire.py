@@ -1,6 +1,7 @@
 """Messages: golden bytes of every one, strict decoding behind one boundary, validation of samples.
 
-`python tests/unit/test_wire.py` writes the golden file again after a deliberate change of the schema.
+`python tests/unit/test_wire.py` writes the golden file, and the vectors for other languages, again after a deliberate
+change of the schema.
 """
 
 import json
@@ -256,5 +257,8 @@ def test_validation_accepts_good_samples_and_names_each_poison() -> None:
 
 
 if __name__ == "__main__":
+    import wire_vectors
+
+    wire_vectors.write(EXAMPLES)
     GOLDEN.write_text(json.dumps({type(one).__name__: wire.encode_header(one).hex() for one in EXAMPLES}, indent=0))
     sys.exit(0)
