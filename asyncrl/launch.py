@@ -167,9 +167,10 @@ def changes(path: Path, config: Config) -> list[str]:
         return [f"the old {path.name} cannot be read: {error.message}"]
     return [
         f"{key}: {value_at(old, key)!r} -> {value_at(config, key)!r}"
-        for key in all_keys() if "." in key and not key.startswith("reward.")
+        for key in all_keys() if "." in key and not key.startswith(("reward.", "judge."))
         and value_at(old, key) != value_at(config, key)
-    ] + ([] if old.reward == config.reward else ["reward: other functions"])  # fmt: skip
+    ] + ([] if old.reward == config.reward else ["reward: other functions"]) + (
+        [] if old.judge == config.judge else ["judge: other settings"])  # fmt: skip
 
 
 def value_at(config: Config, dotted: str) -> Any:
