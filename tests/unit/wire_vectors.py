@@ -1,9 +1,9 @@
 """Conformance vectors of the wire protocol for other languages: makes `tests/vectors/wire.json`.
 
 Run as `python tests/unit/wire_vectors.py` after a deliberate change of the schema (`python tests/unit/test_wire.py`,
-which writes the golden bytes, runs it too). docs/other-languages.md says what the parts mean. A value stands in the file as
-JSON has it, but {"int": "123"} where a number is beyond 2^53, {"hex": "00ff"} for bytes, and {"map": [[key, value]]}
-for a map of msgpack: its keys may be numbers.
+which writes the golden bytes, runs it too). docs/other-languages.md says what the parts mean. A value stands in the
+file as JSON has it, but {"int": "123"} where a number is beyond 2^53, {"hex": "00ff"} for bytes, and
+{"map": [[key, value]]} for a map of msgpack: its keys may be numbers.
 """
 
 import json
