@@ -28,6 +28,7 @@ from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.evaluation import MAX_ROWS, data_of, is_due
+from asyncrl.judge_models import check_models
 from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
 from asyncrl.plan import TARGETS, names_of, threads_of
 from asyncrl.plugins import BUILT_IN
@@ -248,7 +249,10 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
     """Every reward function can be imported and takes arguments that reward workers know how to give."""
     validator = "producers.rewards.functions"
     known = (_package_root() / "producers" / "rewards" / "functions.py").exists()
+    yield from check_models(config)
     for index, reward in enumerate(config.reward):
+        if not reward.function:  # its judge is a model
+            continue
         if known:
             problem = _problem([sys.executable, "-m", validator, "--validate", reward.function])
         else:

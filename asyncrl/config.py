@@ -15,7 +15,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -28,6 +28,7 @@ from asyncrl import (
     checkpoint_config,
     evaluation_config,
     judge_config,
+    judge_models,
     modes,
     parallel,
     presets,
@@ -162,16 +163,21 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str  # module:name
-    name: str = ""  # empty: the function's name
+    function: str = ""  # module:name; only a reward whose judge is a model has none
+    name: str = ""  # empty: the function's name, or the judge's
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
     judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
 
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Without a judge, which may be a model, there is nothing but a function."""
+        return () if "judge" in tree else ("function",)
+
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or what follows the colon of `function`."""
-        return self.name or self.function.rpartition(":")[2]
+        """The name in metrics: `name`, or what follows the colon of `function`, or the judge's name."""
+        return self.name or self.function.rpartition(":")[2] or self.judge
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -509,7 +515,7 @@ def _walk(
         else:
             _check_value(hints[key], value, here, lines, errors)
     for name, item in known.items():
-        if item.required and name not in tree:
+        if (item.required or name in kind.also_required(tree)) and name not in tree:
             dotted = _dotted((*path, name))
             errors.append(ConfigError("config.missing", f"{dotted} is required", where=lines.where((*path, name))))
 
@@ -611,7 +617,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
     if not config.reward and not modes.streams(config):
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
     for index, reward in enumerate(config.reward):
-        if not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
+        if reward.function and not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
             yield conflict(
                 "config.reward", f"reward.function = {reward.function!r} is not 'module:name'",
                 "reward", f"[{index}]", "function",
@@ -629,7 +635,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config),
-             *judge_config.problems(config))  # fmt: skip
+             *judge_config.problems(config), *judge_models.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

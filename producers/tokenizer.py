@@ -77,8 +77,12 @@ class Tokenizer:
             ids = self._fast.encode(text, add_special_tokens=False).ids
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.end_id]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        """Ids of chat messages by the tokenizer's template, with the opening of the answer."""
+    def has_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(self._transformers().chat_template)
+
+    def encode_chat(self, messages: Messages, *, open_answer: bool = True) -> list[int]:
+        """Ids of chat messages by the tokenizer's template, with the opening of the answer unless it is whole."""
         auto = self._transformers()
         if not auto.chat_template:
             raise ConfigError(
@@ -86,7 +90,7 @@ class Tokenizer:
                 where=str(self._folder), remedy="give the tokenizer a chat template, or the prompts as plain text",
             )  # fmt: skip
         text = auto.apply_chat_template([dict(message) for message in messages], tokenize=False,
-                                        add_generation_prompt=True)  # fmt: skip
+                                        add_generation_prompt=open_answer)  # fmt: skip
         if self._fast is None:
             return list(auto.encode(text, add_special_tokens=False))
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids

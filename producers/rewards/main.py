@@ -13,7 +13,6 @@ It imports no torch and runs no function of the user in its own process.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,12 +25,14 @@ from asyncrl.config import Config
 from asyncrl.errors import Unavailable
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
+from asyncrl.judge_config import judges_of
 from asyncrl.signs import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
 from producers.patience import Bell, Patience
 from producers.rewards.functions import RewardSample
-from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.making import scorer_of
+from producers.rewards.pipe import Result
 from producers.rewards.scorer import Scorer
 from producers.tokenizer import Tokenizer
 
@@ -168,14 +169,6 @@ class Worker:
         return stats
 
 
-def half_of_memory() -> int:
-    """Bytes; 0 where the system does not say how much it has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (OSError, ValueError):
-        return 0
-
-
 async def until_stopped(stop: role.Stop) -> None:
     """Return some seconds after the process was asked to end: `run` usually ends earlier, after its batch."""
     while not stop.is_set():
@@ -191,12 +184,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         address, name=args.name, keys=role.key_of(args, config), max_bytes=config.network.max_message_bytes,
         timeout_s=limit_s,
     )  # fmt: skip
-    functions = [FunctionSpec(item.function, item.label, item.weight, item.data_sources) for item in config.reward]
-    limits = config.reward_workers
-    scorer = Scorer(
-        functions, prompt_key=config.data.prompt_key, timeout_s=limits.timeout_s,
-        memory_bytes=limits.memory_bytes or half_of_memory(), max_processes=limits.max_processes,
-    )  # fmt: skip
+    scorer = scorer_of(config, judges_of(config)[0])
     worker = Worker(config, client=client, scorer=scorer, stop=stop, patience=patience)
     tasks: list[asyncio.Task[None]] = []
     try:
