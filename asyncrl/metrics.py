@@ -109,6 +109,10 @@ CATALOGUE: dict[str, Metric] = {
     "dropped_length_mean": Metric("tokens", "buffer", "mean length of those whose group was dropped or is dead"),
     "length_bias": Metric("share", "buffer", "trained mean / issued mean - 1; below -0.1 the short ones win"),
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
+    "observed_share": Metric(
+        "share", "learner", "tokens of the responses that the policy did not sample: observations"
+    ),
+    "rows_mean": Metric("1", "learner", "sequences per sample: above 1 where sessions have several conversations"),
     "groups": Metric("groups", "learner", "groups trained in the step"),
     "micro_batches": Metric("1", "learner", "packed rows of the step over all ranks"),
     "wait_s": Metric("s", "learner", "time the step waited for its batch to be ready"),

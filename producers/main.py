@@ -159,7 +159,7 @@ class Producer:
                 lambda: self.client.submit(
                     lease, prompt_ids=prompt_ids, samples=samples, row=row,
                     digests=trail.digests([sample.runs for sample in samples], self.receiver.digests),
-                    rewards={item.sample.index: item.reward for item in finished if item.reward is not None},
+                    **extras_of(finished),
                 )
             )  # fmt: skip
             failpoint("producer.after_ack")
@@ -293,6 +293,17 @@ class Producer:
                 await asyncio.wait_for(self.client.give_back(leases, reason=reason), GIVE_BACK_S)
             except (Unavailable, TimeoutError):
                 print(f"{len(leases)} leases could not be given back; they expire", file=sys.stderr, flush=True)
+
+
+def extras_of(finished: Sequence[Finished]) -> dict[str, Any]:
+    """What `ProducerClient.submit` takes beside the tokens, by sample index."""
+    named: dict[str, dict[int, Any]] = {"rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}}
+    for item in finished:
+        for name, value in (("rewards", item.reward), ("masks", item.mask), ("rows", item.rows or None),
+                            ("turns", item.turns or None), ("parts", item.parts or None)):  # fmt: skip
+            if value is not None:
+                named[name][item.sample.index] = value
+    return named
 
 
 def capacity_of(config: Config, capable: EngineCapabilities) -> Capacity:

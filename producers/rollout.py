@@ -25,10 +25,15 @@ LOOK_S = 5.0
 
 
 class Finished(NamedTuple):
-    """A finished sample, and its reward where the environment scores itself."""
+    """A finished sample, and its reward where the environment scores itself. With several turns: `mask` u1 `[T]` (None:
+    every token was sampled), `rows` and `turns` as in `wire.SampleHead`, `parts` of the reward by name."""
 
     sample: GenDelta
     reward: float | None = None
+    mask: Any = None
+    rows: tuple[tuple[int, int], ...] = ()
+    turns: tuple[tuple[int, float], ...] = ()
+    parts: Mapping[str, float] = {}
 
 
 class Environment(Protocol):

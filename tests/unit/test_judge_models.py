@@ -63,7 +63,7 @@ def test_a_reward_of_a_model_needs_no_function() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        (URL.replace('judge = "grader"\n', "", 1), "reward.function is required"),
+        (URL.replace('judge = "grader"\n', "", 1), "function is required"),
         (URL.replace('judge = "grader"', 'judge = "grader"\nfunction = "a:b"'), "leave reward.function out"),
         (URL.replace("http://h/v1", "h:80"), "not http:// or https://"),
         (URL.replace('model = "big"', ""), "the server's name of the model"),

@@ -24,7 +24,7 @@ TENSOR = wire.Tensor("model.embed_tokens.weight", "F32", (4, 2), 0, 0, 32)
 MANIFEST = wire.Manifest(3, "aa", (64,), ("bb",), "cc")
 HEAD = wire.Samples(
     "producer-0", 7, 2, (wire.SampleHead(1, 3, "stop", ((4, 2), (5, 1))),), {4: "d4", 5: "d5"}, FIELDS,
-    '{"data_source":"add"}', 2, "processed", {1: 0.5},
+    '{"data_source":"add"}', 2, "processed", {1: 0.5}, {1: {"exact": 0.5}},
 )  # fmt: skip
 EXAMPLES: list[wire.Message] = [
     wire.Hello("producer", "producer-0", 12, "host", "run", "fp"),
