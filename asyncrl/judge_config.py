@@ -17,11 +17,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from asyncrl.errors import UNREADABLE
 from asyncrl.sections import Count, Positive, Section
 
 if TYPE_CHECKING:
@@ -151,6 +152,19 @@ def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tup
     """
     asked = tuple(name for name, sources in rules if not sources or source in sources)
     return asked or tuple(name for name, _ in rules[:1])
+
+
+def data_source_of(row: str) -> str:
+    """The data source in the JSON of a row; empty where it names none.
+
+    >>> data_source_of('{"data_source":"math","n":1}'), data_source_of('{}'), data_source_of('')
+    ('math', '', '')
+    """
+    try:
+        found: Any = msgspec.json.decode(row)
+    except UNREADABLE:
+        return ""
+    return str((found.get("data_source") if isinstance(found, dict) else "") or "")
 
 
 def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:

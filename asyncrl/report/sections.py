@@ -341,6 +341,7 @@ def configuration(data: RunData) -> str:
         value, usual = _at(data.config, key), _at(default, key)
         row = (escape(key), escape(repr(value)), escape(repr(usual)))
         (same if value == usual else rows).append(row)
+    rows += [(f"judge[{n}]", escape(f"{j.name} x {j.count}"), "-") for n, j in enumerate(data.config.judge)]
     rows += [
         (f"reward[{n}]", escape(f"{r.function or r.judge} x {r.weight:g}"), "-")
         for n, r in enumerate(data.config.reward)

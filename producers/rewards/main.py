@@ -1,6 +1,7 @@
 """The reward worker process: leases unscored samples, scores them in a child process, sends scores and failures.
 
-Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--connect URL --key FILE]`. Guarantees:
+Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--judge NAME] [--connect URL --key
+FILE]`; it scores with the functions of one judge (`asyncrl.judge_config`). Guarantees:
 1. functions that cannot be used end the process with `config.reward` (exit code 2) before it asks for work;
 2. a score leaves as soon as it exists, also while the rest of the batch is still being scored;
 3. whatever goes wrong in a function is a failure with its reason (raised | timeout | memory | not_finite | died), which
@@ -24,10 +25,10 @@ import numpy as np
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
-from asyncrl.errors import Unavailable
+from asyncrl.errors import ConfigError, Unavailable
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
-from asyncrl.judge_config import judges_of
+from asyncrl.judge_config import Judge, judge_of, judges_of, shown
 from asyncrl.signs import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
@@ -63,9 +64,11 @@ class Worker:
     """One client, one child process."""
 
     def __init__(
-        self, config: Config, *, client: RewardClient, scorer: Scorer, stop: role.Stop, patience: Patience
-    ) -> None:
+        self, config: Config, *, client: RewardClient, scorer: Scorer, stop: role.Stop, patience: Patience,
+        batch_samples: int,
+    ) -> None:  # fmt: skip
         self.config = config
+        self.batch_samples = batch_samples
         self.client = client
         self.patience = patience
         self.scorer = scorer
@@ -86,9 +89,7 @@ class Worker:
         await asyncio.get_running_loop().run_in_executor(self.thread, self.scorer.start)
         while not self.stop.is_set():
             self.waiting_for = "samples"
-            tasks, done = await self._patiently(
-                lambda: self.client.work(max_samples=self.config.reward_workers.batch_samples, wait_s=POLL_S)
-            )
+            tasks, done = await self._patiently(lambda: self.client.work(max_samples=self.batch_samples, wait_s=POLL_S))
             if tasks:
                 self.waiting_for = ""
                 self.holding = tuple(task.item for task in tasks)
@@ -176,6 +177,15 @@ class Worker:
         return stats
 
 
+def require_judge(config: Config, name: str) -> Judge:
+    """The judge of that name. Raises `reward.judge` where this run has none."""
+    found = judge_of(config, name)
+    if found is None:
+        known = ", ".join(judge.shown for judge in judges_of(config)) or "none"
+        raise ConfigError("reward.judge", f"{shown(name)!r}: this run has {known}", where="--judge")
+    return found
+
+
 async def until_stopped(stop: role.Stop) -> None:
     """Return some seconds after the process was asked to end: `run` usually ends earlier, after its batch."""
     while not stop.is_set():
@@ -187,12 +197,15 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load the functions, score, and kill the child whatever ends it."""
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
+    judge = require_judge(config, args.judge)
     client = RewardClient(
-        address, name=args.name, keys=role.key_of(args, config), max_bytes=config.network.max_message_bytes,
-        timeout_s=limit_s,
+        address, name=args.name, judge=judge.name, keys=role.key_of(args, config),
+        max_bytes=config.network.max_message_bytes, timeout_s=limit_s,
     )  # fmt: skip
-    scorer = scorer_of(config, judges_of(config)[0])
-    worker = Worker(config, client=client, scorer=scorer, stop=stop, patience=patience)
+    worker = Worker(
+        config, client=client, scorer=scorer_of(config, judge), stop=stop, patience=patience,
+        batch_samples=judge.batch_samples,
+    )  # fmt: skip
     tasks: list[asyncio.Task[None]] = []
     try:
         await patience.ask(client.hello)
@@ -210,9 +223,9 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        scorer.stop()  # ends a call under way, so that the scorer's thread returns
+        worker.scorer.stop()  # ends a call under way, so that the scorer's thread returns
         worker.thread.shutdown(wait=True, cancel_futures=True)  # bounded: the child of its call is dead
-        scorer.close()
+        worker.scorer.close()
         client.close()
 
 

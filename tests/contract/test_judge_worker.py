@@ -63,7 +63,8 @@ def test_scores_of_a_server_and_its_failures(tmp_path: Path) -> None:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        process, responder = await start(tmp_path, judged(prepare(tmp_path), runner.addresses[0][1]), buffer)
+        config = judged(prepare(tmp_path), runner.addresses[0][1])
+        process, responder = await start(tmp_path, config, buffer, "--judge", "grader")
         try:
             output, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
             return process.returncode, output.decode()
@@ -108,8 +109,9 @@ def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
         scorer.close()
     assert scorer.version and sorted(found) == [0, 1, 2]
     raw = found[1].parts["scorer"]
-    assert found[1].reward == pytest.approx(2 * raw) and found[0].reward == pytest.approx(3 * raw)
-    assert found[0].parts == {"scorer": raw, "math_only": raw} and found[2].reason == "too_long"
+    assert (found[1].reward, found[0].reward) == pytest.approx((2 * raw, 3 * raw), abs=1e-5)
+    assert found[0].parts == pytest.approx({"scorer": raw, "math_only": raw}, abs=1e-5)
+    assert found[2].reason == "too_long"
 
 
 def test_a_model_that_cannot_be_loaded_is_said_before_any_work(tmp_path: Path) -> None:
