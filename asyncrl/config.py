@@ -23,8 +23,18 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets, profile_config
+from asyncrl import (
+    algorithms,
+    checkpoint_config,
+    environment_config,
+    evaluation_config,
+    modes,
+    parallel,
+    presets,
+    profile_config,
+)
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.lora import LoraConfig
@@ -338,6 +348,7 @@ class Config(Section, frozen=True, kw_only=True):
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -596,7 +607,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         yield conflict("config.data", "set exactly one of data.path and data.source", "data")
     for code, message, path in (*modes.conflicts(config), *_too_many_pieces(config)):
         yield conflict(code, message, *path)
-    if not config.reward and not modes.streams(config):
+    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
     for index, reward in enumerate(config.reward):
         if not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
@@ -616,6 +627,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
+             *environment_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
