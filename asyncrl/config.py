@@ -26,6 +26,7 @@ from msgspec import Meta, field
 from asyncrl import (
     algorithms,
     checkpoint_config,
+    environment_config,
     evaluation_config,
     judge_config,
     judge_models,
@@ -35,6 +36,7 @@ from asyncrl import (
     profile_config,
 )
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.judge_config import JudgeConfig
@@ -355,6 +357,7 @@ class Config(Section, frozen=True, kw_only=True):
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -614,7 +617,7 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         yield conflict("config.data", "set exactly one of data.path and data.source", "data")
     for code, message, path in (*modes.conflicts(config), *_too_many_pieces(config)):
         yield conflict(code, message, *path)
-    if not config.reward and not modes.streams(config):
+    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
     for index, reward in enumerate(config.reward):
         if reward.function and not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
@@ -634,8 +637,9 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config),
-             *judge_config.problems(config), *judge_models.problems(config))  # fmt: skip
+             *environment_config.problems(config), *checkpoint_config.problems(config),
+             *profile_config.problems(config), *judge_config.problems(config),
+             *judge_models.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

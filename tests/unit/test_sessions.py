@@ -23,8 +23,7 @@ from learners.batch import MicroBatch, assemble, statistics, unusable
 from learners.estimates import after_the_model, cuts_of, length_of
 from learners.whole import _of_samples
 from producers.engines.requests import problem_of
-from producers.main import extras_of
-from producers.rollout import Finished
+from producers.rollout import Finished, extras_of
 from producers.sessions import Session
 
 

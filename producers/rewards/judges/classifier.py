@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from asyncrl.device import Device
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from producers.rewards.functions import RewardSample
 from producers.rewards.judges.outcome import Asked, Done, Outcome, Problem, Verdict, checked, problem_of
 from producers.tokenizer import Tokenizer
@@ -62,6 +62,9 @@ class Classifier:
         self._most = min(self.table.max_tokens, positions or self.table.max_tokens)
         self._tokenizer = Tokenizer(self.table.model)
         self._as = self.table.input if self.table.input != "auto" else self._found()
+        if self._as == "chat" and not self._tokenizer.has_template():
+            what = "judge.input = 'chat' and its tokenizer has no chat template"
+            raise ConfigError("config.tokenizer", what, where=self.table.model)
 
     def _found(self) -> str:
         """How samples go in: as ids where the tokenizer is the policy's, else as a chat where it has a template."""
@@ -84,8 +87,8 @@ class Classifier:
         for place, sample in enumerate(samples):
             try:
                 rows.append((place, self._ids(sample)))
-            except Problem as problem:
-                done(place, problem)
+            except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
+                done(place, problem_of(error))
         rows.sort(key=lambda row: len(row[1]))
         for first in range(0, len(rows), self.table.concurrency):
             batch = rows[first : first + self.table.concurrency]
@@ -101,7 +104,7 @@ class Classifier:
             prompt = sample.row.get(self._asked.prompt_key)
             asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": sample.prompt}]
             answered = [*asked, {"role": "assistant", "content": sample.response}]
-            ids = self._tokenizer.encode_chat(answered, open_answer=False)
+            ids = self._tokenizer.encode_part(self._tokenizer.render_chat(answered, opened=False))
         else:
             ids = [*self._tokenizer.encode(sample.prompt), *self._tokenizer.encode_answer(sample.response)]
         if not 0 < len(ids) <= self._most:

@@ -24,7 +24,7 @@ import torch
 from asyncrl import config as configuration
 from asyncrl.device import Device
 from asyncrl.engine import Engine, GenRequest
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find
 from producers.engines.own_weights import commit_folder
 from producers.rewards.functions import RewardSample
@@ -172,8 +172,8 @@ class YesNo(_Asking):
         for place, sample in enumerate(samples):
             try:
                 rows.append((place, self.ids_of(sample, room=self.table.max_tokens)))
-            except Problem as problem:
-                done(place, problem)
+            except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
+                done(place, problem_of(error))
         rows.sort(key=lambda row: len(row[1]))
         for first in range(0, len(rows), self.table.concurrency):
             batch = rows[first : first + self.table.concurrency]
