@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long test-node check unit chaos install clean redis bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl
 
 install: $(STAMP)
 
@@ -51,6 +51,13 @@ test-again: redis $(ASIDE)
 # Acceptance runs of half a minute and more, one at a time.
 test-long: redis $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 $(BIN)/python -m pytest -m long -n 0
+
+# The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.
+NODE_EXAMPLE = examples/reward-worker-js
+
+test-node: $(STAMP)
+	cd $(NODE_EXAMPLE) && timeout 300 npm ci --ignore-scripts --no-audit --no-fund
+	timeout --foreground -s INT -k 60 300 $(BIN)/python -m pytest -n 0 tests/contract/test_reward_worker_js.py
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis

@@ -12,7 +12,7 @@ It imports no role, no torch and no redis; files that the settings name are look
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -20,10 +20,23 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, judge_config, modes, parallel, profile_config  # isort: skip
-from asyncrl import config_conflicts, config_names, config_read
+from asyncrl import (
+    algorithms,
+    checkpoint_config,
+    config_conflicts,
+    config_names,
+    config_read,
+    environment_config,
+    evaluation_config,
+    judge_config,
+    judge_models,
+    modes,
+    parallel,
+    profile_config,
+)  # isort: skip
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config_places import Places
+from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.judge_config import JudgeConfig
@@ -165,16 +178,21 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str  # module:name
-    name: str = ""  # empty: the function's name
+    function: str = ""  # module:name; only a reward whose judge is a model has none
+    name: str = ""  # empty: the function's name, or the judge's
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
     judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
 
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Without a judge, which may be a model, there is nothing but a function."""
+        return () if "judge" in tree else ("function",)
+
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or what follows the colon of `function`."""
-        return self.name or self.function.rpartition(":")[2]
+        """The name in metrics: `name`, or what follows the colon of `function`, or the judge's name."""
+        return self.name or self.function.rpartition(":")[2] or self.judge
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -242,6 +260,7 @@ class Config(Section, frozen=True, kw_only=True):
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -353,7 +372,8 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
     found = (*config_conflicts.problems(config), *modes.conflicts(config),
              *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config),
-             *judge_config.problems(config))  # fmt: skip
+             *environment_config.problems(config), *judge_config.problems(config),
+             *judge_models.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

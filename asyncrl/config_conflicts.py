@@ -58,10 +58,10 @@ def _of_the_buffer(config: Config) -> Iterator[Conflict]:
 
 
 def _of_rewards(config: Config) -> Iterator[Conflict]:
-    if not config.reward and not modes.streams(config):
+    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
         yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
     for index, reward in enumerate(config.reward):
-        if not DOTTED.fullmatch(reward.function):
+        if reward.function and not DOTTED.fullmatch(reward.function):
             yield ("config.reward", f"reward.function = {reward.function!r} is not 'module:name'",
                    ("reward", f"[{index}]", "function"))  # fmt: skip
     labels = [reward.label for reward in config.reward]

@@ -43,6 +43,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.reward": ErrorInfo(
         "reward function cannot be used", "write it as 'module:function' on the Python path", EXIT_CONFIG
     ),
+    "config.environment": ErrorInfo(
+        "environment or tool cannot be used", "see docs/environments.md; asyncrl test-env runs it alone", EXIT_CONFIG
+    ),
+    "config.template": ErrorInfo(
+        "chat template cannot show what follows an answer",
+        'use another template, or set environment.template = "tail" where the message says so',
+        EXIT_CONFIG,
+    ),
     "config.filter": ErrorInfo(
         "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
     ),

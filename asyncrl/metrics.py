@@ -109,6 +109,10 @@ CATALOGUE: dict[str, Metric] = {
     "dropped_length_mean": Metric("tokens", "buffer", "mean length of those whose group was dropped or is dead"),
     "length_bias": Metric("share", "buffer", "trained mean / issued mean - 1; below -0.1 the short ones win"),
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
+    "observed_share": Metric(
+        "share", "learner", "tokens of the responses that the policy did not sample: observations"
+    ),
+    "rows_mean": Metric("1", "learner", "sequences per sample: above 1 where sessions have several conversations"),
     "groups": Metric("groups", "learner", "groups trained in the step"),
     "micro_batches": Metric("1", "learner", "packed rows of the step over all ranks"),
     "wait_s": Metric("s", "learner", "time the step waited for its batch to be ready"),
@@ -162,6 +166,10 @@ CATALOGUE: dict[str, Metric] = {
     "swap_s": Metric("s", "producer", "time the engine stood still for the last swap"),
     "refused_samples": Metric("samples", "producer", "samples the buffer refused"),
     "continued_samples": Metric("samples", "producer", "that another producer had begun, finished since the start"),
+    "turns": Metric("turns", "producer", "turns of the policy since the start, in environments of several turns"),
+    "tool_calls": Metric("calls", "producer", "tool calls that the policy wrote, since the start"),
+    "malformed_calls": Metric("calls", "producer", "tool calls that could not be read, since the start"),
+    "failed_episodes": Metric("samples", "producer", "samples whose environment failed, since the start"),
     "saved_tokens": Metric("tokens", "producer", "of these that were not made again"),
     "scored_samples": Metric("samples", "reward", "samples scored since the start"),
     "failed_rewards": Metric("1", "reward", "reward calls that failed since the start"),

@@ -1,5 +1,5 @@
-"""What third parties implement, found by name: engines (their contract: `asyncrl.engine`), rewards, prompt sources,
-trackers.
+"""What third parties implement, found by name: engines (their contract: `asyncrl.engine`), environments
+(`asyncrl.environment`), rewards, prompt sources, trackers.
 
 Called by producers (engines, prompt sources), reward workers and the front door (trackers). Guarantees:
 1. a name is looked up in the built-in table first, then in the entry-point group; an unknown name is an error that
@@ -40,6 +40,24 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "asyncrl.backends": {
         "fsdp2": "learners.backends.fsdp2:FSDP2Backend",
         "megatron": "learners.backends.megatron:MegatronBackend",
+    },
+    "asyncrl.environments": {
+        "single_turn": "producers.environments.single_turn:SingleTurn",
+        "chat": "producers.environments.scripted:play",
+        "tools": "producers.environments.tools:play",
+        "gymnasium": "producers.environments.gym:GymEnvironment",
+        "verifiers": "producers.environments.verifiers:VerifiersRollout",
+    },
+    "asyncrl.tools": {
+        "calculator": "producers.tools.calculator:calculator",
+        "python": "producers.tools.python:PythonTool",
+        "search": "producers.tools.search:SearchTool",
+        "mcp": "producers.tools.mcp:MCPTools",
+    },
+    "asyncrl.tool_parsers": {
+        "hermes": "producers.tools.parsers:hermes",
+        "qwen3": "producers.tools.parsers:hermes",
+        "json": "producers.tools.parsers:plain_json",
     },
     "asyncrl.trackers": {"tensorboard": "learners.trackers:TensorBoardTracker"},
 }

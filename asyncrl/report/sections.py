@@ -342,7 +342,10 @@ def configuration(data: RunData) -> str:
         row = (escape(key), escape(repr(value)), escape(repr(usual)))
         (same if value == usual else rows).append(row)
     rows += [(f"judge[{n}]", escape(f"{j.name} x {j.count}"), "-") for n, j in enumerate(data.config.judge)]
-    rows += [(f"reward[{n}]", escape(f"{r.function} x {r.weight:g}"), "-") for n, r in enumerate(data.config.reward)]
+    rows += [
+        (f"reward[{n}]", escape(f"{r.function or r.judge} x {r.weight:g}"), "-")
+        for n, r in enumerate(data.config.reward)
+    ]
     changed = table(("changed setting", "value", "default"), rows, classes=("changed", "changed", "usual"))
     rest = table(("setting", "value (default)"), [row[:2] for row in same])
     return card("Configuration", f"{changed}<details><summary>{len(same)} settings have their default</summary>{rest}"

@@ -14,13 +14,14 @@ It imports no torch and runs no function of the user in its own process.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
+
+import numpy as np
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
@@ -33,7 +34,8 @@ from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
 from producers.patience import Bell, Patience
 from producers.rewards.functions import RewardSample
-from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.making import scorer_of
+from producers.rewards.pipe import Result
 from producers.rewards.scorer import Scorer
 from producers.tokenizer import Tokenizer
 
@@ -45,11 +47,16 @@ LOOK_S = 5.0  # every call of a function has its timeout and rings at its end: t
 
 def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
     """What the functions see of a leased sample."""
-    prompt = task.row.get(prompt_key)
+    prompt, ids = task.row.get(prompt_key), task.response_ids
+    shown, turns = ids, []
+    if task.mask is not None:
+        shown = np.delete(ids, np.concatenate([np.arange(0), *(np.arange(at, at + n) for at, n in task.item.rows)]))
+        edges = np.flatnonzero(np.diff(task.mask, prepend=0, append=0) % 2)  # u1: from 0 to 1, and back
+        turns = [tokenizer.decode(ids[start:stop].tolist()) for start, stop in edges.reshape(-1, 2)]
     return RewardSample.of(
         task.row, prompt=prompt if isinstance(prompt, str) else tokenizer.decode(task.prompt_ids.tolist()),
-        response=tokenizer.decode(task.response_ids.tolist()), prompt_ids=task.prompt_ids.tolist(),
-        response_ids=task.response_ids.tolist(), finish=task.item.finish,
+        response=tokenizer.decode(shown.tolist()), prompt_ids=task.prompt_ids.tolist(),
+        response_ids=ids.tolist(), finish=task.item.finish, turns=turns,
     )  # fmt: skip
 
 
@@ -177,23 +184,6 @@ def require_judge(config: Config, name: str) -> Judge:
         known = ", ".join(judge.shown for judge in judges_of(config)) or "none"
         raise ConfigError("reward.judge", f"{shown(name)!r}: this run has {known}", where="--judge")
     return found
-
-
-def scorer_of(config: Config, judge: Judge) -> Scorer:
-    """The child process with the functions of a judge and its limits; not started."""
-    functions = [FunctionSpec(item.function, item.label, item.weight, item.data_sources) for item in judge.rewards]
-    return Scorer(
-        functions, prompt_key=config.data.prompt_key, timeout_s=judge.timeout_s,
-        memory_bytes=judge.memory_bytes or half_of_memory(), max_processes=config.reward_workers.max_processes,
-    )  # fmt: skip
-
-
-def half_of_memory() -> int:
-    """Bytes; 0 where the system does not say how much it has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (OSError, ValueError):
-        return 0
 
 
 async def until_stopped(stop: role.Stop) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Union
 import msgspec
 
 from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Asked
 
 LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 30
@@ -40,6 +41,7 @@ class Setup(msgspec.Struct, frozen=True, tag=1):
     prompt_key: str
     timeout_s: float
     memory_bytes: int = 0  # 0: no limit
+    judge: Asked | None = None  # a model in place of the functions: what they have is their label, weight and sources
 
 
 class Ready(msgspec.Struct, frozen=True, tag=2):
