@@ -137,6 +137,12 @@ def test_what_is_no_observation_is_said(wrong: Any) -> None:
         messages_of(wrong)
 
 
+def test_what_the_tokenizer_does_not_know_is_said(tmp_path: Path) -> None:
+    plain = PlainText(tokenizer_in(tmp_path, characters="ab"))
+    with pytest.raises(EnvironmentFailure, match=r"environment\.observation: the tokenizer cannot encode it"):
+        plain.delta(messages_of("c"), last_token=1)
+
+
 # ---------------------------------------------------------------- tools
 
 
