@@ -95,6 +95,13 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "sandbox.unavailable": ErrorInfo(
+        "model-written code cannot be isolated on this host",
+        "install bubblewrap 0.8 or later (apt-get install bubblewrap) and allow user namespaces, or give the address "
+        "of a SandboxFusion server; 'none' runs it without protection",
+        EXIT_CONFIG,
+    ),
+    "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),
@@ -200,6 +207,7 @@ _KINDS: dict[str, type[AsyncRLError]] = {
     "disk": Unavailable,
     "wire": WireError,
     "fenced": Fenced,
+    "sandbox": Unavailable,
     "buffer": StateLost,
     "handshake": HandshakeError,
 }
