@@ -364,8 +364,9 @@ def interpreter_paths() -> list[str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds; 0 where it has ended."""
+    """Memory that a process holds, without the files that it maps; 0 where it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        _, resident, mapped = Path(f"/proc/{pid}/statm").read_text().split()[:3]
+        return (int(resident) - int(mapped)) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
         return 0
