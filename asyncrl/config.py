@@ -23,12 +23,23 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets, profile_config
+from asyncrl import (
+    algorithms,
+    checkpoint_config,
+    evaluation_config,
+    modes,
+    parallel,
+    presets,
+    profile_config,
+    reward_names,
+    sandbox_config,
+)
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.lora import LoraConfig
 from asyncrl.profile_config import ProfileConfig
+from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
 __all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
@@ -152,15 +163,16 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str  # module:name
+    function: str  # module:name, path/file.py:name, builtin:name or an http address
     name: str = ""  # empty: the function's name
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
 
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or what follows the colon of `function`."""
-        return self.name or self.function.rpartition(":")[2]
+        """The name in metrics: `name`, or the last part of `function`."""
+        return self.name or reward_names.label_of(self.function)
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -338,6 +350,7 @@ class Config(Section, frozen=True, kw_only=True):
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -599,9 +612,9 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
     if not config.reward and not modes.streams(config):
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
     for index, reward in enumerate(config.reward):
-        if not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
+        if not reward_names.kind_of(reward.function):
             yield conflict(
-                "config.reward", f"reward.function = {reward.function!r} is not 'module:name'",
+                "config.reward", f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
                 "reward", f"[{index}]", "function",
             )  # fmt: skip
     labels = [reward.label for reward in config.reward]
@@ -616,7 +629,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config),
+             *sandbox_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

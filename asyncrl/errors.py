@@ -41,7 +41,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
     "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
     "config.reward": ErrorInfo(
-        "reward function cannot be used", "write it as 'module:function' on the Python path", EXIT_CONFIG
+        "reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG
     ),
     "config.filter": ErrorInfo(
         "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
