@@ -60,7 +60,8 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
         if not reward.function:  # its judge is a model
             continue
         if known:
-            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function])
+            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function,
+                                "--args", json.dumps(reward.args, default=str)])  # fmt: skip
         else:
             problem = import_problem(reward.function)
         if problem:

@@ -33,7 +33,9 @@ from asyncrl import (
     modes,
     parallel,
     profile_config,
-)  # isort: skip
+    reward_names,
+    sandbox_config,
+)
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config_places import Places
 from asyncrl.environment_config import EnvironmentConfig
@@ -50,6 +52,7 @@ from asyncrl.learner_config import (
     PreferenceConfig,
     ProcessRewardConfig,
 )
+from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
 __all__ = [
@@ -178,11 +181,12 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str = ""  # module:name; only a reward whose judge is a model has none
+    function: str = ""  # module:name, path/file.py:name, builtin:name, an address; none where its judge is a model
     name: str = ""  # empty: the function's name, or the judge's
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
     judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
 
     @classmethod
     def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
@@ -191,8 +195,8 @@ class RewardFunctionConfig(Section, frozen=True):
 
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or what follows the colon of `function`, or the judge's name."""
-        return self.name or self.function.rpartition(":")[2] or self.judge
+        """The name in metrics: `name`, or the last part of `function`, or the judge's name."""
+        return self.name or reward_names.label_of(self.function) or self.judge
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -261,6 +265,7 @@ class Config(Section, frozen=True, kw_only=True):
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -373,7 +378,7 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
              *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config),
              *environment_config.problems(config), *judge_config.problems(config),
-             *judge_models.problems(config))  # fmt: skip
+             *judge_models.problems(config), *sandbox_config.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 class VerifiersRollout:
     """The environment is loaded once; each sample is a rollout of it."""
 
-    def __init__(self, id: str, **options: Any) -> None:  # noqa: A002
+    def __init__(self, id: str, **options: Any) -> None:
         self._package = _package()
         self._environment: Any = self._package.load_environment(id, **options)
         self._client = _client_class()

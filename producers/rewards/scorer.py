@@ -35,6 +35,7 @@ from producers.rewards.pipe import (
     Pipe,
     Ready,
     Result,
+    SandboxSpec,
     Setup,
     Silence,
 )
@@ -61,11 +62,11 @@ class Scorer:
 
     def __init__(
         self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
-        max_processes: int = 512, judge: Asked | None = None,
+        max_processes: int = 512, sandbox: SandboxSpec | None = None, judge: Asked | None = None,
     ) -> None:  # fmt: skip
         self.version = ""
         self.restarts = 0
-        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge)
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge, sandbox or SandboxSpec())
         self._module = "producers.rewards.child" if judge is None else "producers.rewards.judges.child"
         self._start_limit_s = IMPORT_LIMIT_S if judge is None else LOAD_LIMIT_S
         self._max_processes = max_processes
