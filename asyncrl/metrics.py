@@ -280,9 +280,8 @@ class JsonTail:
         self._descriptor = -1
         self._position = position or Position()
         self._partial = b""
-        if from_end and position is None and self._stat(path) is not None:
-            found = path.stat()
-            self._position = Position(found.st_ino, found.st_size)
+        if from_end and position is None:
+            self._position = _end_of(path)
 
     @property
     def position(self) -> Position:
@@ -365,3 +364,15 @@ class JsonTail:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
+
+
+def _end_of(path: Path) -> Position:
+    """After the last whole line of a file (of a line of more than 1 MB that is not whole yet: its start)."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            start = max(0, found.st_size - TAIL_BYTES)
+            data = os.pread(file.fileno(), found.st_size - start, start)
+    except OSError:
+        return Position()
+    return Position(found.st_ino, start + data.rfind(b"\n") + 1)

@@ -43,6 +43,14 @@ def test_a_file_that_is_put_aside_is_read_to_its_end_first(tmp_path: Path) -> No
     assert tail.poll() + tail.poll() == [{"a": 2}, {"a": 3}]
 
 
+def test_from_the_end_a_line_that_is_being_written_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, '{"a": 1}\n{"a"')
+    tail = JsonTail(path)
+    append(path, ": 2}\n")
+    assert tail.poll() == [{"a": 2}]
+
+
 def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     append(path, '{"a": 1}\n{"a": 2}\n')
