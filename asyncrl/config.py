@@ -35,6 +35,7 @@ from asyncrl import (
     profile_config,
     reward_names,
     sandbox_config,
+    tracker_config,
 )
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config_places import Places
@@ -54,6 +55,7 @@ from asyncrl.learner_config import (
 )
 from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
+from asyncrl.tracker_config import TrackersConfig
 
 __all__ = [
     "AlgorithmConfig", "CompanionConfig", "Config", "CriticConfig", "LearnerConfig", "Loaded", "MegatronConfig",
@@ -270,6 +272,7 @@ class Config(Section, frozen=True, kw_only=True):
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
     judge: tuple[JudgeConfig, ...] = ()
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     @property
     def total_groups(self) -> int:
@@ -378,7 +381,8 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
              *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config),
              *environment_config.problems(config), *judge_config.problems(config),
-             *judge_models.problems(config), *sandbox_config.problems(config))  # fmt: skip
+             *judge_models.problems(config), *sandbox_config.problems(config),
+             *tracker_config.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")
