@@ -51,6 +51,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     verbose: bool = False
     plain: bool = False
     report: bool = True
+    insecure_no_auth: bool = False
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -67,6 +68,8 @@ def launch(config_path: Path, options: LaunchOptions) -> Launched:
     overrides = list(options.overrides)
     if options.key:
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
+    if options.insecure_no_auth:
+        overrides.append("network.insecure_no_auth=true")
     config = absolute(checks.settled(load(config_path, overrides)))
     return launch_config(config, options)
 

@@ -558,6 +558,7 @@ class Manifest(Message, frozen=True):
     encoding: str = "full"
     base: str = ""
     adapter: str = ""
+    signature: str = ""  # by the key of the run, where it has one: of all the other fields
 
 
 class Hop(Message, frozen=True):

@@ -14,7 +14,7 @@ LAUNCH_EXAMPLES = """targets:
 
 examples:
   asyncrl launch all my.toml --set learner.steps=20
-  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
 """
@@ -37,6 +37,8 @@ def _add_launch(commands: Commands) -> None:
     add_config(one)
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument("--insecure-no-auth", action="store_true", help="listen beyond this host without keys (services "
+                     "say so every minute)")  # fmt: skip
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
     add_output(one)
     one.set_defaults(run=_launch)
@@ -59,7 +61,7 @@ def _launch(args: argparse.Namespace) -> int:
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
-        takeover=args.takeover, verbose=args.verbose, plain=args.plain,
+        takeover=args.takeover, verbose=args.verbose, plain=args.plain, insecure_no_auth=args.insecure_no_auth,
     )  # fmt: skip
     return launch(args.config, options).outcome.code
 
