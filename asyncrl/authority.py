@@ -18,8 +18,8 @@ OWNER_ALONE: frozenset[type] = frozenset({
 def needs_owner(message: wire.Message) -> bool:
     """Whether only the owner may send this. Who says that it is the learner needs the owner's key for that too.
 
-    >>> needs_owner(wire.Hello("learner", "x", 1, "h", "", "")), needs_owner(wire.Hello("producer", "x", 1, "h", "", ""))
-    (True, False)
+    >>> [needs_owner(wire.Hello(role, "x", 1, "h", "", "")) for role in ("learner", "producer")]
+    [True, False]
     """
     if isinstance(message, (wire.Hello, wire.Heartbeat)):
         return message.role == "learner"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.rundir import endpoint
+from asyncrl.sockets import LOOPBACK
 
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -77,7 +78,7 @@ def plan(
                     role=role,
                     name=name,
                     argv=_command(interpreter, role, name, config=config, config_path=config_path, how=how),
-                    env=environment(threads_of(role, config), python_path),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config),
                     restarts=restarts_of(role, config),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
@@ -115,6 +116,16 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
     return env
 
 
+def interfaces(config: Config) -> dict[str, str]:
+    """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
+
+    They take whatever the host's name resolves to otherwise, and have no authentication.
+    """
+    if config.weightsync.collective_host not in LOOPBACK or not sys.platform.startswith("linux"):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _command(python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining) -> tuple[str, ...]:
     words = [python, "-m", MODULES[role], "--config", str(config_path), "--name", name]
     if how.connect and role not in SERVICES:
@@ -125,7 +136,7 @@ def _command(python: str, role: str, name: str, *, config: Config, config_path: 
         return tuple(words)
     if how.takeover:
         words.append("--takeover")
-    # c10d on a port of its own choice: nothing to collide with, and the same command restarts as it is.
-    gang = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
+    # torchrun with a rendezvous in its own memory: nothing to collide with, and the same command restarts as it is.
+    gang = [python, "-m", "learners.local_gang", "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)

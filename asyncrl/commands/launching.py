@@ -57,12 +57,15 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    import os
+
     from asyncrl.launch import LaunchOptions, launch
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
         takeover=args.takeover, verbose=args.verbose, plain=args.plain, insecure_no_auth=args.insecure_no_auth,
     )  # fmt: skip
+    os.umask(0o077)
     return launch(args.config, options).outcome.code
 
 

@@ -289,7 +289,8 @@ def test_redis_that_is_killed_or_emptied_costs_a_pause(make: Make) -> None:
     produce(service.address, 1)
     assert int((service.run.store / "redis.pid").read_text()) != pid
     path = endpoint(service.config, "buffer").replace("sockets/buffer.sock", "store/redis.sock").removeprefix("ipc://")
-    redis.Redis(unix_socket_path=path).flushall()
+    password = (service.run.store / "redis.admin").read_text()
+    redis.Redis(unix_socket_path=path, username="admin", password=password).flushall()
     produce(service.address, 1)
     service.kill()
     service.start()

@@ -24,12 +24,9 @@ def mode(path: Path) -> int:
 
 def test_the_command_makes_both_files_and_never_writes_over_one(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "keys"
-    words = [sys.executable, "-m", "asyncrl", "keys", str(folder)]
-    previous = os.umask(0)
-    try:
-        done = warm.run(words, timeout=60, capture_output=True, text=True)
-    finally:
-        os.umask(previous)
+    code = "import os, sys; os.umask(0); from asyncrl.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "keys", str(folder)]
+    done = warm.run(words, timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {path.name: mode(path) for path in folder.iterdir()} == {"server.key": 0o600, "join.key": 0o600}
     assert mode(folder) == 0o700
