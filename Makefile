@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long check unit chaos fuzz install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ test-long: redis $(ASIDE)
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
+
+# 500,000 damaged and hostile frames against the decoder and living services (a few minutes).
+fuzz: install
+	$(BIN)/python tests/security/fuzzing.py --frames 500000 --out benchmarks/results/fuzz.txt
 
 unit: install
 	$(BIN)/python -m pytest tests/unit

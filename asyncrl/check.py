@@ -32,6 +32,8 @@ from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
 from asyncrl.plan import TARGETS, names_of, threads_of
 from asyncrl.plugins import BUILT_IN
 from asyncrl.probe import bind_problem, redis_problem
+from asyncrl.redis_secret import with_password
+from asyncrl.rundir import RunDir
 from asyncrl.sockets import read_keys
 
 IMPORT_TIMEOUT_S = 60.0
@@ -374,7 +376,11 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
     if buffer.store == "sqlite":
         return
     if buffer.redis_url:
-        problem = redis_problem(buffer.redis_url)
+        try:
+            problem = redis_problem(with_password(buffer.redis_url, RunDir(config.run_dir).store))
+        except ConfigError as error:
+            yield error
+            return
         if problem:
             yield error_for("store.unreachable", problem, where="buffer.redis_url")
     elif buffer.store == "redis" and not any(shutil.which(name) for name in REDIS_SERVERS):

@@ -24,7 +24,8 @@ from typing import IO, Any
 import msgspec
 
 from asyncrl import check as checks
-from asyncrl.config import Config, all_keys, dump, load
+from asyncrl import redis_secret
+from asyncrl.config import Config, all_keys, dump, load, redacted
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
@@ -86,6 +87,7 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
     try:
         if "buffer" in roles:
             run_keys(config, make=True)
+            redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
         joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
         homed = with_python(config) if "producer" in roles else config
@@ -156,7 +158,7 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
         write_atomic(path, text.encode())
         return path
     if run.config.exists():
-        for line in changes(run.config, config):
+        for line in changes(run.config, redacted(config)):
             _print(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config

@@ -300,7 +300,8 @@ def test_redis_that_is_killed_or_emptied_costs_a_pause(make: Make) -> None:
     assert "it is written again" in service.log.read_text()
 
 
-def test_redis_that_does_not_answer_is_named_without_its_password(make: Make) -> None:
+def test_redis_that_does_not_answer_is_named_without_its_password(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCRL_REDIS_PASSWORD", "topsecret")  # the file that the service reads has none
     service = make("redis", buffer="redis_url = 'redis://u:topsecret@127.0.0.1:9/0'\nredis_max_outage_s = 0.5")
     started = time.monotonic()
     service.start(wait=False)
