@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long test-node check unit chaos install clean redis bwrap bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo test test-again test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -66,6 +66,10 @@ test-node: $(STAMP)
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
+
+# 500,000 damaged and hostile frames against the decoder and living services (a few minutes).
+fuzz: install
+	$(BIN)/python tests/security/fuzzing.py --frames 500000 --out benchmarks/results/fuzz.txt
 
 unit: install
 	$(BIN)/python -m pytest tests/unit

@@ -33,6 +33,7 @@ from asyncrl import (
     modes,
     parallel,
     profile_config,
+    redis_secret,
     reward_names,
     sandbox_config,
     tracker_config,
@@ -133,7 +134,7 @@ class BufferConfig(Section, frozen=True):
     max_reissue: Count = 3  # attempts of a prompt after a lost lease or a late drop
     lease_timeout_s: Seconds = 30.0  # a producer silent for this long loses its leases
     store: Literal["auto", "sqlite", "redis"] = "sqlite"  # auto: redis where a URL or a server is found
-    redis_url: str = ""  # empty with store = redis: a private server is started from the PATH
+    redis_url: str = ""  # empty with store = redis: a private server is started; a password is kept out of every dump
     redis_max_outage_s: Seconds = 60.0  # then the buffer ends with exit code 69
     fsync: Literal["never", "everysec", "always"] = "everysec"  # what a loss of power may cost; a crash costs nothing
     segment_bytes: Positive = 256 << 20  # size of one payload file
@@ -358,8 +359,14 @@ def with_derived(config: Config) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML; `parse` gives it back."""
-    return tomli_w.dumps(msgspec.to_builtins(config))
+    """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
+    return tomli_w.dumps(msgspec.to_builtins(redacted(config)))
+
+
+def redacted(config: Config) -> Config:
+    """The configuration as it may be shown: `***` instead of the password of Redis."""
+    buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.without_password(config.buffer.redis_url))
+    return msgspec.structs.replace(config, buffer=buffer)
 
 
 def schema() -> dict[str, Any]:

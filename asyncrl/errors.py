@@ -65,6 +65,11 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "net.unreachable": ErrorInfo(
         "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
     ),
+    "config.forbidden": ErrorInfo(
+        "this key does not allow it",
+        "use the server.key of the run: a join key is for producers and rewards",
+        EXIT_CONFIG,
+    ),
     "store.unreachable": ErrorInfo(
         "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
     ),

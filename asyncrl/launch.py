@@ -24,7 +24,8 @@ from typing import IO, Any
 import msgspec
 
 from asyncrl import check as checks
-from asyncrl.config import Config, all_keys, dump, load
+from asyncrl import redis_secret
+from asyncrl.config import Config, all_keys, dump, load, redacted
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
@@ -53,6 +54,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     plain: bool = False
     report: bool = True
     judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
+    insecure_no_auth: bool = False
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -75,6 +77,8 @@ def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple
     overrides = list(options.overrides)
     if options.key:
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
+    if options.insecure_no_auth:
+        overrides.append("network.insecure_no_auth=true")
     config, checked = checks.check_files_of(paths, overrides, options.target, joining=bool(options.connect))
     if checked.errors or config is None:
         raise ConfigErrors(checked.errors)
@@ -103,6 +107,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     try:
         if "buffer" in roles:
             run_keys(config, make=True)
+            redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
         joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag, judge=judge)
         homed = with_python(config) if "producer" in roles else config
@@ -186,7 +191,7 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
         write_atomic(path, text.encode())
         return path
     if run.config.exists():
-        for line in changes(run.config, config):
+        for line in changes(run.config, redacted(config)):
             _print(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config

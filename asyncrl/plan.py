@@ -21,6 +21,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.judge_config import DEFAULT, judge_of, judges_of
 from asyncrl.rundir import endpoint
+from asyncrl.sockets import LOOPBACK
 
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -85,7 +86,7 @@ def plan(
                     argv=_command(
                         interpreter, role, name, config=config, config_path=config_path, how=how, judge=judge
                     ),
-                    env=environment(threads_of(role, config), python_path),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config),
                     restarts=restarts_of(role, config, judge=judge),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
@@ -153,6 +154,16 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
     return env
 
 
+def interfaces(config: Config) -> dict[str, str]:
+    """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
+
+    They take whatever the host's name resolves to otherwise, and have no authentication.
+    """
+    if config.weightsync.collective_host not in LOOPBACK or not sys.platform.startswith("linux"):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _command(
     python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining, judge: str
 ) -> tuple[str, ...]:
@@ -166,7 +177,7 @@ def _command(
         return tuple(words)
     if how.takeover:
         words.append("--takeover")
-    # c10d on a port of its own choice: nothing to collide with, and the same command restarts as it is.
-    gang = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
+    # torchrun with a rendezvous in its own memory: nothing to collide with, and the same command restarts as it is.
+    gang = [python, "-m", "learners.local_gang", "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)

@@ -15,7 +15,7 @@ LAUNCH_EXAMPLES = """targets:
 examples:
   asyncrl launch all my.toml --set learner.steps=20
   asyncrl launch all base.toml more.toml          (more.toml wins)
-  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
 """
@@ -39,6 +39,8 @@ def _add_launch(commands: Commands) -> None:
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
     one.add_argument("--judge", default="", metavar="NAME", help="target rewards: only workers of this judge")
+    one.add_argument("--insecure-no-auth", action="store_true", help="listen beyond this host without keys (services "
+                     "say so every minute)")  # fmt: skip
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
     add_output(one)
     one.set_defaults(run=_launch)
@@ -57,12 +59,16 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    import os
+
     from asyncrl.launch import LaunchOptions, launch
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
         takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
+        insecure_no_auth=args.insecure_no_auth,
     )  # fmt: skip
+    os.umask(0o077)
     return launch(args.configs, options).outcome.code
 
 
