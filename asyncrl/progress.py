@@ -38,9 +38,11 @@ def is_loud(line: str) -> bool:
 class JsonTail:
     """New lines of a JSONL file that somebody else appends to."""
 
-    def __init__(self, path: Path, *, from_end: bool = True) -> None:
+    def __init__(self, path: Path, *, from_end: bool = True, last_bytes: int | None = None) -> None:
+        """`last_bytes`: begin so far before the end (a first line that is cut there is passed over)."""
         self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        size = path.stat().st_size if path.exists() else 0
+        self._offset = size if from_end else 0 if last_bytes is None else max(0, size - last_bytes)
         self._partial = b""
 
     def poll(self) -> list[dict[str, Any]]:

@@ -16,10 +16,10 @@ import msgspec
 
 from asyncrl.audit import Audit, audit_run
 from asyncrl.config import Config, load
-from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation_figures import ALL
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir
+from asyncrl.rundir import RunDir, read_object
 from asyncrl.supervise import Outcome
 
 Line = dict[str, Any]
@@ -133,15 +133,6 @@ def surviving(lines: list[Line]) -> list[Line]:
             kept.pop()
         kept.append(line)
     return kept
-
-
-def read_object(path: Path) -> Line:
-    """A JSON object of a file, empty where there is none."""
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except (OSError, *UNREADABLE):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _lines(path: Path) -> list[Line]:

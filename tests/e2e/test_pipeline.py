@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import warm
+from status_form import strangers
+
+from asyncrl.live.state import Status
 
 pytestmark = pytest.mark.slow
 
@@ -250,6 +253,13 @@ def test_check_and_status_speak(run) -> None:  # type: ignore[no-untyped-def]
     shown = run.command("status", str(run.dir), "--json", timeout=30)
     status = json.loads(shown.stdout)
     assert status["buffer"]["ledger"]["issued"] >= 8
+    assert strangers(status, Status) == [], "asyncrl/live/state.py does not publish what the services say"
+    top = run.command("top", str(run.dir), "--once", "--plain", timeout=30)
+    assert top.returncode == 0, top.stdout
+    assert "running  step" in top.stdout and "of 12 under way" in top.stdout and "advice" in top.stdout
+    assert {"producer-0", "producer-1", "reward-0"} <= {line.split()[0] for line in top.stdout.splitlines()}
+    far = run.command("top", "--connect", f"ipc://{run.dir}/sockets/buffer.sock", "--once", "--plain", timeout=30)
+    assert far.returncode == 0 and "running  step" in far.stdout and "held by generators" in far.stdout, far.stdout
     main.send_signal(signal.SIGTERM)
     main.communicate(timeout=60)
     assert Path(run.dir / "config.toml").exists()

@@ -37,7 +37,10 @@ def test_the_best_and_the_worst_are_kept(count: int, expected: list[int]) -> Non
 
 def test_a_line_has_words_and_both_log_probs_of_every_token() -> None:
     made = shown.lines(batch([[1.0, 0.0]], mask=True), 2, decode, {0: [-0.25, -9.0, -2.5]})
-    assert [(line["prompt"], line["response"], line["reward"]) for line in made] == [("ef", "abc", 1.0), ("ef", "abc", 0)]
+    assert [(line["prompt"], line["response"], line["reward"]) for line in made] == [
+        ("ef", "abc", 1.0),
+        ("ef", "abc", 0),
+    ]
     assert made[0]["tokens"] == ["a", "b", "c"]
     assert made[0]["engine"] == [-0.5, None, -2.0]  # the policy did not sample the second
     assert made[0]["learner"] == [-0.25, None, -2.5]
