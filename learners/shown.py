@@ -74,7 +74,10 @@ def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int,
 
 
 def _numbers(values: Sequence[float], trained: Sequence[bool]) -> list[float | None]:
-    return [round(value, 4) if one and np.isfinite(value) else None for value, one in zip(values, trained, strict=True)]
+    return [
+        round(value, 4) + 0.0 if one and np.isfinite(value) else None
+        for value, one in zip(values, trained, strict=True)
+    ]
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

@@ -1,7 +1,9 @@
 """The whole pipeline as real processes, by the command line a user types."""
 
+import html
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -45,6 +47,26 @@ def assert_time_is_accounted_for(lines) -> None:  # type: ignore[no-untyped-def]
     assert all(line["model_flops"] > 0 and line["memory_bytes"] > 0 for line in lines)
 
 
+def assert_report_agrees(run, lines) -> None:  # type: ignore[no-untyped-def]
+    """The page that the launch wrote holds the numbers of the learner's file."""
+    text = (run.dir / "report.html").read_text()
+    first, last = (sum(line["reward_mean"] for line in part) / 5 for part in (lines[:5], lines[-5:]))
+    assert f"{first:.3f} → {last:.3f}" in text and f"trained {4 * len(lines)} (100.0%)" in text
+    charts = [json.loads(html.unescape(found)) for found in re.findall(r"data-chart='([^']*)'", text)]
+    drawn = next(chart["lines"][0]["points"] for chart in charts if chart["lines"][0]["name"] == "reward")
+    assert drawn == [[line["step"], float(f"{line['reward_mean']:.6g}")] for line in lines]
+
+
+def assert_samples_are_kept(run) -> None:  # type: ignore[no-untyped-def]
+    """Two of each step, each token with the log-probs of engine and learner; alike under the same weights."""
+    samples = run.lines("samples.jsonl")
+    assert len(samples) == 2 * len(run.steps())
+    for line in samples:
+        assert "".join(line["tokens"]) == line["response"] and len(line["tokens"]) == line["length"]
+        gaps = [abs(a - b) for a, b in zip(line["engine"], line["learner"], strict=True)]
+        assert line["lag"] or max(gaps) < 1e-3, line
+
+
 def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # type: ignore[no-untyped-def]
     run.fresh = True
     done = run.launch()
@@ -63,7 +85,8 @@ def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # 
     for line in committed:
         assert all(digest == line["digest"] for digest in line["members"].values()), line
     assert (run.dir / "report.html").stat().st_size > 10_000
-    assert "<html" in (run.dir / "report.html").read_text()
+    assert_report_agrees(run, lines)
+    assert_samples_are_kept(run)
     assert (run.dir / "export" / "model.safetensors").exists()
     result = json.loads((run.dir / "result.json").read_text())
     assert result["steps"] == 5
@@ -76,6 +99,7 @@ def test_redis_two_learner_ranks_and_gloo(run) -> None:  # type: ignore[no-untyp
     assert done.returncode == 0, done.stdout + run.logs()
     assert_complete(run)
     assert len([line for line in run.lines("processes.jsonl") if line["role"] == "learner"]) == 2
+    assert_samples_are_kept(run)
     transports = {line.get("transport") for line in run.lines("metrics/weightsync.jsonl")}
     assert "collective" in transports
 
