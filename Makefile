@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -87,6 +87,23 @@ $(TRL_STAMP): constraints.txt
 bench-learner: $(STAMP) $(TRL_STAMP)
 	$(BIN)/python benchmarks/bench_learner.py --trl-python $(TRL_VENV)/bin/python
 
+# The contract of the trackers on the packages themselves, without a network, in an environment of their own.
+TRACKERS_VENV ?= .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+TRACKERS = wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic swanlab==0.10.3 trackio==0.43.0
+
+trackers: $(TRACKERS_STAMP)
+
+$(TRACKERS_STAMP): pyproject.toml
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	timeout 1200 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check $(TRACKERS) msgspec pyzmq xxhash \
+		blake3 tomli-w numpy pytest pytest-timeout
+	timeout 600 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps -e .
+	touch $@
+
+test-trackers: $(TRACKERS_STAMP)
+	timeout --foreground -s INT -k 60 600 $(TRACKERS_VENV)/bin/python -m pytest tests/trackers
+
 docs: install
 	$(BIN)/python docs/generate.py
 
@@ -149,5 +166,5 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		tests/e2e/test_sglang_run.py -k real
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

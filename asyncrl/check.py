@@ -23,7 +23,15 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithm_notes, algorithms, checkpoint_config, engine_env, evaluation_config, parallel
+from asyncrl import (
+    algorithm_notes,
+    algorithms,
+    check_trackers,
+    checkpoint_config,
+    engine_env,
+    evaluation_config,
+    parallel,
+)
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
@@ -89,6 +97,7 @@ def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: boo
             errors += look(config)
     if "learner" in roles:
         errors += check_algorithm(config)
+        errors += check_trackers.check_trackers(config)
     errors += check_keys(config, joining=joining or "buffer" not in roles)
     findings = []
     if "producer" in roles:

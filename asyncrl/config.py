@@ -23,13 +23,23 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets, profile_config
+from asyncrl import (
+    algorithms,
+    checkpoint_config,
+    evaluation_config,
+    modes,
+    parallel,
+    presets,
+    profile_config,
+    tracker_config,
+)
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.lora import LoraConfig
 from asyncrl.profile_config import ProfileConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
+from asyncrl.tracker_config import TrackersConfig
 
 __all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
 
@@ -341,6 +351,7 @@ class Config(Section, frozen=True, kw_only=True):
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     @property
     def total_groups(self) -> int:
@@ -616,7 +627,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config),
+             *tracker_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.metrics import read_lines
+from asyncrl.metrics import JsonTail, read_lines
 from asyncrl.processes import descendants, send, state_of
-from asyncrl.progress import QUEUE_STATES, JsonTail
+from asyncrl.progress import QUEUE_STATES
 from asyncrl.rundir import RunDir, endpoint, run_keys
 from asyncrl.silence import STOPPED, below
 

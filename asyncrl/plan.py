@@ -3,7 +3,8 @@
 Called by `asyncrl.launch`, `asyncrl.check` and tests. Guarantees:
 1. the same arguments give the same plan; nothing is started, looked up or written here;
 2. services come first, the learner last: the order in which they are started;
-3. secrets never stand in a command: keys travel as the path of their file.
+3. secrets never stand in a command: keys travel as the path of their file;
+4. onlookers (trackers) come last and go with the learner: what is launched without one has none.
 
 Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
 reward-0, learner (and torchrun around the learner's rank).
@@ -37,6 +38,8 @@ MODULES = {
     "reward": "producers.rewards.main",
     "learner": "learners.main",
 }
+#: Processes that look on: a run goes on without them (`asyncrl.supervise`).
+ONLOOKER = "tracker"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,25 @@ def plan(
                     ready=endpoint(config, role) if role in SERVICES else "",
                 )
             )
+    if "learner" in roles:
+        plans += onlookers(config, config_path=config_path, python=python, python_path=python_path)
     return plans
+
+
+def onlookers(
+    config: Config, *, config_path: Path, python: str = sys.executable, python_path: Sequence[str] = ()
+) -> list[ProcessPlan]:
+    """Online trackers and the exporter for Prometheus, each a process of its own."""
+    modules = {f"tracker-{name}": "learners.tracking" for name in config.trackers.use}
+    if config.trackers.prometheus_port:
+        modules["tracker-prometheus"] = "asyncrl.prometheus"
+    return [
+        ProcessPlan(
+            role=ONLOOKER, name=name, argv=(python, "-m", module, "--config", str(config_path), "--name", name),
+            env=environment(1, python_path), restarts=config.learner.restarts,
+        )
+        for name, module in modules.items()
+    ]  # fmt: skip
 
 
 def names_of(role: str, config: Config, *, tag: str = "") -> list[str]:

@@ -21,9 +21,10 @@ import msgspec
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from asyncrl.live.state import SCHEMA
+from asyncrl.metrics import JsonTail
 from asyncrl.modes import streams
 from asyncrl.processes import reachable, send, state_of
-from asyncrl.progress import QUEUE_STATES, JsonTail, number
+from asyncrl.progress import QUEUE_STATES, number
 from asyncrl.rundir import RunDir, endpoint, read_object, run_keys
 from asyncrl.signs import read_signs
 from asyncrl.silence import STOPPED
@@ -86,7 +87,11 @@ def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
     """The lines in the last part of a file."""
-    return JsonTail(path, from_end=False, last_bytes=LAST_BYTES).poll()
+    tail = JsonTail(path, last_bytes=LAST_BYTES)
+    try:
+        return tail.poll()
+    finally:
+        tail.close()
 
 
 def _name_and_time(line: dict[str, Any]) -> tuple[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.live.state import Status
-from asyncrl.progress import JsonTail
+from asyncrl.metrics import JsonTail
 from asyncrl.rundir import RunDir
 from asyncrl.sockets import Keys
 
@@ -51,10 +51,10 @@ class FileSource:
         self._run = run
         self._key = key
         self._config = load(run.config)
-        self._tails = {name: JsonTail(run.metrics / f"{name}.jsonl", from_end=False, last_bytes=LAST_BYTES)
+        self._tails = {name: JsonTail(run.metrics / f"{name}.jsonl", last_bytes=LAST_BYTES)
                        for name in ("learner", "roles", "buffer", "weightsync")}  # fmt: skip
-        self._tails["launch"] = JsonTail(run.logs / "launch.jsonl", from_end=False, last_bytes=LAST_BYTES)
-        self._tails["history"] = JsonTail(run.history, from_end=False, last_bytes=LAST_BYTES)
+        self._tails["launch"] = JsonTail(run.logs / "launch.jsonl", last_bytes=LAST_BYTES)
+        self._tails["history"] = JsonTail(run.history, last_bytes=LAST_BYTES)
         self._steps: deque[Line] = deque(maxlen=STEPS)
         self._queue: deque[Line] = deque(maxlen=STEPS)
         self._rounds: deque[Line] = deque(maxlen=ROUNDS)

@@ -22,6 +22,7 @@ from asyncrl.live.snapshot import Snapshot, snapshot
 from asyncrl.live.source import FileSource, Observed
 from asyncrl.live.state import Buffer, Member, Status, Tuning, WeightSync, Worker
 from asyncrl.live.top import Looks, code_of, top_command
+from asyncrl.metrics import JsonTail
 from asyncrl.rundir import RunDir
 
 NOW = START + 100
@@ -143,6 +144,22 @@ def test_steps_that_come_again_replace_the_first_time(tmp_path: Path) -> None:
     with (run.metrics / "learner.jsonl").open("ab") as file:
         file.write(b'9, "reward_mean": 0.5}\n')
     assert [line["step"] for line in source.look().steps][-2:] == [4, 99]
+
+
+def test_of_a_long_file_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(f'{{"step": {number}}}\n' for number in range(1000)) + '{"step": 10')
+    for last in (1, 12, 13, 14, 100, 10**6):
+        tail = JsonTail(path, last_bytes=last)
+        lines = [line["step"] for line in tail.poll()]
+        tail.close()
+        assert lines == list(range(1000 - len(lines), 1000))
+    tail = JsonTail(path, last_bytes=40)
+    assert len(tail.poll()) == 2
+    with path.open("a") as file:
+        file.write("00}\n")
+    assert tail.poll() == [{"step": 1000}]
+    tail.close()
 
 
 def test_where_nobody_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
