@@ -98,6 +98,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "reward.judge": ErrorInfo(
         "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
     ),
+    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),

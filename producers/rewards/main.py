@@ -14,7 +14,6 @@ It imports no torch and runs no function of the user in its own process.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,7 +32,8 @@ from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
 from producers.patience import Bell, Patience
 from producers.rewards.functions import RewardSample
-from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.making import scorer_of
+from producers.rewards.pipe import Result
 from producers.rewards.scorer import Scorer
 from producers.tokenizer import Tokenizer
 
@@ -177,23 +177,6 @@ def require_judge(config: Config, name: str) -> Judge:
         known = ", ".join(judge.shown for judge in judges_of(config)) or "none"
         raise ConfigError("reward.judge", f"{shown(name)!r}: this run has {known}", where="--judge")
     return found
-
-
-def scorer_of(config: Config, judge: Judge) -> Scorer:
-    """The child process with the functions of a judge and its limits; not started."""
-    functions = [FunctionSpec(item.function, item.label, item.weight, item.data_sources) for item in judge.rewards]
-    return Scorer(
-        functions, prompt_key=config.data.prompt_key, timeout_s=judge.timeout_s,
-        memory_bytes=judge.memory_bytes or half_of_memory(), max_processes=config.reward_workers.max_processes,
-    )  # fmt: skip
-
-
-def half_of_memory() -> int:
-    """Bytes; 0 where the system does not say how much it has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (OSError, ValueError):
-        return 0
 
 
 async def until_stopped(stop: role.Stop) -> None:
