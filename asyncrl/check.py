@@ -36,6 +36,7 @@ from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.evaluation import MAX_ROWS, data_of, is_due
+from asyncrl.judge_config import judges_of
 from asyncrl.modes import bound_of, is_paired, longest_row, streams, with_epochs
 from asyncrl.plan import TARGETS, names_of, threads_of
 from asyncrl.plugins import BUILT_IN
@@ -466,12 +467,19 @@ def what_starts(config: Config, roles: Sequence[str]) -> str:
         "buffer": f"1 buffer ({config.buffer.store})",
         "weightsync": f"1 weightsync ({config.weightsync.transport})",
         "producer": f"{_many(config.producers.count, 'producer')} ({config.producers.engine})",
-        "reward": _many(config.reward_workers.count, "reward worker"),
+        "reward": _reward_workers(config),
         "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
     }
     chosen = [role for role in TARGETS["all"] if role in roles]
     total = sum(len(names_of(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
     return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
+
+
+def _reward_workers(config: Config) -> str:
+    """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`."""
+    judges = judges_of(config)
+    of = f" ({', '.join(f'{judge.count} {judge.shown}' for judge in judges)})" if len(judges) > 1 else ""
+    return _many(sum(judge.count for judge in judges), "reward worker") + of
 
 
 def _many(count: int, word: str, ending: str = "s") -> str:
@@ -481,7 +489,7 @@ def _many(count: int, word: str, ending: str = "s") -> str:
 def notes_on(config: Config, roles: Sequence[str]) -> list[str]:
     """Settings that work and may surprise."""
     notes = []
-    workers = config.reward_workers.count
+    workers = sum(judge.count for judge in judges_of(config))
     counts = {"producer": config.producers.count, "learner": config.learner.ranks, "reward": workers}
     threads = sum(count * threads_of(role, config) for role, count in counts.items() if role in roles)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -27,6 +27,7 @@ from asyncrl import (
     algorithms,
     checkpoint_config,
     evaluation_config,
+    judge_config,
     modes,
     parallel,
     presets,
@@ -36,6 +37,7 @@ from asyncrl import (
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
+from asyncrl.judge_config import JudgeConfig
 from asyncrl.lora import LoraConfig
 from asyncrl.profile_config import ProfileConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
@@ -166,6 +168,7 @@ class RewardFunctionConfig(Section, frozen=True):
     name: str = ""  # empty: the function's name
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
 
     @property
     def label(self) -> str:
@@ -352,6 +355,7 @@ class Config(Section, frozen=True, kw_only=True):
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    judge: tuple[JudgeConfig, ...] = ()
 
     @property
     def total_groups(self) -> int:
@@ -628,7 +632,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config),
-             *tracker_config.problems(config))  # fmt: skip
+             *tracker_config.problems(config),
+             *judge_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

@@ -95,6 +95,10 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "reward.judge": ErrorInfo(
+        "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
+    ),
+    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),

@@ -28,6 +28,7 @@ from asyncrl.config import Config, all_keys, dump, load
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
+from asyncrl.judge_config import judges_of, named
 from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
@@ -51,6 +52,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     verbose: bool = False
     plain: bool = False
     report: bool = True
+    judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -74,6 +76,7 @@ def launch(config_path: Path, options: LaunchOptions) -> Launched:
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with the configuration in hand."""
     roles = roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
+    judge = _only_judge(config, options)
     checked = checks.check(config, roles, joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -84,7 +87,7 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
         if "buffer" in roles:
             run_keys(config, make=True)
         path = settle_config(run, config, options, tag=tag)
-        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
+        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag, judge=judge)
         homed = with_python(config) if "producer" in roles else config
         plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
@@ -101,6 +104,19 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
     return Launched(config, run, outcome, started)
+
+
+def _only_judge(config: Config, options: LaunchOptions) -> str | None:
+    """The judge whose workers are started; None: those of all. Raises where the run has no such judge."""
+    if not options.judge:
+        return None
+    if options.target != "rewards":
+        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
+    known = judges_of(config)
+    if named(options.judge) not in [judge.name for judge in known]:
+        names = ", ".join(judge.shown for judge in known) or "none"
+        raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
+    return named(options.judge)
 
 
 def absolute(config: Config) -> Config:
@@ -167,9 +183,10 @@ def changes(path: Path, config: Config) -> list[str]:
         return [f"the old {path.name} cannot be read: {error.message}"]
     return [
         f"{key}: {value_at(old, key)!r} -> {value_at(config, key)!r}"
-        for key in all_keys() if "." in key and not key.startswith("reward.")
+        for key in all_keys() if "." in key and not key.startswith(("reward.", "judge."))
         and value_at(old, key) != value_at(config, key)
-    ] + ([] if old.reward == config.reward else ["reward: other functions"])  # fmt: skip
+    ] + ([] if old.reward == config.reward else ["reward: other functions"]) + (
+        [] if old.judge == config.judge else ["judge: other settings"])  # fmt: skip
 
 
 def value_at(config: Config, dotted: str) -> Any:

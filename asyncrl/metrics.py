@@ -21,8 +21,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE
 
-#: Families of names: a component of the reward, a lag, a number of tries, figures of evaluations.
-OPEN = ("reward/", "lag/", "pass_at/", "val-core/", "val-aux/")
+#: Families of names: a component of the reward, a judge, a lag, a number of tries, figures of evaluations.
+OPEN = ("reward/", "judge/", "lag/", "pass_at/", "val-core/", "val-aux/")
 
 
 class Metric(NamedTuple):
@@ -184,6 +184,14 @@ CATALOGUE: dict[str, Metric] = {
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
     "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
     "discarded_checkpoints": Metric("samples", "buffer", "begun elsewhere and not continued, since the start"),
+    "judge/default/waiting": Metric(
+        "samples",
+        "buffer",
+        "judge/<name>/waiting: samples that wait for a worker of this judge, likewise "
+        "leased: with one of its workers; scored, late (of these, after their lease had expired), failures and refused "
+        "(of a group that ended, or a second answer): since the service started",
+    ),
+    "judge/default/call_s": Metric("s", "buffer", "mean time of a call of its living workers in their last interval"),
     # buffer, one line per evaluation (metrics/evaluation.jsonl)
     "evaluation_prompts": Metric("prompts", "buffer", "held-out prompts of the evaluation: scored + failed + missing"),
     "evaluation_scored": Metric("prompts", "buffer", "those with all samples scored: the figures are of these alone"),
@@ -391,7 +399,7 @@ def _near_end_of(path: Path, count: int) -> Position:
             if found.st_size <= count:
                 return Position(found.st_ino, 0)
             file.seek(found.st_size - count - 1)
-            file.readline()
+            file.readline()  # bounded: a plain file
             return Position(found.st_ino, file.tell())
     except OSError:
         return Position()

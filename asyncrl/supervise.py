@@ -215,7 +215,8 @@ class Supervisor:
     def _others(self, child: Child) -> list[str]:
         """Workers of the same role that are at work here, or will be again."""
         role = child.plan.role
-        alike = [other for other in self.children if other is not child and other.plan.role == role]
+        mine = (role, child.plan.judge)  # the workers of another judge are no substitute
+        alike = [one for one in self.children if one is not child and (one.plan.role, one.plan.judge) == mine]
         return [other.plan.name for other in alike if not other.over] if role in REPLACEABLE else []
 
     def _give_up(self, child: Child, code: int, why: str) -> None:

@@ -329,6 +329,7 @@ class RewardRequest(Message, frozen=True, tag=30):
     worker: str
     max_samples: int
     wait_s: float
+    judge: str = ""  # samples that this judge has to score; empty: the default one
 
 
 class RewardItem(Message, frozen=True):
@@ -341,6 +342,7 @@ class RewardItem(Message, frozen=True):
     row: str  # JSON
     finish: str
     fields: tuple[Field, ...]
+    judge: str = ""  # by whom it is to be scored
 
 
 class RewardWork(Message, frozen=True, tag=31):
@@ -379,6 +381,7 @@ class Scores(Message, frozen=True, tag=32):
     scores: tuple[Score, ...]
     failures: tuple[RewardFailure, ...] = ()
     reward_version: str = ""
+    judge: str = ""  # for whom the worker scores: one message is of one judge
 
 
 class ScoresReply(Message, frozen=True, tag=33):

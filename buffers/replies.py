@@ -95,7 +95,9 @@ def reward_reply(
         fields, data = pack_arrays(
             {"prompt": arrays["prompt"], "response": arrays["response"][start : start + sample.length]}
         )
-        work.append(RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields))
+        work.append(
+            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge)
+        )
         payloads.append(data)
     return tuple(work), payloads, sorted(damaged)
 
@@ -128,6 +130,7 @@ def status_json(groups: Groups, now: float, extra: dict[str, Any]) -> str:
             "batch_groups": groups.plan.size(groups.frontier + 1),
         },
         "producers": groups.workers_of("producer", now), "rewards": groups.workers_of("reward", now),
+        "judges": groups.judges_now(now),
         "waiting_for": groups.diagnosis(now) if groups.asked_since else "", **extra,
     }  # fmt: skip
     return msgspec.json.encode(status).decode()

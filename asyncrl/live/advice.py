@@ -130,6 +130,14 @@ def rewards_fail(s: Snapshot) -> str:
     return f"{failed:.0f} reward calls failed ({scored:.0f} samples scored): see logs/{s.rewards[0].name}.log"
 
 
+def a_judge_is_missing(s: Snapshot) -> str:
+    """Samples wait for a judge none of whose workers is there."""
+    for one in s.judges:
+        if not s.ended and one.waiting and not one.workers:
+            return f"{one.waiting} samples wait for judge {one.judge} and none of its workers is there: start one"
+    return ""
+
+
 def scores_are_late(s: Snapshot) -> str:
     """More than half of the work under way waits for scores."""
     waiting = s.queue.get("unscored", 0)
@@ -254,9 +262,10 @@ def all_is_well(s: Snapshot) -> str:
 RULES: Sequence[Callable[[Snapshot], str]] = (
     the_run_failed, the_run_is_complete, the_buffer_ends_the_run, the_buffer_is_silent, checkpoints_fail,
     a_process_is_stopped, a_process_is_silent, a_process_keeps_ending, nobody_generates, nobody_scores,
-    weights_do_not_arrive, updates_are_skipped, rewards_fail, groups_die, much_is_too_old, scores_are_late,
-    engine_and_learner_differ, memory_is_short, the_learner_waits, the_pipeline_is_shallow, weights_count_for_little,
-    nothing_to_learn, answers_are_cut, short_answers_win, weights_take_long, producers_wait, all_is_well,
+    a_judge_is_missing, weights_do_not_arrive, updates_are_skipped, rewards_fail, groups_die, much_is_too_old,
+    scores_are_late, engine_and_learner_differ, memory_is_short, the_learner_waits, the_pipeline_is_shallow,
+    weights_count_for_little, nothing_to_learn, answers_are_cut, short_answers_win, weights_take_long,
+    producers_wait, all_is_well,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from asyncrl.live.advice import advice
 from asyncrl.live.snapshot import STATES, Row, Snapshot
+from asyncrl.live.state import Judge
 
 WIDTH = 120
 BARS = "▁▂▃▄▅▆▇█"
@@ -135,6 +136,19 @@ def sync_words(s: Snapshot) -> str:
     return clean(words + (f"; {', '.join(away)}" if away else ""))
 
 
+def judge_words(one: Judge) -> str:
+    """`default: 3 waiting, 2 with 1 workers, 120 scored, 4 failures`."""
+    more = [f"{number} {what}" for what, number in (("failures", one.failures), ("late", one.late)) if number]
+    call = f", {1000 * one.call_s:.1f} ms a call" if one.call_s is not None else ""
+    told = ", ".join([f"{one.waiting} waiting, {one.leased} with {one.workers} workers, {one.scored} scored", *more])
+    return clean(f"{one.judge}: {told}{call}")
+
+
+def part_words(s: Snapshot) -> str:
+    """The mean of each reward function."""
+    return clean(", ".join(f"{name} {value:.3f}" for name, value in sorted(s.parts.items())))
+
+
 def in_flight(one: Row) -> str:
     """`12 samples`, as far as the engine says."""
     return count(one.told("samples_in_flight") if "samples_in_flight" in one.stats else one.told("groups_in_flight"))
@@ -158,12 +172,12 @@ def plain(s: Snapshot) -> list[str]:
     for one in s.rewards:
         call = one.told("reward_call_s")
         took = "-" if call is None else f"{1000 * call:.1f} ms"
-        lines.append(f"{one.name:<14}{one.host:<10} {count(one.rate):>6} samples/s  call {took}  failed "
+        who = f" for {clean(one.judge)}" if one.judge and len(s.judges) > 1 else ""
+        lines.append(f"{one.name:<14}{one.host:<10}{who} {count(one.rate):>6} samples/s  call {took}  failed "
                      f"{count(one.told('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}")  # fmt: skip
-    if s.judges:
-        lines.append(
-            f"{'rewards':<10}" + clean(", ".join(f"{name} {value:.3f}" for name, value in sorted(s.judges.items())))
-        )
+    lines += [f"{'judge':<10}{judge_words(one)}" for one in s.judges]
+    if s.parts:
+        lines.append(f"{'rewards':<10}{part_words(s)}")
     lines.append(f"{'weights':<10}{sync_words(s)}")
     if s.evaluation:
         lines.append(f"{'evaluation':<10} {clean(s.evaluation)}")

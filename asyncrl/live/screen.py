@@ -18,6 +18,7 @@ from asyncrl.live.snapshot import STATES, Row, Snapshot
 
 COLOURS = {"leased": "blue", "unscored": "yellow", "ready": "green", "claimed": "magenta"}
 BAR = 46
+WORDS = frozenset({"producer", "reward worker", "judge", "host", "does"})  # columns that are no numbers
 
 
 def screen(s: Snapshot) -> RenderableType:
@@ -51,9 +52,10 @@ def _facts(s: Snapshot) -> Table:
     table.add_row("time", Text.assemble(_time_bar(s), "  ", render.time_words(s)))
     if s.why and s.live:
         table.add_row("waits for", Text(render.clean(s.why)))
-    if s.judges:
-        judged = ", ".join(f"{name} {value:.3f}" for name, value in sorted(s.judges.items()))
-        table.add_row("rewards", Text(render.clean(judged)))
+    for one in s.judges:
+        table.add_row("judge", Text(render.judge_words(one)))
+    if s.parts:
+        table.add_row("rewards", Text(render.part_words(s)))
     table.add_row("weights", Text(render.sync_words(s)))
     if s.evaluation:
         table.add_row("evaluation", Text(render.clean(s.evaluation)))
@@ -80,8 +82,7 @@ def _time_bar(s: Snapshot) -> Text:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name, justify="left" if name in ("producer", "reward worker", "host", "does") else "right",
-                         no_wrap=name != "does")  # fmt: skip
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=name != "does")
     return table
 
 
@@ -95,10 +96,11 @@ def _producers(s: Snapshot) -> Table:
 
 
 def _rewards(s: Snapshot) -> Table:
-    table = _table("reward worker", "host", "samples/s", "call ms", "failed", "busy", "seen", "does")
+    table = _table("reward worker", "judge", "host", "samples/s", "call ms", "failed", "busy", "seen", "does")
     for one in s.rewards:
         call = one.told("reward_call_s")
-        table.add_row(Text(render.clean(one.name)), Text(render.clean(one.host)), render.count(one.rate),
+        who = (Text(render.clean(one.name)), Text(render.clean(one.judge)), Text(render.clean(one.host)))
+        table.add_row(*who, render.count(one.rate),
                       "-" if call is None else f"{1000 * call:.1f}", render.count(one.told("failed_rewards")),
                       render.share(one.busy), render.ago(one.seen_s), _does(s, one))  # fmt: skip
     return table

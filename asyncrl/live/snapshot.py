@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.live.source import Line, Observed
-from asyncrl.live.state import Alive, Member, Worker
+from asyncrl.live.state import Alive, Judge, Member, Worker
 
 STATES = ("leased", "unscored", "ready", "claimed")
 COUNTED = (*STATES, "issued", "trained", "retired", "dropped", "dead")
@@ -42,6 +42,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     busy: float | None = None  # share of the window
     rate: float | None = None  # tokens or samples per second
     stats: dict[str, float] = {}
+    judge: str = ""  # whose samples it scores
 
     def told(self, name: str) -> float | None:
         """A number of its last heartbeat."""
@@ -96,7 +97,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     learner: Learner = Learner()
     producers: tuple[Row, ...] = ()
     rewards: tuple[Row, ...] = ()
-    judges: dict[str, float] = {}  # mean of each part of the reward in the newest step
+    parts: dict[str, float] = {}  # mean of each reward function in the newest step
+    judges: tuple[Judge, ...] = ()
     members: dict[str, Member] = {}
     version: int = -1  # newest weights that were published
     committed: int = -1  # held by the generators that serve
@@ -148,8 +150,9 @@ def snapshot(seen: Observed) -> Snapshot:
         depth=buffer.tuning.depth if live else -1, max_staleness=seen.max_staleness,
         batch_groups=buffer.tuning.batch_groups, slots=seen.slots, why=buffer.waiting_for,
         learner=_learner(seen, until), producers=_rows(seen, "producer", until), rewards=_rows(seen, "reward", until),
-        judges={name.removeprefix("reward/"): float(value) for name, value in (lines[-1] if lines else {}).items()
-                if name.startswith("reward/") and isinstance(value, int | float)},
+        parts={name.removeprefix("reward/"): float(value) for name, value in (lines[-1] if lines else {}).items()
+               if name.startswith("reward/") and isinstance(value, int | float)},
+        judges=tuple(buffer.judges),
         members=dict(sync.members) if sync else {}, version=sync.version if sync and not sync.error else -1,
         committed=sync.committed if sync else -1, syncs=sync is not None,
         sync_error=sync.error if sync and not over else "", rounds=tuple(seen.rounds[-10:]),
@@ -211,7 +214,7 @@ def _row(name: str, worker: Worker | None, sign: Alive | None, beats: Sequence[L
         waiting_for=newest.waiting_for if newest else str(last.get("waiting_for", "")),
         waiting_s=newest.waiting_s if newest else 0.0, busy=sum(busy) / len(busy) if busy else None,
         rate=_rate(beats, "generated_tokens" if "generated_tokens" in last else "scored_samples"),
-        stats=dict(worker.stats) | stats if worker else stats,
+        stats=dict(worker.stats) | stats if worker else stats, judge=worker.judge if worker else "",
     )  # fmt: skip
 
 

@@ -45,6 +45,21 @@ class Worker(msgspec.Struct):
     waiting_for: str = ""
     waiting_s: float = 0.0
     stats: dict[str, float] = {}  # of its last heartbeat; names: docs/metrics.md
+    judge: str = ""  # whose samples a reward worker scores
+
+
+class Judge(msgspec.Struct):
+    """Reward workers of one kind, and the samples that are for them."""
+
+    judge: str
+    workers: int = 0
+    waiting: int = 0  # samples that nobody has taken
+    leased: int = 0  # with workers
+    scored: int = 0  # since the service started
+    late: int = 0  # scores that came when somebody else had given them
+    failures: int = 0
+    refused: dict[str, int] = {}  # scores by reason
+    call_s: float | None = None  # mean time of a call
 
 
 class Fault(msgspec.Struct):
@@ -88,6 +103,7 @@ class Buffer(msgspec.Struct):
     learner: Worker | None = None
     producers: list[Worker] = []
     rewards: list[Worker] = []
+    judges: list[Judge] = []
     waiting_for: str = ""  # why the learner's next batch is not ready
     tuning: Tuning = msgspec.field(default_factory=Tuning)
     counters: dict[str, float] = {}  # since the service started

@@ -11,12 +11,11 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from asyncrl.config import all_keys
 from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.evaluation import newest, sources_of, value_of
 from asyncrl.report.page import frame, heading
 from asyncrl.report.parts import card, seconds, table
-from asyncrl.report.settings import value_at
+from asyncrl.report.settings import listed, plain_keys, value_at
 from asyncrl.report.svg import Line, legend, line_chart, short
 from asyncrl.report.verdict import judged
 
@@ -147,16 +146,14 @@ def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
     if len(known) < len(runs):
         return card("Differences", '<p class="none">a config.toml cannot be read</p>', wide=True)
     rows = []
-    for key in all_keys():
-        if "." not in key or key.startswith("reward."):
-            continue
+    for key in plain_keys():
         values = [repr(value_at(data.config, key)) for data in runs]
         if len(set(values)) > 1:
             rows.append((escape(key), *(escape(value) for value in values)))
-    rewards = [
-        ", ".join(f"{one.function} x {one.weight:g}" for one in data.config.reward) for data in known if data.config
-    ]
-    if len(set(rewards)) > 1:
-        rows.append(("reward", *(escape(text) for text in rewards)))
+    several = [listed(data.config) for data in known if data.config]
+    for key in sorted({key for one in several for key in one}):
+        texts = [one.get(key, "-") for one in several]
+        if len(set(texts)) > 1:
+            rows.append((escape(key), *(escape(text) for text in texts)))
     body = table(("setting", *names), rows) if rows else '<p class="none">the configurations are the same</p>'
     return card("Differences", body, wide=True)

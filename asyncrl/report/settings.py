@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.config import Config, all_keys
 from asyncrl.report.data import RunData
 from asyncrl.report.parts import card, clock, table
@@ -28,17 +30,41 @@ def configuration(data: RunData) -> str:
     default = Config(model=type(data.config.model)(path=""))
     rows: list[tuple[str, ...]] = []
     same: list[tuple[str, ...]] = []
-    for key in all_keys():
-        if "." not in key or key.startswith("reward."):
-            continue
+    for key in plain_keys():
         value, usual = value_at(data.config, key), value_at(default, key)
         row = (escape(key), escape(repr(value)), escape(repr(usual)))
         (same if value == usual else rows).append(row)
-    rows += [(f"reward[{n}]", escape(f"{r.function} x {r.weight:g}"), "-") for n, r in enumerate(data.config.reward)]
+    rows += [(escape(name), escape(words), "-") for name, words in listed(data.config).items()]
     changed = table(("changed setting", "value", "default"), rows, classes=("changed", "changed", "usual"))
     rest = table(("setting", "value (default)"), [row[:2] for row in same])
     return card("Configuration", f"{changed}<details><summary>{len(same)} settings have their default</summary>{rest}"
                 "</details>", wide=True)  # fmt: skip
+
+
+def plain_keys() -> list[str]:
+    """Every setting but those of sections that may come several times (rewards, judges)."""
+    several = tuple(f"{item.name}." for item in msgspec.structs.fields(Config) if item.default == ())
+    return [key for key in all_keys() if "." in key and not key.startswith(several)]
+
+
+def listed(config: Config) -> dict[str, str]:
+    """Sections that may come several times: `reward[0]` and what of it is not the default."""
+    found = {}
+    for item in msgspec.structs.fields(Config):
+        if item.default != ():
+            continue
+        for number, one in enumerate(getattr(config, item.name)):
+            values = [(field, getattr(one, field.name)) for field in msgspec.structs.fields(one)]
+            told = [
+                f"{field.name} = {value!r}" for field, value in values if field.required or value != usual_of(field)
+            ]
+            found[f"{item.name}[{number}]"] = ", ".join(told)
+    return found
+
+
+def usual_of(field: msgspec.structs.FieldInfo) -> Any:
+    """The default of a field."""
+    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
 
 
 def value_at(value: Any, dotted: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.live import advice as rules
 from asyncrl.live.advice import RULES, advice
 from asyncrl.live.snapshot import Learner, Row, Snapshot, Trouble
-from asyncrl.live.state import Member
+from asyncrl.live.state import Judge, Member
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +46,7 @@ SPEAK = {
     "a_process_keeps_ending": (view(troubles=(EXIT,) * 3), "producer-1 ended 3 times lately"),
     "nobody_generates": (view(producers=()), "no producer is there"),
     "nobody_scores": (view(rewards=(), queue={"unscored": 3}), "3 groups wait for scores"),
+    "a_judge_is_missing": (view(judges=(Judge("slow", waiting=4),)), "4 samples wait for judge slow"),
     "weights_do_not_arrive": (
         view(members={"producer-0": Member("stale", version=3, why="received another digest")}),
         "producer-0 holds version 3 of 6 (stale): received another digest",

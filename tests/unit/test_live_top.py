@@ -20,7 +20,7 @@ from asyncrl.live.render import plain, sparkline
 from asyncrl.live.screen import screen
 from asyncrl.live.snapshot import Snapshot, snapshot
 from asyncrl.live.source import FileSource, Observed
-from asyncrl.live.state import Buffer, Member, Status, Tuning, WeightSync, Worker
+from asyncrl.live.state import Buffer, Judge, Member, Status, Tuning, WeightSync, Worker
 from asyncrl.live.top import Looks, code_of, top_command
 from asyncrl.metrics import JsonTail
 from asyncrl.rundir import RunDir
@@ -46,6 +46,7 @@ def running() -> Observed:
         rewards=[Worker("reward-0", 12, "gpu1", 0.2, stats={"scored_samples": 50.0, "reward_call_s": 0.004})],
         learner=Worker("learner", 13, "gpu2", 0.3, waiting_for="step 6: 2 of 4 groups are ready", waiting_s=3.0),
         waiting_for="step 6 waits for 2 groups",
+        judges=[Judge("slow", workers=1, waiting=3, leased=2, scored=50, failures=1, call_s=0.25)],
     )  # fmt: skip
     sync = WeightSync(version=7, committed=7, members={"producer-0": Member("serving", 7),
                                                        "producer-1": Member("stale", 6, why="late")})  # fmt: skip
@@ -65,7 +66,7 @@ def test_a_running_system_in_numbers() -> None:
     assert seen.learner.training == pytest.approx(0.5)
     first = seen.producers[0]
     assert first.rate == pytest.approx(200.0) and first.busy == pytest.approx(0.5) and first.seen_s == 0.4
-    assert seen.judges == {"exact": 0.25}
+    assert seen.parts == {"exact": 0.25}
     assert [(one.what, one.text) for one in seen.troubles] == [
         ("restart", "producer-1 in 0.5 s"), ("exit", "producer-1 code 137"),
     ]  # fmt: skip
@@ -79,7 +80,9 @@ def test_lines_and_picture_say_the_same() -> None:
     Console(file=out, width=200).print(screen(seen))
     for words in ("my  running  step 5 of 50", "10 of 12 under way: leased 3 · unscored 1 · ready 2 · claimed 4",
                   "mean 1.50, max 2 of 2", "producers generate 50 % | learner trains 50 % | waits 40 %",
-                  "step 6 waits for 2 groups", "exact 0.250", "version 7, held by generators 7; producer-1 stale at 6",
+                  "step 6 waits for 2 groups", "exact 0.250",
+                  "slow: 3 waiting, 2 with 1 workers, 50 scored, 1 failures, 250.0 ms a call",
+                  "version 7, held by generators 7; producer-1 stale at 6",
                   "learner (40%) and producers (50%) wait for each other"):  # fmt: skip
         assert words in text, words
         assert words in out.getvalue(), words

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,29 @@ def test_the_last_worker_of_a_role_ends_the_run_with_its_code(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(60)
+def test_the_workers_of_another_judge_are_no_substitute(tmp_path: Path) -> None:
+    plans = [replace(script("reward", "raise SystemExit(70)", name="reward-slow-0"), judge="slow"),
+             script("reward", FOREVER, name="reward-0"), script("learner", FOREVER)]  # fmt: skip
+    outcome, _, _ = supervise(tmp_path, plans)
+    assert outcome.code == 70 and outcome.failed == "reward-slow-0" and not outcome.given_up
+
+
+def test_every_judge_has_workers_of_its_own(tmp_path: Path) -> None:
+    more = '[[reward]]\nfunction = "a:deep"\njudge = "slow"\n[[judge]]\nname = "slow"\ncount = 2\nrestarts = 9\n'
+    made = parse(SMALL + more)
+    plans = plan(made, TARGETS["rewards"], config_path=tmp_path / "c.toml")
+    assert [(p.name, p.judge) for p in plans] == [
+        ("reward-0", ""),
+        ("reward-slow-0", "slow"),
+        ("reward-slow-1", "slow"),
+    ]
+    assert "--judge" not in plans[0].argv and plans[1].argv[-2:] == ("--judge", "slow") and plans[1].restarts == 9
+    joining = Joining(tag="x", judge="slow")
+    mine = plan(made, TARGETS["rewards"], config_path=tmp_path / "c.toml", joining=joining)
+    assert [p.name for p in mine] == ["reward-x-slow-0", "reward-x-slow-1"]
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", [2, 75, 78])
 def test_final_codes_are_not_restarted(tmp_path: Path, code: int) -> None:
     outcome, _, events = supervise(tmp_path, [script("producer", f"raise SystemExit({code})", restarts=5),
@@ -300,6 +324,7 @@ def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_pat
 
 LAUNCHER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_supervise import FOREVER, STUBBORN, script
