@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,11 +24,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from asyncrl.live.screen import screen
-from asyncrl.live.snapshot import Snapshot, snapshot
-from asyncrl.live.source import FileSource
+from asyncrl.live.snapshot import snapshot
+from asyncrl.live.source import FileSource, Observed
 from asyncrl.report import write_comparison, write_report
 from asyncrl.rundir import RunDir
 
@@ -39,6 +42,9 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 #: When (step) which process is killed; the picture of `top` is taken at step TOP_AT.
 KILLS = ((10, "producer-1"), (18, "learner"))
 TOP_AT = 24
+TOP_WIDTH = 1180
+TAGS = "reward_mean%7Clag_mean%7Centropy%24%7Ctokens_per_s"  # shown of TensorBoard
+SEEN = "top.json"  # what a look at the running system found
 
 
 def main() -> int:
@@ -54,16 +60,15 @@ def main() -> int:
         work / "killed", "learner.steps=40", "run.name=killed", "log.samples_per_step=4", watch=watch_and_kill
     )
     other = demo(work / "bound-0", "learner.steps=40", "run.name=bound-0", "buffer.max_staleness=0")
-    terminal = faulty.root.parent / "top.svg"
-    if terminal.exists():
-        picture.take(terminal.as_uri(), "top", width=1180, height=460)
-    page = write_report(faulty).as_uri()
-    picture.take(page, "report", width=1280, height=900)
-    picture.take(f"{page}#time", "report-time", width=1280, height=900)
-    picture.take(f"{page}#faults", "report-faults", width=1280, height=620)
-    picture.take(f"{page}#samples", "report-samples", width=1280, height=640)
+    terminal, height = draw_top(faulty.root.parent)
+    picture.take(terminal.as_uri(), "top", width=TOP_WIDTH, height=height)
+    page = write_report(faulty)
+    picture.take(part(page, work).as_uri(), "report", width=1280, height=900)
+    picture.take(part(page, work, "time").as_uri(), "report-time", width=1280, height=1000)
+    picture.take(part(page, work, "faults").as_uri(), "report-faults", width=1280, height=640)
+    picture.take(part(page, work, "samples").as_uri(), "report-samples", width=1280, height=640)
     compared = write_comparison([faulty, other], out=work / "comparison.html")
-    picture.take(f"{compared.as_uri()}#curves", "comparison", width=1280, height=760)
+    picture.take(part(compared, work, "curves").as_uri(), "comparison", width=1280, height=840)
     with tensorboard(faulty) as address:
         picture.take(address, "tensorboard", width=1280, height=800, settle_ms=20_000)
     return picture.say()
@@ -101,7 +106,7 @@ def watch_and_kill(run: RunDir, child: subprocess.Popen[bytes]) -> None:
         os.kill([line["pid"] for line in lines if line["name"] == name][-1], signal.SIGKILL)
     source = FileSource(run)
     until(lambda: steps_of(run) >= TOP_AT, child)
-    draw_top(snapshot(source.look()), run.root.parent / "top.svg")
+    (run.root.parent / SEEN).write_bytes(msgspec.json.encode(source.look()))
 
 
 def until(condition: Callable[[], bool], child: subprocess.Popen[bytes]) -> None:
@@ -120,14 +125,33 @@ def steps_of(run: RunDir) -> int:
     return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}") else 0
 
 
-def draw_top(seen: Snapshot, path: Path) -> None:
-    """The terminal as SVG."""
+# ---------------------------------------------------------------- pages
+
+
+def draw_top(folder: Path) -> tuple[Path, int]:
+    """The terminal as a page, from what was seen while the run went on; and its height."""
+    seen = msgspec.json.decode((folder / SEEN).read_bytes(), type=Observed)
     console = Console(record=True, width=128, file=io.StringIO(), force_terminal=True)
-    console.print(screen(seen))
-    # Fonts of the machine: rich's own come from the network.
-    text = console.export_svg(title="asyncrl top runs/demo-running_sum")
-    before, _, rest = text.partition("@font-face")
-    path.write_text(before + rest[rest.rindex("}", 0, rest.index(".terminal-")) + 1 :] if rest else text)
+    console.print(screen(snapshot(seen)))
+    text = console.export_svg(title="asyncrl top runs/my")
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert box is not None
+    text = re.sub(r"@font-face *\{.*?\}", "", text, flags=re.DOTALL)  # rich's own fonts come from the network
+    path = folder / "top.html"
+    path.write_text(f"<style>body{{margin:0}}svg{{width:100%;display:block}}</style>{text}")
+    return path, math.ceil(TOP_WIDTH * float(box[2]) / float(box[1]))
+
+
+def part(page: Path, work: Path, chapter: str = "") -> Path:
+    """A copy of a page that shows one chapter of it, and no folder of this machine."""
+    text = page.read_text().replace(f"{work}/", "")
+    shown = (
+        f"main>#{chapter}{{display:block}}main>#{chapter}+p{{display:block}}main>#{chapter}+p+.cards{{display:grid}}"
+    )
+    style = f"<style>main>*{{display:none}}{shown}main>h2{{margin-top:0}}</style>" if chapter else ""
+    path = page.with_name(f"part-{page.stem}-{chapter}.html")
+    path.write_text(text.replace("</head>", f"{style}</head>"))
+    return path
 
 
 # ---------------------------------------------------------------- pictures
@@ -181,7 +205,7 @@ def tensorboard(run: RunDir) -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/?darkMode=false#timeseries"
+        yield f"http://127.0.0.1:{port}/?darkMode=false&tagFilter={TAGS}#timeseries"
     finally:
         child.terminate()
         child.wait(timeout=20)

@@ -100,8 +100,8 @@ def time_words(s: Snapshot) -> str:
     busy = [one.busy for one in s.producers if one.busy is not None]
     made = share(sum(busy) / len(busy) if busy else None)
     learner = s.learner
-    return (f"producers generate {made} | learner trains {share(learner.training)} | waits {share(learner.waiting)} | "
-            f"weights, commits and checkpoints {share(learner.other)}")  # fmt: skip
+    return (f"producers generate {made} | learner trains {share(learner.training)}, waits {share(learner.waiting)}, "
+            f"publishes and saves {share(learner.other)}")  # fmt: skip
 
 
 def doing(s: Snapshot, one: Row) -> str:

@@ -17,7 +17,7 @@ from asyncrl.live.advice import advice
 from asyncrl.live.snapshot import STATES, Row, Snapshot
 
 COLOURS = {"leased": "blue", "unscored": "yellow", "ready": "green", "claimed": "magenta"}
-BAR = 46
+BAR = 30
 WORDS = frozenset({"producer", "reward worker", "judge", "host", "does"})  # columns that are no numbers
 
 

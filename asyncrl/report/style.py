@@ -28,7 +28,7 @@ h2{font-size:19px;margin:34px 0 2px;letter-spacing:-.01em}h3{font-size:14.5px;ma
 border-left:5px solid var(--open)}.verdict b{margin-right:8px}.verdict.good{border-left-color:var(--good)}
 .verdict.good b{color:var(--good)}.verdict.bad{border-left-color:var(--bad)}.verdict.bad b{color:var(--bad)}
 .verdict.open b{color:var(--open)}.violations{color:var(--bad);margin:0 0 14px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(132px,1fr));gap:10px;margin-bottom:6px}
+.tiles{display:grid;grid-template-columns:repeat(4,minmax(0,1fr));gap:10px;margin-bottom:6px}
 .tile,.card{background:var(--card);border:1px solid var(--edge);border-radius:11px}
 .tile{padding:11px 12px;display:flex;flex-direction:column}.tile b{font-weight:500;color:var(--soft);font-size:12px}
 .tile strong{font-size:17px;font-weight:600;letter-spacing:-.02em;white-space:nowrap}
@@ -67,7 +67,7 @@ border-radius:8px;padding:6px 10px;font-size:12.5px;box-shadow:0 4px 18px rgb(0 
 @media(max-width:980px){.page{display:block}nav{position:static;max-height:none;white-space:nowrap;padding:14px 16px 0}
 nav a{display:inline-block}nav label{display:inline-block;margin:0 10px;width:150px}main{padding:14px 16px 50px}
 .cards{grid-template-columns:minmax(0,1fr)}}
-@media(max-width:700px){.card{overflow-x:auto;padding:13px}.card.full>svg{min-width:640px}
+@media(max-width:700px){.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.card{overflow-x:auto;padding:13px}.card.full>svg{min-width:640px}
 .small{grid-template-columns:repeat(2,minmax(0,1fr))}}
 @media print{nav,#tip{display:none}.page{display:block}.scroll{max-height:none;overflow:visible}
 .card,.tile,.verdict{break-inside:avoid}h2{break-after:avoid}body{background:#fff}}

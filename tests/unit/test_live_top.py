@@ -79,7 +79,7 @@ def test_lines_and_picture_say_the_same() -> None:
     out = io.StringIO()
     Console(file=out, width=200).print(screen(seen))
     for words in ("my  running  step 5 of 50", "10 of 12 under way: leased 3 · unscored 1 · ready 2 · claimed 4",
-                  "mean 1.50, max 2 of 2", "producers generate 50 % | learner trains 50 % | waits 40 %",
+                  "mean 1.50, max 2 of 2", "producers generate 50 % | learner trains 50 %, waits 40 %",
                   "step 6 waits for 2 groups", "exact 0.250",
                   "slow: 3 waiting, 2 with 1 workers, 50 scored, 1 failures, 250.0 ms a call",
                   "version 7, held by generators 7; producer-1 stale at 6",
