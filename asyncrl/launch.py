@@ -33,7 +33,7 @@ from asyncrl.judge_config import judges_of, named
 from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
-from asyncrl.rundir import RunDir, run_keys, write_atomic
+from asyncrl.rundir import RunDir, read_object, run_keys, write_atomic
 from asyncrl.silence import SilenceWatch
 from asyncrl.status import LAUNCHER_PREFIX
 from asyncrl.supervise import Grace, Outcome, Supervisor
@@ -248,7 +248,7 @@ def _remove_staged(run: RunDir) -> None:
 
 
 def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:
-    from asyncrl.report.data import load_run, read_object, summary
+    from asyncrl.report.data import load_run, summary
 
     data = load_run(run)
     done = outcome.code == 0 and data.last_step >= config.learner.steps

@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.sockets import Keys, ipc_address, read_keys, write_keys
 
 
@@ -98,6 +98,15 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file, empty where there is none."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def endpoint(config: Config, service: str) -> str:

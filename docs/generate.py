@@ -166,7 +166,15 @@ def plain(hint: object) -> str:
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 
+def status_schema() -> str:
+    """`docs/status.schema.json`: the form of `asyncrl status --json`."""
+    from asyncrl.live.state import schema_text
+
+    return schema_text()
+
+
 PAGES = {
+    "status.schema.json": status_schema,
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
     "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names,
 }  # fmt: skip
