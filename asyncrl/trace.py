@@ -312,9 +312,9 @@ def _dead(story: Story, event: Event) -> None:
 
 
 _HANDLERS = {
-    "issue": _issue, "lease": _lease, "lost": _lost, "sample": _sample, "score": _score, "judged": _judged, "unscored": _unscored,
+    "issue": _issue, "lease": _lease, "lost": _lost, "sample": _sample, "score": _score, "unscored": _unscored,
     "ready": _ready, "cancel": _cancel, "claim": _claim, "commit": _commit, "register": _register, "retire": _retire,
-    "drop": _drop, "dead": _dead, "continue": _continue, "discard": _discard,
+    "drop": _drop, "dead": _dead, "continue": _continue, "discard": _discard, "judged": _judged,
 }  # fmt: skip
 
 
