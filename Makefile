@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long check unit chaos install clean redis bench bench-learner docs vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long check unit chaos install clean redis bwrap bench bench-learner docs vllm test-vllm sglang test-sglang trl
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ $(ASIDE): $(STAMP) constraints.txt
 redis: $(STAMP)
 	PATH="$(CURDIR)/.redis:$$PATH" sh tests/find_redis.sh $(BIN)/python
 
+# Bubblewrap for the tests of the sandbox: from the PATH, else the system's package.
+bwrap:
+	sh tests/find_bwrap.sh
+
 demo: install
 	$(BIN)/asyncrl demo
 
@@ -38,18 +42,18 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check redis $(ASIDE)
+test: check redis bwrap $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What failed in the last `make test`, alone on the machine: many processes at once can outlast a deadline. More than 20 are no accident.
-test-again: redis $(ASIDE)
+test-again: redis bwrap $(ASIDE)
 	$(BIN)/python tests/failed_before.py --at-most 20
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 \
 		$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
 
 # Acceptance runs of half a minute and more, one at a time.
-test-long: redis $(ASIDE)
+test-long: redis bwrap $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 $(BIN)/python -m pytest -m long -n 0
 
 # The long forms: more schedules, more faults, more kill points (about half an hour).

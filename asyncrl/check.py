@@ -250,7 +250,8 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
     known = (_package_root() / "producers" / "rewards" / "functions.py").exists()
     for index, reward in enumerate(config.reward):
         if known:
-            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function])
+            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function,
+                                "--args", json.dumps(reward.args, default=str)])  # fmt: skip
         else:
             problem = import_problem(reward.function)
         if problem:

@@ -32,6 +32,8 @@ from asyncrl import (
     parallel,
     presets,
     profile_config,
+    reward_names,
+    sandbox_config,
 )
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.environment_config import EnvironmentConfig
@@ -39,6 +41,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.lora import LoraConfig
 from asyncrl.profile_config import ProfileConfig
+from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
 
 __all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
@@ -162,15 +165,16 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str  # module:name
+    function: str  # module:name, path/file.py:name, builtin:name or an http address
     name: str = ""  # empty: the function's name
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
 
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or what follows the colon of `function`."""
-        return self.name or self.function.rpartition(":")[2]
+        """The name in metrics: `name`, or the last part of `function`."""
+        return self.name or reward_names.label_of(self.function)
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -349,6 +353,7 @@ class Config(Section, frozen=True, kw_only=True):
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -610,9 +615,9 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
     if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
         yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
     for index, reward in enumerate(config.reward):
-        if not re.fullmatch(r"[\w.]+:[\w.]+", reward.function):
+        if not reward_names.kind_of(reward.function):
             yield conflict(
-                "config.reward", f"reward.function = {reward.function!r} is not 'module:name'",
+                "config.reward", f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
                 "reward", f"[{index}]", "function",
             )  # fmt: skip
     labels = [reward.label for reward in config.reward]
@@ -628,7 +633,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *environment_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config),
+             *sandbox_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

@@ -34,7 +34,7 @@ def last_number(text: str) -> int:
 class GymEnvironment:
     """One episode. Other arguments than `id`, `observe`, `act` and `intro` go to `gymnasium.make`."""
 
-    def __init__(self, id: str, *, observe: str = "", act: str = "", intro: str = "", **options: Any) -> None:  # noqa: A002
+    def __init__(self, id: str, *, observe: str = "", act: str = "", intro: str = "", **options: Any) -> None:
         try:
             import gymnasium
         except ImportError as error:

@@ -28,13 +28,15 @@ from asyncrl.config import Config
 from asyncrl.errors import Unavailable
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
+from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.signs import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
 from producers.patience import Bell, Patience
 from producers.rewards.functions import RewardSample
-from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.pipe import FunctionSpec, Result, SandboxSpec
 from producers.rewards.scorer import Scorer
+from producers.sandbox import SandboxLimits
 from producers.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -183,6 +185,15 @@ def half_of_memory() -> int:
         return 0
 
 
+def sandbox_of(config: SandboxConfig) -> SandboxSpec:
+    """What the child is told of `[sandbox]`."""
+    limits = SandboxLimits(
+        timeout_s=config.timeout_s, memory_bytes=config.memory_bytes, output_bytes=config.output_bytes,
+        disk_bytes=config.disk_bytes, max_processes=config.max_processes, paths=config.paths,
+    )  # fmt: skip
+    return SandboxSpec(config.kind, limits)
+
+
 async def until_stopped(stop: role.Stop) -> None:
     """Return some seconds after the process was asked to end: `run` usually ends earlier, after its batch."""
     while not stop.is_set():
@@ -198,11 +209,14 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         address, name=args.name, keys=role.key_of(args, config), max_bytes=config.network.max_message_bytes,
         timeout_s=limit_s,
     )  # fmt: skip
-    functions = [FunctionSpec(item.function, item.label, item.weight, item.data_sources) for item in config.reward]
+    functions = [
+        FunctionSpec(item.function, item.label, item.weight, item.data_sources, item.args) for item in config.reward
+    ]
     limits = config.reward_workers
     scorer = Scorer(
         functions, prompt_key=config.data.prompt_key, timeout_s=limits.timeout_s,
         memory_bytes=limits.memory_bytes or half_of_memory(), max_processes=limits.max_processes,
+        sandbox=sandbox_of(config.sandbox),
     )  # fmt: skip
     worker = Worker(config, client=client, scorer=scorer, stop=stop, patience=patience)
     tasks: list[asyncio.Task[None]] = []

@@ -34,6 +34,7 @@ from producers.rewards.pipe import (
     Pipe,
     Ready,
     Result,
+    SandboxSpec,
     Setup,
     Silence,
 )
@@ -59,11 +60,11 @@ class Scorer:
 
     def __init__(
         self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
-        max_processes: int = 512,
+        max_processes: int = 512, sandbox: SandboxSpec | None = None,
     ) -> None:  # fmt: skip
         self.version = ""
         self.restarts = 0
-        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes)
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, sandbox or SandboxSpec())
         self._max_processes = max_processes
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
