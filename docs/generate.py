@@ -91,9 +91,9 @@ def error_codes() -> str:
 def command_line() -> str:
     """Every command with its arguments, options and example."""
     rows = [
-        "# Command line", "", "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same. Mistakes are",
-        "text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 69 something outside does not",
-        "answer, 70 an internal error or a hang, 75 another process has taken over, 78 the peers do not fit",
+        "# Command line", "", "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same.", "",
+        "Mistakes are text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 69 something outside",
+        "does not answer, 70 an internal error or a hang, 75 another process has taken over, 78 the peers do not fit",
         "([errors](errors.md)).", "", "| command | what it does |", "| --- | --- |",
     ]  # fmt: skip
     commands = subcommands(cli.parser())
