@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from asyncrl import check as checks
 from asyncrl import redis_secret
-from asyncrl.config import Config, all_keys, dump, load, redacted
+from asyncrl.config import Config, dump, load, redacted
+from asyncrl.config_diff import differences
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
@@ -203,20 +204,7 @@ def changes(path: Path, config: Config) -> list[str]:
         old = load(path)
     except AsyncRLError as error:
         return [f"the old {path.name} cannot be read: {error.message}"]
-    return [
-        f"{key}: {value_at(old, key)!r} -> {value_at(config, key)!r}"
-        for key in all_keys() if "." in key and not key.startswith(("reward.", "judge."))
-        and value_at(old, key) != value_at(config, key)
-    ] + ([] if old.reward == config.reward else ["reward: other functions"]) + (
-        [] if old.judge == config.judge else ["judge: other settings"])  # fmt: skip
-
-
-def value_at(config: Config, dotted: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
+    return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
 
 
 # ---------------------------------------------------------------- the run itself

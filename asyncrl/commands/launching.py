@@ -15,6 +15,7 @@ LAUNCH_EXAMPLES = """targets:
 examples:
   asyncrl launch all my.toml --set learner.steps=20
   asyncrl launch all base.toml more.toml          (more.toml wins)
+  asyncrl launch all my.toml --dry-run            (nothing starts)
   asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
@@ -42,6 +43,9 @@ def _add_launch(commands: Commands) -> None:
     one.add_argument("--insecure-no-auth", action="store_true", help="listen beyond this host without keys (services "
                      "say so every minute)")  # fmt: skip
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    one.add_argument("--dry-run", action="store_true", help="print what would start (commands, files, environment), "
+                     "and start nothing")  # fmt: skip
+    one.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     add_output(one)
     one.set_defaults(run=_launch)
 
@@ -68,6 +72,14 @@ def _launch(args: argparse.Namespace) -> int:
         takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
         insecure_no_auth=args.insecure_no_auth,
     )  # fmt: skip
+    if args.dry_run:
+        from asyncrl.dry_run import dry_run
+
+        return dry_run(args.configs, options, as_json=args.json)
+    if args.json:
+        from asyncrl.errors import ConfigError
+
+        raise ConfigError("usage", "--json is of --dry-run", where="launch")
     os.umask(0o077)
     return launch(args.configs, options).outcome.code
 
