@@ -23,8 +23,19 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, presets, profile_config, redis_secret
+from asyncrl import (
+    algorithms,
+    checkpoint_config,
+    cluster_config,
+    evaluation_config,
+    modes,
+    parallel,
+    presets,
+    profile_config,
+    redis_secret,
+)
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.cluster_config import ClusterConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
 from asyncrl.lora import LoraConfig
@@ -341,6 +352,7 @@ class Config(Section, frozen=True, kw_only=True):
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def total_groups(self) -> int:
@@ -622,7 +634,8 @@ def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncR
             f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
         )  # fmt: skip
     found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config),
+             *cluster_config.problems(config))  # fmt: skip
     for code, message, path in found:
         yield conflict(code, message, *path)
     for name in ("buffer", "weightsync"):

@@ -32,12 +32,12 @@ from asyncrl.hang import HangWatch
 from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
-from asyncrl.rundir import RunDir, run_keys, write_atomic
+from asyncrl.rundir import RunDir, beside, run_keys, write_atomic
 from asyncrl.silence import SilenceWatch
 from asyncrl.status import LAUNCHER_PREFIX
 from asyncrl.supervise import Grace, Outcome, Supervisor
 
-OWNERS = frozenset({"all", "buffer", "learner"})  # these write RUN/config.toml
+OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
 SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
 
 
@@ -53,6 +53,8 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     plain: bool = False
     report: bool = True
     insecure_no_auth: bool = False
+    node_rank: int = 0
+    head: str = ""
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ def launch(config_path: Path, options: LaunchOptions) -> Launched:
     if options.insecure_no_auth:
         overrides.append("network.insecure_no_auth=true")
     config = absolute(checks.settled(load(config_path, overrides)))
-    return launch_config(config, options)
+    return launch_config(joined(config, options.connect) if options.connect else config, options)
 
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
@@ -81,6 +83,7 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
     checked = checks.check(config, roles, joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
+    check_gang(config, roles, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
     locks, tag = _locks(run, options)
@@ -89,23 +92,51 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
             run_keys(config, make=True)
             redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
-        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
+        joining = Joining(
+            connect=options.connect, key=options.key, takeover=options.takeover, tag=tag,
+            node_rank=options.node_rank, head=options.head,
+        )  # fmt: skip
         homed = with_python(config) if "producer" in roles else config
         plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
         for note in checked.notes:
             _print(f"note: {note}")
-        if "learner" in roles:
+        leads = "learner" in roles and not options.node_rank
+        if leads:
             run.result.unlink(missing_ok=True)
         outcome = _supervise(run, config, plans, options)
     finally:
         for lock in locks:
             lock.close()
-    if "learner" in roles:
+    if leads:
         _conclude(run, config, outcome, options)
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
     return Launched(config, run, outcome, started)
+
+
+def joined(config: Config, connect: str) -> Config:
+    """The configuration with the services where they are reached from here."""
+    network = msgspec.structs.replace(
+        config.network, buffer=connect, weightsync=beside(config.network.weightsync, connect)
+    )
+    return msgspec.structs.replace(config, network=network)
+
+
+def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> None:
+    """A gang of several hosts needs to know which host this is and where the first one is."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1 or "learner" not in roles:
+        if options.head or options.node_rank:
+            raise ConfigError("usage", "--head and --node-rank are for a learner with cluster.learner_hosts above 1")
+        return
+    host, _, port = options.head.rpartition(":")
+    if options.target != "learner" or not host or not port.isdigit() or not 0 <= options.node_rank < hosts:
+        raise ConfigError(
+            "usage", f"cluster.learner_hosts = {hosts}: each host runs `asyncrl launch learner` with --head HOST:PORT "
+            f"and its own --node-rank 0 to {hosts - 1}", where="cluster.learner_hosts",
+            remedy="render the jobs: asyncrl launch all CONFIG --backend slurm --render DIR",
+        )  # fmt: skip
 
 
 def absolute(config: Config) -> Config:
@@ -132,7 +163,8 @@ def python_path() -> list[str]:
 
 def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
     """Hold what only one launcher may do; the tag for names of workers that join beside others."""
-    names = [f"launch-{role}" for role in TARGETS[options.target]]
+    node = f"-{options.node_rank}" if options.node_rank else ""
+    names = [f"launch-{role}{node}" for role in TARGETS[options.target]]
     held: list[IO[str]] = []
     try:
         for name in names:

@@ -24,6 +24,7 @@ from asyncrl.sockets import LOOPBACK
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
     "all": ("buffer", "weightsync", "producer", "reward", "learner"),
+    "services": ("buffer", "weightsync"),
     "buffer": ("buffer",),
     "weightsync": ("weightsync",),
     "producers": ("producer",),
@@ -60,6 +61,8 @@ class Joining:
     connect: str = ""  # address of the buffer; empty: from the configuration
     key: str = ""
     takeover: bool = False
+    node_rank: int = 0  # of this host in a gang of several
+    head: str = ""  # host:port where such a gang meets: its first host
     tag: str = ""  # makes names unique where another launcher already works for the run
 
 
@@ -102,7 +105,12 @@ def threads_of(role: str, config: Config) -> int:
 
 
 def restarts_of(role: str, config: Config) -> int:
-    """Restarts in ten minutes: the role's own setting; services share the learner's."""
+    """Restarts in ten minutes: the role's own setting; services share the learner's.
+
+    A gang of several hosts has none: all its hosts have to begin again together, which their scheduler sees to.
+    """
+    if role == "learner" and config.cluster.learner_hosts > 1:
+        return 0
     own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
     return own.get(role, config.learner.restarts)
 
@@ -116,12 +124,25 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
     return env
 
 
+def _meeting(config: Config, how: Joining) -> list[str]:
+    """torchrun and where its hosts meet. One host meets nobody: in the memory of its torchrun, so that nothing listens
+    and the same command restarts as it is. Several meet at the head, by torchrun's static rendezvous, which keeps no
+    pickles as its elastic one does."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1:
+        return ["learners.local_gang"]
+    host, _, port = how.head.rpartition(":")
+    place = ["--nnodes", str(hosts), "--node-rank", str(how.node_rank), "--master-addr", host, "--master-port", port]
+    return ["torch.distributed.run", "--rdzv-backend", "static", *place]
+
+
 def interfaces(config: Config) -> dict[str, str]:
     """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
 
     They take whatever the host's name resolves to otherwise, and have no authentication.
     """
-    if config.weightsync.collective_host not in LOOPBACK or not sys.platform.startswith("linux"):
+    alone = config.weightsync.collective_host in LOOPBACK and config.cluster.learner_hosts == 1
+    if not alone or not sys.platform.startswith("linux"):
         return {}
     return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -136,7 +157,6 @@ def _command(python: str, role: str, name: str, *, config: Config, config_path: 
         return tuple(words)
     if how.takeover:
         words.append("--takeover")
-    # torchrun with a rendezvous in its own memory: nothing to collide with, and the same command restarts as it is.
-    gang = [python, "-m", "learners.local_gang", "--max-restarts", "0"]
+    gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)
