@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import algorithm_notes, algorithms, checkpoint_config, engine_env, evaluation_config, parallel
+from asyncrl import algorithm_notes, algorithms, checkpoint_config, devices, engine_env, evaluation_config, parallel
 from asyncrl.check_companions import check_companions
 from asyncrl.config import Config, dump
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
@@ -97,7 +97,15 @@ def check(config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: boo
         wrong, has, python = engine_env.look(config, env=_environment())
         errors += engine_env.url_problems(config) + wrong
         findings = [Finding("engine", has, python)] if has else []
-    return Checked(errors, [*derived(config, roles), *findings], notes_on(config, roles))
+    here = devices.found()
+    errors += [error_for(code, what, where=".".join(key)) for code, what, key in devices.problems(config, roles, here)]
+    places = devices.placed(config, roles, here)
+    if text := devices.shown(places, here):
+        findings.append(Finding("devices", text))
+    notes = notes_on(config, roles)
+    if places.shared:
+        notes.append(f"processes share devices ({devices.shown(places, here)}): their memory has to do for all of them")
+    return Checked(errors, [*derived(config, roles), *findings], notes)
 
 
 # ---------------------------------------------------------------- files

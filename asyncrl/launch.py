@@ -24,7 +24,7 @@ from typing import IO, Any
 import msgspec
 
 from asyncrl import check as checks
-from asyncrl import redis_secret
+from asyncrl import devices, redis_secret
 from asyncrl.config import Config, all_keys, dump, load, redacted
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
@@ -97,7 +97,8 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
             node_rank=options.node_rank, head=options.head,
         )  # fmt: skip
         homed = with_python(config) if "producer" in roles else config
-        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
+        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path(),
+                     devices=devices.found())  # fmt: skip
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
         for note in checked.notes:
             _print(f"note: {note}")

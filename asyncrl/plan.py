@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.devices import Devices, environment_of, placed
 from asyncrl.rundir import endpoint
 from asyncrl.sockets import LOOPBACK
 
@@ -31,6 +32,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rewards": ("reward",),
     "learner": ("learner",),
 }
+NO_DEVICES = Devices()
 SERVICES = frozenset({"buffer", "weightsync"})
 MODULES = {
     "buffer": "buffers.server",
@@ -68,20 +70,22 @@ class Joining:
 
 def plan(
     config: Config, roles: Sequence[str], *, config_path: Path, joining: Joining | None = None,
-    python: str = sys.executable, python_path: Sequence[str] = (),
+    python: str = sys.executable, python_path: Sequence[str] = (), devices: Devices = NO_DEVICES,
 ) -> list[ProcessPlan]:  # fmt: skip
-    """The processes of these roles, in the order in which they start."""
+    """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
     how = joining or Joining()
+    places = placed(config, roles, devices)
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
-        for name in names_of(role, config, tag=how.tag):
+        for number, name in enumerate(names_of(role, config, tag=how.tag)):
+            own = environment_of(number, places, devices) if role == "producer" else {}
             interpreter = config.producers.python if role == "producer" and config.producers.python else python
             plans.append(
                 ProcessPlan(
                     role=role,
                     name=name,
                     argv=_command(interpreter, role, name, config=config, config_path=config_path, how=how),
-                    env=environment(threads_of(role, config), python_path) | interfaces(config),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config) | own,
                     restarts=restarts_of(role, config),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",

@@ -72,9 +72,12 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
-    files = made("slurm", cluster__producers=7, cluster__producer_gpus=2, cluster__learner_gpus=4,
-                 cluster__partition="long", cluster__account="a1", cluster__time_limit="24:00:00", learner__ranks=4,
-                 cluster__options=["--exclusive"], cluster__grace_s=120, cluster__setup=["module load cuda"])  # fmt: skip
+    settings: dict[str, Any] = {
+        "cluster__producers": 7, "cluster__producer_gpus": 2, "cluster__learner_gpus": 4, "cluster__partition": "long",
+        "cluster__account": "a1", "cluster__time_limit": "24:00:00", "cluster__options": ["--exclusive"],
+        "cluster__setup": ["module load cuda"], "cluster__grace_s": 120, "learner__ranks": 4,
+    }  # fmt: skip
+    files = made("slurm", **settings)
     for name, text in files.items():
         if name.endswith((".sh", ".sbatch")):
             done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)
