@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import typing
 from pathlib import Path
 
@@ -215,6 +216,7 @@ def option_data() -> str:
 def plain(hint: object) -> str:
     """A type as text without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 
