@@ -17,13 +17,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from asyncrl.errors import UNREADABLE
-from asyncrl.sections import Count, Section
+from asyncrl.sections import Count, Positive, Section
 
 if TYPE_CHECKING:
     from asyncrl.config import Config, RewardFunctionConfig
@@ -44,6 +44,36 @@ class JudgeConfig(Section, frozen=True):
     retries: _OrInherited = -1  # on other workers of this judge; -1: reward_workers.retries
     batch_samples: Count = 0  # leased at once; 0: reward_workers.batch_samples
     memory_bytes: Count = 0  # of one process that runs functions; 0: reward_workers.memory_bytes
+    kind: Literal["functions", "classifier", "generative", "url"] = "functions"  # functions of its rewards, or a model
+    model: str = ""  # folder of the model; kind = url: the name that the server knows it by
+    url: str = ""  # kind = url: an OpenAI-compatible server, such as http://127.0.0.1:8000/v1
+    prompt: str = ""  # what it is asked, with {prompt} {response} {ground_truth} and {column}; generative and url
+    system: str = ""  # a system message before it
+    answer: Literal["pattern", "yes_no"] = "pattern"  # a number in its text, or the probability of yes against no
+    pattern: str = r"(-?\d+(?:\.\d+)?)"  # the last match counts: its first group is the number; regular expression
+    range: tuple[float, ...] = ()  # lowest and highest number that is an answer; any other is a failure; empty: all
+    yes: tuple[str, ...] = ("yes", "Yes", "YES")  # answer = yes_no: what counts as yes
+    no: tuple[str, ...] = ("no", "No", "NO")  # what counts as no
+    label: int = -1  # kind = classifier with several labels: the reward is the probability of this one; -1: one label
+    input: Literal["auto", "ids", "chat", "text"] = "auto"  # kind = classifier: ids where its tokenizer is the policy's
+    engine: str = "hf"  # kind = generative: like producers.engine
+    device: str = "auto"  # like producers.device
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: model.dtype
+    max_tokens: Positive = 4096  # longest text that it is given; a longer one is a failure
+    max_new_tokens: Positive = 256  # longest answer
+    temperature: Annotated[float, Meta(ge=0)] = 0.0  # of its answer; 0: greedy
+    concurrency: Positive = 16  # samples that one process has under way at once
+    max_requests_per_s: Annotated[float, Meta(ge=0)] = 0.0  # kind = url, of one process; 0: no limit
+    attempts: Positive = 4  # kind = url: of one request, after 429, 5xx, a broken answer or none
+    attempt_timeout_s: Annotated[float, Meta(ge=0)] = 0.0  # kind = url: of one attempt; 0: timeout_s
+    hedge: bool = False  # kind = url: a call slower than 95 % of the others is asked a second time; first answer wins
+    api_key_env: str = ""  # kind = url: environment variable that holds the key
+    api_key_file: str = ""  # kind = url: or a file that only its owner can read
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a model gives the reward instead of functions."""
+        return self.kind != "functions"
 
 
 class Judge(msgspec.Struct, frozen=True):
@@ -58,6 +88,7 @@ class Judge(msgspec.Struct, frozen=True):
     memory_bytes: int
     rewards: tuple[RewardFunctionConfig, ...]
     data_sources: tuple[str, ...]
+    table: JudgeConfig  # with the settings of a model
 
     @property
     def shown(self) -> str:
@@ -108,7 +139,7 @@ def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], confi
         restarts=own.restarts if table.restarts < 0 else table.restarts, timeout_s=table.timeout_s or own.timeout_s,
         retries=own.retries if table.retries < 0 else table.retries,
         batch_samples=table.batch_samples or own.batch_samples, memory_bytes=table.memory_bytes or own.memory_bytes,
-        rewards=rewards, data_sources=tuple(sources),
+        rewards=rewards, data_sources=tuple(sources), table=table,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Called by `asyncrl.launch`, `asyncrl.check` and tests. Guarantees:
 1. the same arguments give the same plan; nothing is started, looked up or written here;
 2. services come first, the learner last: the order in which they are started;
-3. secrets never stand in a command: keys travel as the path of their file.
+3. secrets never stand in a command: keys travel as the path of their file;
+4. onlookers (trackers) come last and go with the learner: what is launched without one has none.
 
 Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
 reward-0, learner (and torchrun around the learner's rank). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
@@ -20,6 +21,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.judge_config import DEFAULT, judge_of, judges_of
 from asyncrl.rundir import endpoint
+from asyncrl.sockets import LOOPBACK
 
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -38,6 +40,8 @@ MODULES = {
     "reward": "producers.rewards.main",
     "learner": "learners.main",
 }
+#: Processes that look on: a run goes on without them (`asyncrl.supervise`).
+ONLOOKER = "tracker"
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,32 @@ def plan(
                     argv=_command(
                         interpreter, role, name, config=config, config_path=config_path, how=how, judge=judge
                     ),
-                    env=environment(threads_of(role, config), python_path),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config),
                     restarts=restarts_of(role, config, judge=judge),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
                     judge=judge,
                 )
             )
+    if "learner" in roles:
+        plans += onlookers(config, config_path=config_path, python=python, python_path=python_path)
     return plans
+
+
+def onlookers(
+    config: Config, *, config_path: Path, python: str = sys.executable, python_path: Sequence[str] = ()
+) -> list[ProcessPlan]:
+    """Online trackers and the exporter for Prometheus, each a process of its own."""
+    modules = {f"tracker-{name}": "learners.tracking" for name in config.trackers.use}
+    if config.trackers.prometheus_port:
+        modules["tracker-prometheus"] = "asyncrl.prometheus"
+    return [
+        ProcessPlan(
+            role=ONLOOKER, name=name, argv=(python, "-m", module, "--config", str(config_path), "--name", name),
+            env=environment(1, python_path), restarts=config.learner.restarts,
+        )
+        for name, module in modules.items()
+    ]  # fmt: skip
 
 
 def names_of(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
@@ -132,6 +154,16 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
     return env
 
 
+def interfaces(config: Config) -> dict[str, str]:
+    """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
+
+    They take whatever the host's name resolves to otherwise, and have no authentication.
+    """
+    if config.weightsync.collective_host not in LOOPBACK or not sys.platform.startswith("linux"):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _command(
     python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining, judge: str
 ) -> tuple[str, ...]:
@@ -145,7 +177,7 @@ def _command(
         return tuple(words)
     if how.takeover:
         words.append("--takeover")
-    # c10d on a port of its own choice: nothing to collide with, and the same command restarts as it is.
-    gang = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
+    # torchrun with a rendezvous in its own memory: nothing to collide with, and the same command restarts as it is.
+    gang = [python, "-m", "learners.local_gang", "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)

@@ -105,7 +105,9 @@ class Arriving(Leasing):
     @staticmethod
     def _wrong_rewards(head: Samples) -> str:
         if all(map(math.isfinite, head.rewards.values())):
-            return ""
+            parts = [(index, name) for index, named in head.parts.items() for name, part in named.items()
+                     if not math.isfinite(part)]  # fmt: skip
+            return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite" if parts else ""
         bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
         return f"reward: of sample {bad[0]} is not finite"
 
@@ -130,10 +132,11 @@ class Arriving(Leasing):
                 digests = {version: head.digests.get(version, "") for version, _ in runs}
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
-            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward)
+            parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
+            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward, parts)
             if group.underway:
                 self._forget_underway(group, index)
-            events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward))
+            events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward, parts))
         group.deadline = min(group.deadline or 0, int(oldest_of_all) + group.bound)
         verdict = self._complete(group, now) if len(group.samples) == self.settings.group_size else None
         self._in(group)

@@ -234,7 +234,8 @@ class EvaluationWork(EvaluationBook):
             if known and digest not in known:
                 self.groups.barred[head.producer] = (version, now + self.groups.settings.lease_timeout_s)
                 return f"digest: {head.producer} holds {digest or 'nothing'} as version {version}, not {known[-1]}"
-        bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
+        bad = [index for index, reward in head.rewards.items()
+               if not all(map(math.isfinite, (reward, *head.parts.get(index, {}).values())))]  # fmt: skip
         return f"reward: of sample {bad[0]} is not finite" if bad else ""
 
     def _accept(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record, now: float) -> None:
@@ -259,7 +260,8 @@ class EvaluationWork(EvaluationBook):
         self._event(now, "sample", g=prompt.id, i=item.index, token=head.token, producer=head.producer,
                     length=item.length, runs=item.runs, digests=digests)  # fmt: skip
         if item.index in head.rewards:  # of an environment: it names no answer, so no two samples agree
-            score = Score(prompt.id, item.index, 0, head.rewards[item.index], answer=f"sample {item.index}")
+            reward, parts = head.rewards[item.index], dict(head.parts.get(item.index, {}))
+            score = Score(prompt.id, item.index, 0, reward, parts, answer=f"sample {item.index}")
             self._scored(prompt, sample, score, worker=head.producer, now=now)
 
     # ------------------------------------------------------------ scores

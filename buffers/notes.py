@@ -33,6 +33,7 @@ class SampleEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag
     runs: Runs
     digests: dict[int, str]
     reward: float | None = None  # an environment's own reward has no line of its own
+    parts: dict[str, float] = {}  # of it
 
 
 class Worker(msgspec.Struct):

@@ -88,15 +88,18 @@ def reward_reply(
             continue
         arrays = unpack_arrays(head.fields, payload)
         start = 0
+        rows: tuple[tuple[int, int], ...] = ()
         for part in head.samples:
             if part.index == item.index:
+                rows = part.rows
                 break
             start += part.length
+        names = [name for name in ("response", "mask") if name in arrays]
         fields, data = pack_arrays(
-            {"prompt": arrays["prompt"], "response": arrays["response"][start : start + sample.length]}
+            {"prompt": arrays["prompt"]} | {name: arrays[name][start : start + sample.length] for name in names}
         )
         work.append(
-            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge)
+            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows)
         )
         payloads.append(data)
     return tuple(work), payloads, sorted(damaged)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 import typing
 from pathlib import Path
 
 import msgspec
 
 from asyncrl import algorithms, config, errors, metrics, presets, wire
+from asyncrl.config_schema import meanings_of
 
 FOLDER = Path(__file__).parent
 
@@ -24,7 +24,7 @@ def configuration() -> str:
     for path, kind in sections(config.Config, ""):
         title = (kind.__doc__ or "").strip().splitlines()[0]
         parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        comments = comments_of(kind)
+        comments = meanings_of(kind)
         hints = typing.get_type_hints(kind)
         for item in msgspec.structs.fields(kind):
             if is_section(hints[item.name]):
@@ -50,12 +50,6 @@ def is_section(hint: object) -> type | None:
     """The section type behind a hint, if it is one (or a tuple of one)."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
     return inner if isinstance(inner, type) and issubclass(inner, config.Section) else None
-
-
-def comments_of(kind: type) -> dict[str, str]:
-    """field -> the comment on its line."""
-    inherited = comments_of(kind.__base__) if kind.__base__ and issubclass(kind.__base__, config.Section) else {}
-    return inherited | dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
 
 
 def type_name(hint: object) -> str:
@@ -106,11 +100,11 @@ def wire_messages() -> str:
         "- header: msgpack array `[tag, field, field, ...]` in the order below; surplus fields are refused;",
         "- payload: field-major arrays, little-endian, each start aligned to 64 bytes, named in the header.",
         "", "A reply carries the request's number. A request may be sent again with the same number: services are",
-        "idempotent. Conformance vectors (msgpack of one example each): `tests/unit/golden_messages.json`.",
+        "idempotent. Conformance vectors for other languages: `tests/vectors/wire.json` (other-languages.md).",
     ]  # fmt: skip
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
-        comments = comments_of(kind)
+        comments = meanings_of(kind)
         for item in msgspec.structs.fields(kind):
             note = f": {comments[item.name]}" if item.name in comments else ""
             parts.append(f"- `{item.name}` ({plain(item.type)}){note}")
@@ -172,7 +166,15 @@ def plain(hint: object) -> str:
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 
+def status_schema() -> str:
+    """`docs/status.schema.json`: the form of `asyncrl status --json`."""
+    from asyncrl.live.state import schema_text
+
+    return schema_text()
+
+
 PAGES = {
+    "status.schema.json": status_schema,
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
     "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names,
 }  # fmt: skip

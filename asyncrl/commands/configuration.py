@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from asyncrl.commands.options import Commands, add_config, command
+from asyncrl.commands.options import Commands, add_configs, command
 
 
 def add(commands: Commands) -> None:
     """Declare them."""
     one = command(commands, "check", "find every mistake of a configuration and show the derived numbers",
                    example="asyncrl check my.toml --set buffer.max_staleness=8")  # fmt: skip
-    add_config(one)
+    add_configs(one)
+    one.add_argument("--json", action="store_true", help="everything as JSON, mistakes as well")
     one.set_defaults(run=_check)
     one = command(commands, "schema", "print the JSON schema of the configuration",
                    example="asyncrl schema > asyncrl.schema.json")  # fmt: skip
@@ -19,9 +20,9 @@ def add(commands: Commands) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from asyncrl.launch import check_command
+    from asyncrl.check_command import check_command
 
-    return check_command(args.config, args.overrides)
+    return check_command(args.configs, args.overrides, as_json_text=args.json)
 
 
 def _schema(_args: argparse.Namespace) -> int:

@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from asyncrl import role, rundir
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, Unavailable
@@ -45,11 +47,16 @@ LOOK_S = 5.0  # every call of a function has its timeout and rings at its end: t
 
 def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
     """What the functions see of a leased sample."""
-    prompt = task.row.get(prompt_key)
+    prompt, ids = task.row.get(prompt_key), task.response_ids
+    shown, turns = ids, []
+    if task.mask is not None:
+        shown = np.delete(ids, np.concatenate([np.arange(0), *(np.arange(at, at + n) for at, n in task.item.rows)]))
+        edges = np.flatnonzero(np.diff(task.mask, prepend=0, append=0) % 2)  # u1: from 0 to 1, and back
+        turns = [tokenizer.decode(ids[start:stop].tolist()) for start, stop in edges.reshape(-1, 2)]
     return RewardSample.of(
         task.row, prompt=prompt if isinstance(prompt, str) else tokenizer.decode(task.prompt_ids.tolist()),
-        response=tokenizer.decode(task.response_ids.tolist()), prompt_ids=task.prompt_ids.tolist(),
-        response_ids=task.response_ids.tolist(), finish=task.item.finish,
+        response=tokenizer.decode(shown.tolist()), prompt_ids=task.prompt_ids.tolist(),
+        response_ids=ids.tolist(), finish=task.item.finish, turns=turns,
     )  # fmt: skip
 
 

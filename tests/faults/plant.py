@@ -244,7 +244,10 @@ class Plant:
 
     def redis(self) -> redis.Redis:
         path = ipc_address(self.run.store, "redis").removeprefix("ipc://")
-        return redis.Redis(unix_socket_path=path, socket_timeout=3, retry=Retry(NoBackoff(), 0))
+        password = (self.run.store / "redis.admin").read_text()
+        return redis.Redis(
+            unix_socket_path=path, username="admin", password=password, socket_timeout=3, retry=Retry(NoBackoff(), 0)
+        )
 
     # ------------------------------------------------------------ looking
 
