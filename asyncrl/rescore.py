@@ -82,7 +82,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     say(f"rescore of {run.root}: {len(plan.steps)} archived steps")
     groups, versions = _run(config, plan, say)
     head = Head(
-        run=str(run.root), functions=tuple(reward.function for reward in config.reward),
+        run=str(run.root), functions=tuple(reward.function or reward.label for reward in config.reward),
         judge=named(judge) if judge else None, versions=versions, recorded=recorded_versions(run), t=time.time(),
     )  # fmt: skip
     write_scores(path, head, groups)
