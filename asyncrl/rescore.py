@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -82,7 +82,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     say(f"rescore of {run.root}: {len(plan.steps)} archived steps")
     groups, versions = _run(config, plan, say)
     head = Head(
-        run=str(run.root), functions=tuple(reward.function for reward in config.reward),
+        run=str(run.root), functions=tuple(reward.function or reward.label for reward in config.reward),
         judge=named(judge) if judge else None, versions=versions, recorded=recorded_versions(run), t=time.time(),
     )  # fmt: skip
     write_scores(path, head, groups)
@@ -108,11 +108,11 @@ def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config,
     mine = tuple(one for one in config.reward if not judge or one.judge == named(judge))
     replace = msgspec.structs.replace
     if rewards:
-        own = tuple(RewardFunctionConfig(function=function) for function in rewards)
-        labels = [one.label for one in own]
-        if len(set(labels)) < len(labels) or set(labels) & kept.keys():
-            raise ConfigError("usage", f"names repeat: {', '.join([*labels, *kept])}", where="--reward")
-        config = replace(config, reward=own, judge=(), reward_workers=_limits(config, known.get(named(judge))))
+        if len(set(rewards)) < len(rewards):
+            raise ConfigError("usage", f"a function is there twice: {', '.join(rewards)}", where="--reward")
+        config = replace(
+            config, reward=_functions(rewards, kept), judge=(), reward_workers=_limits(config, known.get(named(judge)))
+        )
     else:
         config = replace(
             config, reward=mine, judge=tuple(one for one in config.judge if not judge or one.name == judge)
@@ -120,6 +120,16 @@ def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config,
     if not config.reward:
         raise ConfigError("usage", "this run has no reward function: name one with --reward", where="--reward")
     return config, Plan(str(run.root), steps, kept)
+
+
+def _functions(rewards: Sequence[str], kept: Container[str]) -> tuple[RewardFunctionConfig, ...]:
+    """New functions by their short names, by `module:name` where a short one is taken."""
+    short = Counter(RewardFunctionConfig(function=function).label for function in rewards)
+    plain = [RewardFunctionConfig(function=function) for function in rewards]
+    return tuple(
+        msgspec.structs.replace(one, name=one.function) if short[one.label] > 1 or one.label in kept else one
+        for one in plain
+    )
 
 
 def _limits(config: Config, judge: Any) -> Any:

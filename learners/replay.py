@@ -263,7 +263,7 @@ def _with_rewards(group: GroupData, scores: GroupScores) -> GroupData:
         raise AsyncRLError("rescore.file", f"the scores of group {group.group} are of other samples than the archive "
                            "holds: score it again", where=f"step {scores.step}")  # fmt: skip
     samples = tuple(
-        msgspec.structs.replace(one, reward=scores.rewards[one.index], parts=scores.parts.get(one.index, {}))
+        msgspec.structs.replace(one, reward=scores.rewards[one.index], parts=scores.parts.get(one.index, {}), turns=())
         for one in group.samples
     )
     return msgspec.structs.replace(group, samples=samples)

@@ -129,8 +129,8 @@ class Rescoring:
         return [self._group(step, group, contents[group.group], results) for group in groups]
 
     def _sample(self, group: Any, one: Any) -> RewardSample:
-        item = RewardItem(group.group, one.index, 0, 0, "", one.finish, ())
-        task = RewardTask(item, group.prompt_ids, one.response, group.row)
+        item = RewardItem(group.group, one.index, 0, 0, "", one.finish, (), rows=one.rows)
+        task = RewardTask(item, group.prompt_ids, one.response, group.row, one.mask)
         return sample_of(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
 
     def _group(self, step: int, group: Any, content: str, results: dict[str, dict[Place, Result]]) -> GroupScores:
