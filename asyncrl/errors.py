@@ -43,6 +43,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.reward": ErrorInfo(
         "reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG
     ),
+    "config.environment": ErrorInfo(
+        "environment or tool cannot be used", "see docs/environments.md; asyncrl test-env runs it alone", EXIT_CONFIG
+    ),
+    "config.template": ErrorInfo(
+        "chat template cannot show what follows an answer",
+        'use another template, or set environment.template = "tail" where the message says so',
+        EXIT_CONFIG,
+    ),
     "config.filter": ErrorInfo(
         "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
     ),
@@ -56,6 +64,11 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "net.port_in_use": ErrorInfo("address already in use", "stop the other process or choose another", EXIT_CONFIG),
     "net.unreachable": ErrorInfo(
         "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
+    ),
+    "config.forbidden": ErrorInfo(
+        "this key does not allow it",
+        "use the server.key of the run: a join key is for producers and rewards",
+        EXIT_CONFIG,
     ),
     "store.unreachable": ErrorInfo(
         "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
@@ -95,6 +108,9 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "reward.judge": ErrorInfo(
+        "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
+    ),
     "sandbox.unavailable": ErrorInfo(
         "model-written code cannot be isolated on this host",
         "install bubblewrap 0.8 or later (apt-get install bubblewrap) and allow user namespaces, or give the address "
@@ -102,6 +118,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
         EXIT_CONFIG,
     ),
     "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
+    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),
@@ -141,13 +158,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
 class AsyncRLError(Exception):
     """The root of the tree. `code` must stand in `CATALOGUE`."""
 
-    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> None:
         info = CATALOGUE[code]
         super().__init__(message)
         self.code = code
         self.message = message
         self.where = where
         self.remedy = remedy or info.remedy
+        self.suggestion = suggestion  # the name or value that was probably meant, alone
         self.exit_code = info.exit_code
 
     def render(self) -> str:
@@ -213,12 +231,12 @@ _KINDS: dict[str, type[AsyncRLError]] = {
 }
 
 
-def error_for(code: str, message: str, *, where: str = "", remedy: str = "") -> AsyncRLError:
+def error_for(code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> AsyncRLError:
     """The error of the right class for a code that arrived over the wire; unknown codes become `internal`."""
     if code not in CATALOGUE:
         return AsyncRLError("internal", f"{code}: {message}", where=where, remedy=remedy)
     kind = _KINDS.get(code.split(".", maxsplit=1)[0], WorkError)
-    return kind(code, message, where=where, remedy=remedy)
+    return kind(code, message, where=where, remedy=remedy, suggestion=suggestion)
 
 
 # What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,

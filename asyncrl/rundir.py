@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.sockets import Keys, ipc_address, read_keys, write_keys
 
 
@@ -34,6 +34,7 @@ class RunDir:
         self.evaluations = self.root / "evaluations"  # every scored sample of held-out prompts, one file per step
         self.metrics = self.root / "metrics"  # learner, roles, buffer, weightsync, evaluation: .jsonl
         self.tensorboard = self.root / "tensorboard"
+        self.trackers = self.root / "trackers"  # of online trackers: their own files, and how far each is
         self.logs = self.root / "logs"  # one file per process
         self.alive = self.root / "alive"  # signs of life: one small file per role
         self.sockets = self.root / "sockets"
@@ -97,6 +98,15 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file, empty where there is none."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def endpoint(config: Config, service: str) -> str:

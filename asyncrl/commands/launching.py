@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from asyncrl.commands.options import Commands, add_config, add_folder, add_output, add_set, command
+from asyncrl.commands.options import Commands, add_configs, add_folder, add_output, add_set, command
 
 TARGETS = ("all", "buffer", "producers", "rewards", "learner", "weightsync")
 LAUNCH_EXAMPLES = """targets:
@@ -14,7 +14,9 @@ LAUNCH_EXAMPLES = """targets:
 
 examples:
   asyncrl launch all my.toml --set learner.steps=20
-  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
+  asyncrl launch all base.toml more.toml          (more.toml wins)
+  asyncrl launch all my.toml --dry-run            (nothing starts)
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
 """
@@ -34,10 +36,16 @@ def _add_launch(commands: Commands) -> None:
     one = command(commands, "launch", "start the roles of a run; the same command again resumes it",
                    epilog=LAUNCH_EXAMPLES)  # fmt: skip
     one.add_argument("target", metavar="TARGET", choices=TARGETS, help=f"what to start here: {', '.join(TARGETS)}")
-    add_config(one)
+    add_configs(one)
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument("--judge", default="", metavar="NAME", help="target rewards: only workers of this judge")
+    one.add_argument("--insecure-no-auth", action="store_true", help="listen beyond this host without keys (services "
+                     "say so every minute)")  # fmt: skip
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    one.add_argument("--dry-run", action="store_true", help="print what would start (commands, files, environment), "
+                     "and start nothing")  # fmt: skip
+    one.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     add_output(one)
     one.set_defaults(run=_launch)
 
@@ -55,13 +63,25 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    import os
+
     from asyncrl.launch import LaunchOptions, launch
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
-        takeover=args.takeover, verbose=args.verbose, plain=args.plain,
+        takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
+        insecure_no_auth=args.insecure_no_auth,
     )  # fmt: skip
-    return launch(args.config, options).outcome.code
+    if args.dry_run:
+        from asyncrl.dry_run import dry_run
+
+        return dry_run(args.configs, options, as_json=args.json)
+    if args.json:
+        from asyncrl.errors import ConfigError
+
+        raise ConfigError("usage", "--json is of --dry-run", where="launch")
+    os.umask(0o077)
+    return launch(args.configs, options).outcome.code
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -36,7 +36,8 @@ ANSWERS = ("pred", "answer", "extracted_answer")  # keys of a dict result: what 
 
 class RewardSample(msgspec.Struct, frozen=True):
     """What a reward function may look at. `prompt` and `response` are text without special tokens; `row` holds all
-    columns of the prompt's row; `finish` is stop | length."""
+    columns of the prompt's row; `finish` is stop | length. With several turns `response` is all that followed the
+    prompt, observations among it, and `turns` what the policy said, turn by turn."""
 
     prompt: str
     response: str
@@ -47,10 +48,11 @@ class RewardSample(msgspec.Struct, frozen=True):
     data_source: str = ""
     extra_info: dict[str, Any] = {}
     finish: str = "stop"
+    turns: list[str] = []
 
     @staticmethod
     def of(row: dict[str, Any], *, prompt: str, response: str, prompt_ids: Sequence[int], response_ids: Sequence[int],
-           finish: str) -> RewardSample:  # fmt: skip
+           finish: str, turns: Sequence[str] = ()) -> RewardSample:  # fmt: skip
         """With the columns of verl taken from the row; `ground_truth` or `answer` may also stand in the row itself."""
         model = row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, dict) else None
@@ -58,7 +60,7 @@ class RewardSample(msgspec.Struct, frozen=True):
             truth = row.get(name) if truth is None else truth
         return RewardSample(
             prompt, response, list(prompt_ids), list(response_ids), row, truth, str(row.get("data_source") or ""),
-            row.get("extra_info") or {}, finish,
+            row.get("extra_info") or {}, finish, list(turns),
         )  # fmt: skip
 
 
