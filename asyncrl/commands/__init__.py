@@ -16,4 +16,5 @@ MODULES = (
     "outside",
     "author_tools",
     "machine",
+    "environments",
 )
