@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl import engine_env
+from asyncrl import check_trackers, engine_env
 from asyncrl.check_code import check_algorithm, check_plugins, check_rewards, environment, import_problem
 from asyncrl.check_companions import model_json
 from asyncrl.check_files import check_data, check_keys, check_model, count_rows, first_row, settled
@@ -64,6 +64,7 @@ def check(
         ({"buffer"}, check_store),
         ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
         ({"learner"}, check_algorithm),
+        ({"learner"}, check_trackers.check_trackers),
     ]
     errors: list[AsyncRLError] = []
     for wanted_by, look in checks:

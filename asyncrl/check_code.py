@@ -22,6 +22,7 @@ from pathlib import Path
 from asyncrl import algorithms
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl.judge_models import check_models
 from asyncrl.plugins import BUILT_IN
 
 IMPORT_TIMEOUT_S = 60.0
@@ -54,9 +55,13 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
     """Every reward function can be imported and takes arguments that reward workers know how to give."""
     validator = "producers.rewards.functions"
     known = (_package_root() / "producers" / "rewards" / "functions.py").exists()
+    yield from check_models(config)
     for index, reward in enumerate(config.reward):
+        if not reward.function:  # its judge is a model
+            continue
         if known:
-            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function])
+            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function,
+                                "--args", json.dumps(reward.args, default=str)])  # fmt: skip
         else:
             problem = import_problem(reward.function)
         if problem:

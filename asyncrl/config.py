@@ -12,7 +12,7 @@ It imports no role, no torch and no redis; files that the settings name are look
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -20,12 +20,29 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from asyncrl import algorithms, checkpoint_config, evaluation_config, modes, parallel, profile_config  # isort: skip
-from asyncrl import config_conflicts, config_names, config_read
+from asyncrl import (
+    algorithms,
+    checkpoint_config,
+    config_conflicts,
+    config_names,
+    config_read,
+    environment_config,
+    evaluation_config,
+    judge_config,
+    judge_models,
+    modes,
+    parallel,
+    profile_config,
+    reward_names,
+    sandbox_config,
+    tracker_config,
+)
 from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config_places import Places
+from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
+from asyncrl.judge_config import JudgeConfig
 from asyncrl.learner_config import (
     CompanionConfig,
     CriticConfig,
@@ -36,7 +53,9 @@ from asyncrl.learner_config import (
     PreferenceConfig,
     ProcessRewardConfig,
 )
+from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
+from asyncrl.tracker_config import TrackersConfig
 
 __all__ = [
     "AlgorithmConfig", "CompanionConfig", "Config", "CriticConfig", "LearnerConfig", "Loaded", "MegatronConfig",
@@ -53,6 +72,7 @@ class RunConfig(Section, frozen=True):
     seed: int = 0  # of the order of prompts and of sampling
     silent_timeout_s: Seconds = 10.0  # a process without a sign of life for this long is named (nothing is ended)
     hang_timeout_s: Seconds = 600.0  # no step for this long ends the run with a diagnosis (exit code 70)
+    start_timeout_s: Seconds = 600.0  # from a learner's start to its first step, where that is longer
 
 
 class ModelConfig(Section, frozen=True):
@@ -163,15 +183,22 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str  # module:name
-    name: str = ""  # empty: the function's name
+    function: str = ""  # module:name, path/file.py:name, builtin:name, an address; none where its judge is a model
+    name: str = ""  # empty: the function's name, or the judge's
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
+
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Without a judge, which may be a model, there is nothing but a function."""
+        return () if "judge" in tree else ("function",)
 
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or what follows the colon of `function`."""
-        return self.name or self.function.rpartition(":")[2]
+        """The name in metrics: `name`, or the last part of `function`, or the judge's name."""
+        return self.name or reward_names.label_of(self.function) or self.judge
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -239,9 +266,13 @@ class Config(Section, frozen=True, kw_only=True):
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    judge: tuple[JudgeConfig, ...] = ()
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     @property
     def total_groups(self) -> int:
@@ -348,7 +379,10 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
     where = places or Places()
     found = (*config_conflicts.problems(config), *modes.conflicts(config),
              *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *checkpoint_config.problems(config), *profile_config.problems(config))  # fmt: skip
+             *checkpoint_config.problems(config), *profile_config.problems(config),
+             *environment_config.problems(config), *judge_config.problems(config),
+             *judge_models.problems(config), *sandbox_config.problems(config),
+             *tracker_config.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
-from asyncrl import modes
+from asyncrl import modes, reward_names
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -58,11 +58,11 @@ def _of_the_buffer(config: Config) -> Iterator[Conflict]:
 
 
 def _of_rewards(config: Config) -> Iterator[Conflict]:
-    if not config.reward and not modes.streams(config):
+    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
         yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
     for index, reward in enumerate(config.reward):
-        if not DOTTED.fullmatch(reward.function):
-            yield ("config.reward", f"reward.function = {reward.function!r} is not 'module:name'",
+        if reward.function and not reward_names.kind_of(reward.function):
+            yield ("config.reward", f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
                    ("reward", f"[{index}]", "function"))  # fmt: skip
     labels = [reward.label for reward in config.reward]
     if len(set(labels)) < len(labels):

@@ -130,7 +130,7 @@ class _Look:
                 del tree[key]
                 self.doubtful.add(dotted(here))
         for name, item in known.items():
-            if item.required and name not in tree:
+            if (item.required or name in kind.also_required(tree)) and name not in tree:
                 self._missing((*path, name), hints[name], tree)
 
     def _missing(self, here: tuple[str, ...], hint: Any, tree: dict[str, Any]) -> None:

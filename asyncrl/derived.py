@@ -16,6 +16,7 @@ from asyncrl import algorithm_notes, algorithms, checkpoint_config, evaluation_c
 from asyncrl.check_files import count_rows, data_paths
 from asyncrl.config import Config
 from asyncrl.evaluation import MAX_ROWS, data_of, is_due
+from asyncrl.judge_config import judges_of
 from asyncrl.modes import bound_of, is_paired, longest_row, streams
 from asyncrl.plan import MODULES, SERVICES, TARGETS, names_of, restarts_of, threads_of
 from asyncrl.rundir import endpoint
@@ -103,12 +104,19 @@ def what_starts(config: Config, roles: Sequence[str]) -> str:
         "buffer": f"1 buffer ({config.buffer.store})",
         "weightsync": f"1 weightsync ({config.weightsync.transport})",
         "producer": f"{_many(config.producers.count, 'producer')} ({config.producers.engine})",
-        "reward": _many(config.reward_workers.count, "reward worker"),
+        "reward": _reward_workers(config),
         "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
     }
     chosen = [role for role in TARGETS["all"] if role in roles]
     total = sum(len(names_of(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
     return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
+
+
+def _reward_workers(config: Config) -> str:
+    """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`."""
+    judges = judges_of(config)
+    of = f" ({', '.join(f'{judge.count} {judge.shown}' for judge in judges)})" if len(judges) > 1 else ""
+    return _many(sum(judge.count for judge in judges), "reward worker") + of
 
 
 def _many(count: int, word: str, ending: str = "s") -> str:

@@ -41,7 +41,15 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
     "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
     "config.reward": ErrorInfo(
-        "reward function cannot be used", "write it as 'module:function' on the Python path", EXIT_CONFIG
+        "reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG
+    ),
+    "config.environment": ErrorInfo(
+        "environment or tool cannot be used", "see docs/environments.md; asyncrl test-env runs it alone", EXIT_CONFIG
+    ),
+    "config.template": ErrorInfo(
+        "chat template cannot show what follows an answer",
+        'use another template, or set environment.template = "tail" where the message says so',
+        EXIT_CONFIG,
     ),
     "config.filter": ErrorInfo(
         "filter cannot be used", "write it as zero_variance or 'module:function' on the Python path", EXIT_CONFIG
@@ -95,6 +103,16 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "reward.judge": ErrorInfo(
+        "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
+    ),
+    "sandbox.unavailable": ErrorInfo(
+        "model-written code cannot be isolated on this host",
+        "install bubblewrap 0.8 or later (apt-get install bubblewrap) and allow user namespaces, or give the address "
+        "of a SandboxFusion server; 'none' runs it without protection",
+        EXIT_CONFIG,
+    ),
+    "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),
@@ -201,6 +219,7 @@ _KINDS: dict[str, type[AsyncRLError]] = {
     "disk": Unavailable,
     "wire": WireError,
     "fenced": Fenced,
+    "sandbox": Unavailable,
     "buffer": StateLost,
     "handshake": HandshakeError,
 }

@@ -63,7 +63,7 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if streams(config):
         yield ("config.conflict", "producers.engine = 'dataset' generates nothing: there is nothing to evaluate",
                ("evaluation",))  # fmt: skip
-    elif config.learner.mode != "rl" and not config.reward:
+    elif config.learner.mode != "rl" and not config.reward and config.environment.is_single_turn:
         yield "config.missing", "an evaluation needs a [[reward]]", ("evaluation",)
     if evaluation.top_k and evaluation.temperature == 0:
         yield ("config.conflict", "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing",

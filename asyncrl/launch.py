@@ -29,6 +29,7 @@ from asyncrl.config_diff import differences
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
+from asyncrl.judge_config import judges_of, named
 from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
@@ -52,6 +53,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     verbose: bool = False
     plain: bool = False
     report: bool = True
+    judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -95,6 +97,7 @@ def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
 
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
     roles = roles_here(config, options)
+    judge = _only_judge(config, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
     locks, tag = _locks(run, options)
@@ -102,7 +105,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
         if "buffer" in roles:
             run_keys(config, make=True)
         path = settle_config(run, config, options, tag=tag)
-        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
+        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag, judge=judge)
         homed = with_python(config) if "producer" in roles else config
         plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
@@ -119,6 +122,19 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
     return Launched(config, run, outcome, started)
+
+
+def _only_judge(config: Config, options: LaunchOptions) -> str | None:
+    """The judge whose workers are started; None: those of all. Raises where the run has no such judge."""
+    if not options.judge:
+        return None
+    if options.target != "rewards":
+        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
+    known = judges_of(config)
+    if named(options.judge) not in [judge.name for judge in known]:
+        names = ", ".join(judge.shown for judge in known) or "none"
+        raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
+    return named(options.judge)
 
 
 def absolute(config: Config) -> Config:

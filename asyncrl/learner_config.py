@@ -102,6 +102,7 @@ class LearnerConfig(Section, frozen=True):
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     cpu_offload: bool = False  # parameters and optimizer state in host memory
     reference_offload: bool = False  # the frozen reference model waits in host memory between its passes
+    offload_idle: bool = False  # as that; also models beside the policy, and every optimizer's states between updates
     load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by the files
     liger: bool = False  # Liger's fused kernels for norms, rotary embeddings and gated MLPs; needs a CUDA device
     compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps

@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl import algorithms, modes
 from asyncrl.config import Config
+from asyncrl.judge_config import judges_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Feed-forward parts of two matrices instead of three.
@@ -156,7 +157,9 @@ def estimate(
         cache = Part("payload cache", config.buffer.cache_bytes, "buffer.cache_bytes")
         found.append(RoleMemory("buffer", "host", 1, (_process(torch=False), cache)))
     if "reward" in roles:
-        found.append(RoleMemory("reward", "host", config.reward_workers.count, (_process(torch=False),)))
+        found.append(
+            RoleMemory("reward", "host", sum(judge.count for judge in judges_of(config)), (_process(torch=False),))
+        )
     return found
 
 

@@ -34,6 +34,7 @@ class RunDir:
         self.evaluations = self.root / "evaluations"  # every scored sample of held-out prompts, one file per step
         self.metrics = self.root / "metrics"  # learner, roles, buffer, weightsync, evaluation: .jsonl
         self.tensorboard = self.root / "tensorboard"
+        self.trackers = self.root / "trackers"  # of online trackers: their own files, and how far each is
         self.logs = self.root / "logs"  # one file per process
         self.alive = self.root / "alive"  # signs of life: one small file per role
         self.sockets = self.root / "sockets"

@@ -229,7 +229,7 @@ def _lost(story: Story, event: Event) -> None:
 def _sample(story: Story, event: Event) -> None:
     runs = [(int(version), int(count)) for version, count in event["runs"]]
     sample = Sample(event["i"], event["producer"], event["token"], event["length"], runs, event["t"])
-    sample.reward = event.get("reward")
+    sample.reward, sample.parts = event.get("reward"), event.get("parts", {})
     story.samples = [other for other in story.samples if other.index != sample.index] + [sample]
 
 

@@ -221,12 +221,20 @@ class SampleHead(Message, frozen=True):
     """What is known of one sample beside its arrays.
 
     `length` response tokens; `runs` cover them; `finish` is stop | length | abort.
+
+    `rows`: where the context of a session was not a pure extension of what came before, the tokens of several
+    sequences stand in one sample. A row that starts at token `start` of the response has a prompt of its own instead of
+    the group's: its first `prompt_tokens` tokens, which `mask` leaves out. Without a row that starts at 0 the first
+    sequence goes on from the group's prompt. `turns`: rewards of single turns, each at the turn's last token; the
+    sample's reward contains them.
     """
 
     index: int
     length: int
     finish: str
     runs: Runs
+    rows: tuple[tuple[int, int], ...] = ()  # (start, prompt_tokens), ascending
+    turns: tuple[tuple[int, float], ...] = ()  # (place of a sampled token, reward), ascending
 
 
 class Samples(Message, frozen=True, tag=22):
@@ -246,6 +254,7 @@ class Samples(Message, frozen=True, tag=22):
     prompt_tokens: int
     logprobs_of: str = "processed"  # processed: after temperature; raw: temperature 1
     rewards: dict[int, float] = {}  # from an environment that scores itself: these samples skip the reward workers
+    parts: dict[int, dict[str, float]] = {}  # of these rewards, by name
 
 
 class SamplesReply(Message, frozen=True, tag=23):
@@ -329,10 +338,13 @@ class RewardRequest(Message, frozen=True, tag=30):
     worker: str
     max_samples: int
     wait_s: float
+    judge: str = ""  # samples that this judge has to score; empty: the default one
 
 
 class RewardItem(Message, frozen=True):
-    """One sample to score. Its payload holds `prompt` i4 `[P]` and `response` i4 `[T]`."""
+    """One sample to score. Its payload holds `prompt` i4 `[P]`, `response` i4 `[T]` and, where some tokens were not
+    sampled by the policy, `mask` u1 `[T]`; `rows` as in `SampleHead`.
+    """
 
     group: int
     index: int
@@ -341,6 +353,8 @@ class RewardItem(Message, frozen=True):
     row: str  # JSON
     finish: str
     fields: tuple[Field, ...]
+    judge: str = ""  # by whom it is to be scored
+    rows: tuple[tuple[int, int], ...] = ()
 
 
 class RewardWork(Message, frozen=True, tag=31):
@@ -379,6 +393,7 @@ class Scores(Message, frozen=True, tag=32):
     scores: tuple[Score, ...]
     failures: tuple[RewardFailure, ...] = ()
     reward_version: str = ""
+    judge: str = ""  # for whom the worker scores: one message is of one judge
 
 
 class ScoresReply(Message, frozen=True, tag=33):
@@ -885,10 +900,45 @@ def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> 
             return f"length: runs of sample {sample.index} cover {covered} of {sample.length} tokens"
         if newest_version is not None and newest > newest_version:
             return f"version: {newest} was never published (newest {newest_version})"
+        if (sample.rows or sample.turns) and (wrong := _check_rows(sample)):
+            return wrong
+    return ""
+
+
+def _check_rows(sample: SampleHead) -> str:
+    ends = [*(start for start, _ in sample.rows[1:]), sample.length]
+    for (start, prompt), end in zip(sample.rows, ends, strict=False):  # no rows, one end
+        if start < 0 or prompt < 1 or start + prompt >= end:
+            return f"rows: {start}..{end} of sample {sample.index} with {prompt} prompt tokens"
+    last = -1
+    for place, reward in sample.turns:
+        if not last < place < sample.length or not math.isfinite(reward):
+            return f"turns: reward {reward} at token {place} of sample {sample.index} after {last}"
+        last = place
     return ""
 
 
 _WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1"}
+
+
+def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
+    """What is wrong with the tokens that the policy did not sample."""
+    if mask is None:
+        spread = next((sample for sample in head.samples if sample.rows), None)
+        return f"mask: sample {spread.index} has rows with prompts and none" if spread else ""
+    if mask.size and int(mask.max()) > 1:
+        return "mask: it holds more than 0 and 1"
+    start = 0
+    for sample in head.samples:
+        mine = mask[start : start + sample.length]
+        start += sample.length
+        if not mine.any():
+            return f"mask: no token of sample {sample.index} was sampled"
+        if any(mine[first : first + prompt].any() for first, prompt in sample.rows):
+            return f"mask: a token of a row's prompt in sample {sample.index} is called sampled"
+        if any(not mine[place] for place, _ in sample.turns):
+            return f"turns: a reward of sample {sample.index} stands at a token that was not sampled"
+    return ""
 
 
 def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> str:
@@ -901,6 +951,9 @@ def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_s
     for field in head.fields:
         if _WANTED.get(field.name, field.dtype) != field.dtype:
             return f"layout: {field.name} is {field.dtype}, not {_WANTED[field.name]}"
+    wrong = _check_mask(head, arrays.get("mask"))
+    if wrong:
+        return wrong
     logprobs = arrays["logprobs"]
     # Both pass a NaN on, and a comparison with NaN is False.
     if not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):

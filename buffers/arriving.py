@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.judge_config import data_source_of
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Pieces, Samples, SamplesReply
 from buffers.judging import Verdict
@@ -104,7 +105,9 @@ class Arriving(Leasing):
     @staticmethod
     def _wrong_rewards(head: Samples) -> str:
         if all(map(math.isfinite, head.rewards.values())):
-            return ""
+            parts = [(index, name) for index, named in head.parts.items() for name, part in named.items()
+                     if not math.isfinite(part)]  # fmt: skip
+            return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite" if parts else ""
         bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
         return f"reward: of sample {bad[0]} is not finite"
 
@@ -112,6 +115,8 @@ class Arriving(Leasing):
         self._out(group)
         number, at, rewards = len(group.records), self._stamp(now), head.rewards
         group.records.append(record)
+        if self.settings.judges and head.row and group.source is None:
+            group.source = data_source_of(head.row)
         oldest_of_all = math.inf
         mine, digests, token, producer, events = group.samples, {-1: ""}, head.token, head.producer, self._events
         for item in head.samples:
@@ -127,10 +132,11 @@ class Arriving(Leasing):
                 digests = {version: head.digests.get(version, "") for version, _ in runs}
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
-            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward)
+            parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
+            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward, parts)
             if group.underway:
                 self._forget_underway(group, index)
-            events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward))
+            events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward, parts))
         group.deadline = min(group.deadline or 0, int(oldest_of_all) + group.bound)
         verdict = self._complete(group, now) if len(group.samples) == self.settings.group_size else None
         self._in(group)
@@ -142,6 +148,8 @@ class Arriving(Leasing):
         if self.settings.over_issue:
             self._cancel(group, "complete", now)
         self._forget_underway(group)
+        if self.settings.judges and group.source is None:
+            group.source = ""  # nobody sent a row
         group.state, group.holder, group.unscored = State.UNSCORED, "", now + self.wall_offset
         self._event(now, "unscored", g=group.id)
         return self._ready_if_scored(group, now)

@@ -32,6 +32,8 @@ class SampleData(msgspec.Struct, frozen=True, gc=False):
     reward: float
     parts: dict[str, float]
     digests: dict[int, str]
+    rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`
+    turns: tuple[tuple[int, float], ...] = ()
 
 
 class GroupData(msgspec.Struct, frozen=True, gc=False):
@@ -114,7 +116,7 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
                 continue
             samples[index] = SampleData(
                 index, response[place], logprobs[place], None if mask is None else mask[place], item.runs, item.finish,
-                rewards[index], parts.get(index, {}), message.digests,
+                rewards[index], parts.get(index, {}), message.digests, item.rows, item.turns,
             )  # fmt: skip
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")

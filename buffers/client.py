@@ -44,6 +44,8 @@ from buffers.handover import PlaceWriter
 from buffers.places import PlaceReader
 
 MAX_BYTES = 1 << 30
+Rows = tuple[tuple[int, int], ...]
+Turns = tuple[tuple[int, float], ...]
 
 
 class RewardTask(msgspec.Struct, frozen=True):
@@ -53,6 +55,7 @@ class RewardTask(msgspec.Struct, frozen=True):
     prompt_ids: IntArray
     response_ids: IntArray
     row: dict[str, Any]
+    mask: Any = None  # u1 [T]: 1 where the policy sampled the token; None: everywhere
 
 
 class _AsyncClient:
@@ -163,12 +166,15 @@ class ProducerClient(_AsyncClient):
     async def submit(
         self, lease: wire.Lease, *, prompt_ids: IntArray, samples: Sequence[GenDelta], digests: Mapping[int, str],
         row: Mapping[str, Any], rewards: Mapping[int, float] | None = None,
-        masks: Mapping[int, Any] | None = None,
+        masks: Mapping[int, Any] | None = None, rows: Mapping[int, Rows] | None = None,
+        turns: Mapping[int, Turns] | None = None, parts: Mapping[int, Mapping[str, float]] | None = None,
     ) -> wire.SamplesReply:  # fmt: skip
         """Finished samples of a leased group. `digests`: version -> digest of the weights that the engine loaded.
 
-        `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy.
+        `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy; `rows` and `turns` as in
+        `wire.SampleHead`; `parts` of `rewards` by name.
         """
+        rows, turns = rows or {}, turns or {}
         arrays: dict[str, tuple[str, list[Any]]] = {
             "prompt": ("i4", [np.asarray(prompt_ids, wire.DTYPES["i4"])]),
             "response": ("i4", _joined([sample.token_ids for sample in samples], "i4")),
@@ -178,11 +184,16 @@ class ProducerClient(_AsyncClient):
             ones = [masks.get(sample.index, np.ones(len(sample.token_ids), np.uint8)) for sample in samples]
             arrays["mask"] = ("u1", _joined(ones, "u1"))
         fields, payload = wire.pack_parts(arrays)
-        heads = tuple(wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs) for item in samples)
+        heads = tuple(
+            wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs, rows.get(item.index, ()),
+                            turns.get(item.index, ()))
+            for item in samples
+        )  # fmt: skip
         used = {version for sample in samples for version, _ in sample.runs}
         message = wire.Samples(
             self.name, lease.group, lease.token, heads, {v: digests[v] for v in sorted(used) if v in digests}, fields,
             msgspec.json.encode(row).decode(), fields[0].count, rewards=dict(rewards or {}),
+            parts={index: dict(named) for index, named in (parts or {}).items()},
         )  # fmt: skip
         if self._writer is not None and len(payload) >= (self.place_from or 0):
             found = await self._by_place(self._writer, message, payload)
@@ -224,14 +235,22 @@ class RewardClient(_AsyncClient):
 
     role = "reward"
 
+    def __init__(
+        self, address: str, *, name: str, judge: str = "", keys: Keys | None = None, max_bytes: int = MAX_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
+        self.judge = judge  # for whom it scores
+
     async def work(self, *, max_samples: int, wait_s: float) -> tuple[list[RewardTask], bool]:
         """Samples to score, and whether the run is complete."""
-        packet = await self._ask(wire.RewardRequest(self.name, max_samples, wait_s), wait_s=wait_s)
+        packet = await self._ask(wire.RewardRequest(self.name, max_samples, wait_s, self.judge), wait_s=wait_s)
         work: wire.RewardWork = packet.message
         tasks = []
         for item, payload in zip(work.items, packet.payloads, strict=True):
             arrays = wire.unpack_arrays(item.fields, payload)
-            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row)))
+            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row),
+                                    arrays.get("mask")))  # fmt: skip
         return tasks, work.done
 
     async def submit(
@@ -239,7 +258,7 @@ class RewardClient(_AsyncClient):
     ) -> wire.ScoresReply:
         """Rewards, and failures with their reason."""
         reply: wire.ScoresReply = (
-            await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version))
+            await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version, self.judge))
         ).message
         return reply
 

@@ -88,14 +88,19 @@ def reward_reply(
             continue
         arrays = unpack_arrays(head.fields, payload)
         start = 0
+        rows: tuple[tuple[int, int], ...] = ()
         for part in head.samples:
             if part.index == item.index:
+                rows = part.rows
                 break
             start += part.length
+        names = [name for name in ("response", "mask") if name in arrays]
         fields, data = pack_arrays(
-            {"prompt": arrays["prompt"], "response": arrays["response"][start : start + sample.length]}
+            {"prompt": arrays["prompt"]} | {name: arrays[name][start : start + sample.length] for name in names}
         )
-        work.append(RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields))
+        work.append(
+            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows)
+        )
         payloads.append(data)
     return tuple(work), payloads, sorted(damaged)
 
@@ -128,6 +133,7 @@ def status_json(groups: Groups, now: float, extra: dict[str, Any]) -> str:
             "batch_groups": groups.plan.size(groups.frontier + 1),
         },
         "producers": groups.workers_of("producer", now), "rewards": groups.workers_of("reward", now),
+        "judges": groups.judges_now(now),
         "waiting_for": groups.diagnosis(now) if groups.asked_since else "", **extra,
     }  # fmt: skip
     return msgspec.json.encode(status).decode()

@@ -152,7 +152,7 @@ def wire_messages() -> str:
         "- header: msgpack array `[tag, field, field, ...]` in the order below; surplus fields are refused;",
         "- payload: field-major arrays, little-endian, each start aligned to 64 bytes, named in the header.",
         "", "A reply carries the request's number. A request may be sent again with the same number: services are",
-        "idempotent. Conformance vectors (msgpack of one example each): `tests/unit/golden_messages.json`.",
+        "idempotent. Conformance vectors for other languages: `tests/vectors/wire.json` (other-languages.md).",
     ]  # fmt: skip
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]

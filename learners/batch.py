@@ -35,14 +35,14 @@ Array = npt.NDArray[Any]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sample as training sees it."""
+    """One sequence as training sees it: a sample, or one of several of it that share its advantage."""
 
     tokens: Array  # i4 [P + T]
     prompt_tokens: int
     behaviour: Array  # f4 [T]
     mask: Array  # u1 [T]: 1 where the policy sampled the token
     advantage: float  # of every token, where `advantages` is None
-    number: int = 0  # its place among the samples of the batch
+    number: int = 0  # its place among the sequences of the batch
     advantages: Array | None = None  # f4 [T]
     lags: Array | None = None  # i4 [T]: training version minus the token's; None: 0
     scale: float = 1.0  # how much the sample counts by its lag
@@ -68,7 +68,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     lags: Array  # i4 [N]: training version minus the token's
     scales: Array  # f4 [S]: how much each sequence counts by its lag
     right: Array  # u1 [S]: 1 where the score is that of a right answer
-    samples: Array  # i4 [S]: place of each sequence among the samples of the batch
+    samples: Array  # i4 [S]: place of each sequence among those of the batch
 
 
 class Minibatch(msgspec.Struct, frozen=True):
@@ -100,12 +100,14 @@ _FIELDS = {
 
 def unusable(group: GroupData, *, max_tokens: int, vocabulary: int = 0) -> str:
     """Why the learner cannot train this group; the empty string where it can. Looks at what the wire checks do not."""
+    for cut in estimates.cuts_of(group.samples):
+        tokens = (cut.prompt or group.prompt_ids.size) + cut.stop - cut.start
+        if tokens > max_tokens:
+            which = group.samples[cut.sample].index
+            return f"length: sample {which} has {tokens} tokens, learner.micro_batch_tokens is {max_tokens}"
     for sample in group.samples:
         if not np.isfinite(sample.reward):
             return f"reward: sample {sample.index} has {sample.reward}"
-        tokens = group.prompt_ids.size + sample.response.size
-        if tokens > max_tokens:
-            return f"length: sample {sample.index} has {tokens} tokens, learner.micro_batch_tokens is {max_tokens}"
         if vocabulary:
             for ids in (group.prompt_ids, sample.response):
                 if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
@@ -130,24 +132,11 @@ def assemble(
     whole = estimates.whole_of(batch, algorithm, baselines)
     found = estimates.before_the_model(whole, algorithm, seed=seed)
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
-    sequences = [
-        Sample(
-            tokens=np.concatenate((prompt, sample.response)).astype(np.int32),
-            prompt_tokens=int(prompt.size),
-            behaviour=sample.logprobs,
-            mask=found.masks[number],
-            advantage=found.first[number],
-            number=number,
-            advantages=found.advantages[number],
-            lags=found.lags[number],
-            scale=float(found.scales[number]),
-            right=bool(found.right[number]),
-        )
-        for number, (prompt, sample) in enumerate(zip(prompts, whole.samples, strict=True))
-    ]
-    chunks = _split_groups([len(group.samples) for group in batch.groups], algorithm.minibatches)
+    sequences = [_sequence(number, one, prompts, whole, found) for number, one in enumerate(whole.cuts)]
+    chunks = _split_groups([sum(1 for _ in estimates.cuts_of(group.samples)) for group in batch.groups],
+                           algorithm.minibatches)  # fmt: skip
     cut = [
-        _minibatch([one for one in sequences[part] for _ in range(found.repeats[one.number])],
+        _minibatch([one for one in sequences[part] for _ in range(found.repeats[whole.cuts[one.number].sample])],
                    ranks=ranks, max_tokens=max_tokens, packing=packing)
         for part in chunks
     ]  # fmt: skip
@@ -157,11 +146,34 @@ def assemble(
     return StepBatch(shares, stats | found.stats, found.first, whole)
 
 
+def _sequence(
+    number: int, cut: estimates.Cut, prompts: Sequence[Array], whole: estimates.Whole, found: estimates.Found
+) -> Sample:
+    """One sequence of the batch, with its part of what was found for its sample."""
+    of, place = cut.sample, slice(cut.start, cut.stop)
+    sample = whole.samples[of]
+    if sample.logprobs.size != sample.response.size:
+        raise ValueError(f"{sample.logprobs.size} log-probs for {sample.response.size} tokens")
+    prompt = sample.response[cut.start - cut.prompt : cut.start] if cut.prompt else prompts[of]
+    return Sample(
+        tokens=np.concatenate((prompt, sample.response[place])).astype(np.int32),
+        prompt_tokens=int(prompt.size),
+        behaviour=sample.logprobs[place],
+        mask=found.masks[of][place],
+        advantage=found.first[of],
+        number=number,
+        advantages=found.advantages[of][place],
+        lags=found.lags[of][place],
+        scale=float(found.scales[of]),
+        right=bool(found.right[of]),
+    )
+
+
 def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
     """Metrics of the batch by catalogue name."""
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples] or [0.0])
-    lengths = np.array([sample.response.size for sample in samples] or [0])
+    lengths = np.array([estimates.length_of(sample) for sample in samples] or [0])
     lags = np.array([group_lag(group, batch.version) for group in batch.groups] or [0])
     bounds = np.array([group.bound for group in batch.groups] or [0])
     flat = [len({sample.reward for sample in group.samples}) == 1 for group in batch.groups]
@@ -179,6 +191,9 @@ def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
         "truncated_share": float(np.mean([sample.finish == "length" for sample in samples])) if samples else 0.0,
         "groups": float(len(batch.groups)),
     }
+    if any(sample.mask is not None for sample in samples):
+        stats["observed_share"] = 1 - stats["tokens"] / max(1.0, float(lengths.sum()))
+        stats["rows_mean"] = sum(1 for _ in estimates.cuts_of(samples)) / len(samples)
     for name in sorted({name for sample in samples for name in sample.parts}):
         stats[f"reward/{name}"] = float(np.mean([sample.parts.get(name, 0.0) for sample in samples]))
     return stats

@@ -6,14 +6,15 @@ Called by `learners.batch.assemble` and, with the model's numbers, by `learners.
 2. float64; the result depends on the batch, the settings and the seed alone;
 3. an estimator that needs the model (values of a critic, proximal log-probs, a KL penalty in the reward) gives zeros
    before the model has run, and its advantages after it (`after_the_model`);
-4. rows cut by the length limit may be left out of the loss; they count in the statistics of their group.
+4. rewards of single turns stand at their last tokens, so that estimators that look at places credit them there;
+5. rows cut by the length limit may be left out of the loss; they count in the statistics of their group.
 
 Example: two samples of a group with rewards 1 and 0 under GRPO: advantages 0.7071 and -0.7071 at every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
+class Cut(NamedTuple):
+    """One sequence of the batch: the tokens `start .. stop` of a sample's response, behind the group's prompt or behind
+    the `prompt` tokens of the response before `start`. A sample is one sequence, or several (`SampleHead.rows`)."""
+
+    sample: int  # its place among the samples
+    start: int
+    stop: int
+    prompt: int = 0  # 0: the group's prompt
+
+
 class Whole(NamedTuple):
     """The batch before it is cut: its samples in order, and what estimators see of them."""
 
@@ -41,6 +52,7 @@ class Whole(NamedTuple):
     right: Tensor  # bool [S]
     lags: tuple[Array, ...]  # i4 [T] of every sample
     step: int
+    cuts: tuple[Cut, ...] = ()  # every sequence, in the order of the samples
 
 
 class Found(NamedTuple):
@@ -103,7 +115,7 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     owners = torch.tensor([numbers[group.group] for group, _ in pairs], dtype=torch.int64)
     mask = torch.from_numpy(padded([_mask_of(sample).astype(bool) for sample in samples])).bool()
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    lengths = torch.tensor([sample.response.size for sample in samples], dtype=torch.int64)
+    lengths = torch.tensor([length_of(sample) for sample in samples], dtype=torch.int64)
     scores = _shaped(rewards, owners, lengths, algorithm)
     parts = None
     if names := sorted({name for sample in samples for name in sample.parts}):
@@ -111,12 +123,63 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     greedy = None
     if baselines is not None:
         greedy = torch.tensor([baselines[group.group] for group, _ in pairs], dtype=torch.float64)
+    placed = place_outcomes(scores, mask)
+    if not algorithm.shaping.passk:  # which makes other scores of them
+        _credit_turns(placed, samples, mask)
     rollouts = Rollouts(
-        place_outcomes(scores, mask), mask, owners, baselines=greedy, parts=parts, lengths=lengths,
+        placed, mask, owners, baselines=greedy, parts=parts, lengths=lengths,
         behaviour=_behaviour(samples, mask),
     )  # fmt: skip
     lags = tuple(_lags(sample, batch.version) for sample in samples)
-    return Whole(samples, rollouts, scores, rewards > algorithm.shaping.correct_above, lags, batch.step)
+    right = rewards > algorithm.shaping.correct_above
+    return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(cuts_of(samples)))
+
+
+def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:
+    """Start and prompt tokens of the sequences of a sample that have a prompt of their own."""
+    return getattr(sample, "rows", ())  # samples of the modes without reward have none
+
+
+def cuts_of(samples: Sequence[Any]) -> Iterator[Cut]:
+    """The sequences of some samples."""
+    for number, sample in enumerate(samples):
+        rows = rows_in(sample)
+        if not rows or rows[0][0]:  # the first one goes on from the group's prompt
+            yield Cut(number, 0, rows[0][0] if rows else sample.response.size)
+        ends = [*(start for start, _ in rows[1:]), sample.response.size]
+        for (start, prompt), end in zip(rows, ends, strict=False):  # no rows, one end
+            yield Cut(number, start + prompt, end, prompt)
+
+
+def length_of(sample: Any) -> int:
+    """Tokens of the response, observations among them, without the prompts of later sequences."""
+    return int(sample.response.size) - sum(prompt for _, prompt in rows_in(sample))
+
+
+def by_sample(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
+    """Rows `[T]` of the samples from those of the sequences: 0 where a prompt stands."""
+    if rows is None:
+        return None
+    found = [np.zeros(sample.response.size, np.float32) for sample in whole.samples]
+    for cut, row in zip(whole.cuts, rows, strict=True):
+        found[cut.sample][cut.start : cut.stop] = row
+    return found
+
+
+def by_cut(whole: Whole, rows: Sequence[Array]) -> list[Array]:
+    """Rows of the sequences from those of the samples."""
+    return [rows[cut.sample][cut.start : cut.stop] for cut in whole.cuts]
+
+
+def _credit_turns(rewards: Tensor, samples: Sequence[Any], mask: Tensor) -> None:
+    """Move the rewards of single turns `[S, T]` to their last tokens; the sums of the rows stay as they are."""
+    from learners.algorithms.tensors import last_tokens
+
+    last = last_tokens(mask).long().argmax(-1)
+    for number, sample in enumerate(samples):
+        for place, reward in getattr(sample, "turns", ()):
+            rewards[number, place] += reward
+            rewards[number, last[number]] -= reward
 
 
 def _shaped(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: AlgorithmConfig) -> Tensor:

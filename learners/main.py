@@ -61,11 +61,13 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 
     ticker.waits = services.waits_for if services is not None else str
     watchdog = Watchdog(config.run.hang_timeout_s, diagnosis=diagnosis)
+    lost = False
     try:
         learner = Learner(config, gang=gang, backend=backend, services=services, progress=watchdog.progress)
         reason = learner.run()
     except RuntimeError as error:
         if lost_peer(error):
+            lost = True
             what = f"rank {gang.rank} of {gang.size} lost another rank: {str(error).splitlines()[0]}"
             print(f"learner: {what}", flush=True)  # at once: torchrun kills what takes long to close its connections
             raise AsyncRLError("role.failed", what) from error
@@ -73,7 +75,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     finally:
         watchdog.stop()
         if services is not None:
-            services.close()
+            services.close(hurry=lost)
     if gang.lead and reason:
         print(f"learner: ended early: {reason}", flush=True)
     gang.leave()
@@ -150,7 +152,7 @@ class NoGenerators:
         """Nobody holds a version."""
         return -1
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         """Nothing is held."""
 
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -76,7 +75,7 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, plan: Any, chunks: Weights, *, base: str = "", adapter: str = "") -> Any: ...
     def stage_base(self, version: int, plan: Any, chunks: Weights) -> Any: ...
     def settle(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, hurry: bool = False) -> None: ...
 
 
 class AdapterPlan(NamedTuple):
@@ -119,7 +118,7 @@ class Services:
         self._log = MetricsLog(run.metrics / "learner.jsonl")
         self._samples = run.samples
         self._groups = run.metrics / "groups.jsonl"
-        self._tracker = _tracker(config, run.tensorboard)
+        self._tracker = _tracker(config, run)
         self._archive = Archive(config, say=_say) if config.log.archive else None
         self._evaluations = LastEvaluations(
             config, ask=lambda seen: buffer.evaluations(seen=seen),
@@ -191,11 +190,11 @@ class Services:
                 self._tell(lambda: self.buffer.goodbye(done=done, reason=reason))
             self.raise_trouble()
 
-    def close(self) -> None:
-        """Stop the heart, close connections and files."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Stop the heart, close connections and files. `hurry`: wait for no generator that still takes a version."""
         if self._heart is not None:
             self._heart.stop()
-        self.publisher.close()
+        self.publisher.close(hurry=hurry)
         self.buffer.close()
         self._log.close()
         if self._tracker is not None:
@@ -341,7 +340,7 @@ class Services:
                 file.write(msgspec.json.encode({"t": time.time(), **groups}) + b"\n")
         self._log.write(values, groups_of_step=[group.group for group in batch.groups])
         if self._tracker is not None:
-            self._tracker.log(values, step=batch.step)
+            self._tracker.log({**batch.ledger, **values}, step=batch.step)
         with self._samples.open("ab", buffering=0) as file:
             for line in sample_lines(batch, self._config.log.samples_per_step, self._decode):
                 file.write(msgspec.json.encode(line) + b"\n")
@@ -388,12 +387,14 @@ def _say(text: str) -> None:
     print(f"learner: {text}", flush=True)
 
 
-def _tracker(config: Config, folder: Path) -> Any:
+def _tracker(config: Config, run: RunDir) -> Any:
+    """Curves in the run folder; online trackers have processes of their own (`learners.tracking`)."""
     if not config.log.tensorboard:
         return None
-    from asyncrl.plugins import find
+    from asyncrl.plugins import TrackerRun, find
 
-    return find("asyncrl.trackers", "tensorboard")(folder)
+    given = TrackerRun(project=config.trackers.project, name=config.run.name, id="", folder=run.tensorboard)
+    return find("asyncrl.trackers", "tensorboard")(given)
 
 
 class Silence:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -19,7 +21,9 @@ SPECIAL_TOKENS: tuple[str, ...] = (PAD, BOS, EOS)
 """Special tokens in the order of their ids: 0, 1, 2."""
 
 
-def make_tokenizer(directory: str | Path, *, characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    directory: str | Path, *, characters: str = CHARACTERS, words: Sequence[str] = (), chat_template: str = ""
+) -> PreTrainedTokenizerFast:
     """Build a character tokenizer, save it under `directory` and return it.
 
     One character is one token; nothing is added in front or behind. `decode(encode(text)) == text` holds exactly,
@@ -28,6 +32,8 @@ def make_tokenizer(directory: str | Path, *, characters: str = CHARACTERS) -> Pr
     Args:
         directory: folder to write to; created if missing.
         characters: the alphabet, no character twice.
+        words: that are one token each, where they stand in a text; the first one that fits counts.
+        chat_template: Jinja template of chat messages; empty: the tokenizer has none.
 
     Returns:
         The tokenizer: padding on the left, ids 0, 1, 2 for pad, bos, eos, then the characters in order.
@@ -37,9 +43,9 @@ def make_tokenizer(directory: str | Path, *, characters: str = CHARACTERS) -> Pr
     """
     if not characters or len(set(characters)) != len(characters):
         raise ValueError("characters must be a non-empty string without repeats")
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters, *words))}
     inner = Tokenizer(WordLevel(vocabulary))
-    inner.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    inner.pre_tokenizer = Split(Regex("|".join([*map(re.escape, words), r"[\s\S]"])), behavior="isolated")
     inner.decoder = Fuse()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=inner,
@@ -50,6 +56,8 @@ def make_tokenizer(directory: str | Path, *, characters: str = CHARACTERS) -> Pr
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
+    if chat_template:
+        tokenizer.chat_template = chat_template
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(target))

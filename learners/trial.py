@@ -76,7 +76,7 @@ class Trial:
 
     def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
         """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
-        lines, place = [], 0
+        lines, place, weights = [], 0, self._sample_weights(result)
         for group in batch.groups:
             samples = range(place, place + len(group.samples))
             place += len(group.samples)
@@ -84,9 +84,17 @@ class Trial:
                 "g": group.group, "indexes": [sample.index for sample in group.samples],
                 "advantages": [round(value, 6) for value in self._advantages[samples.start : samples.stop]],
                 "tokens": [s.response.size if s.mask is None else int(s.mask.sum()) for s in group.samples],
-                "weights": [round(result.weights[n], 6) if n in result.weights else None for n in samples],
+                "weights": [round(weights[n], 6) if n in weights else None for n in samples],
             })  # fmt: skip
         return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
+
+    def _sample_weights(self, result: StepResult) -> dict[int, float]:
+        """Mean importance weights by place of the sample: the mean over its sequences where it has several."""
+        cuts = self._whole.cuts if self._whole is not None else ()
+        found: dict[int, list[float]] = {}
+        for number, weight in result.weights.items():
+            found.setdefault(cuts[number].sample if cuts else number, []).append(weight)
+        return {sample: sum(values) / len(values) for sample, values in found.items()}
 
     # ------------------------------------------------------------ packing
 

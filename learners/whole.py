@@ -31,7 +31,7 @@ from learners.algorithms.registry import choose, needs_of
 from learners.backends.base import Backend
 from learners.batch import MicroBatch, Minibatch
 from learners.choosing import keep_high_entropy
-from learners.estimates import Array, Late, ModelNumbers, Whole, after_the_model, waits_for_the_model
+from learners.estimates import Array, Late, ModelNumbers, Whole, after_the_model, by_cut, by_sample, waits_for_the_model
 from learners.gang import Gang
 from learners.poison import reason_of
 from learners.process_reward import ProcessRewardStep
@@ -163,7 +163,7 @@ def _policy_numbers(
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """What rank 0 hands out: arrays by name, one per sample."""
+    """What rank 0 hands out: arrays by name, one per sequence."""
 
     arrays: dict[str, list[bytes]] = {}
     first: tuple[float, ...] = ()
@@ -176,16 +176,28 @@ def _estimate(
     scoring: ProcessRewardConfig | None,
 ) -> _Answer:  # fmt: skip
     try:
-        late = after_the_model(whole, found, algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring)
+        late = after_the_model(
+            whole, _of_samples(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
+        )
     except MemoryError:
         raise
     except Exception as error:  # a plugin's estimator may raise anything; every rank must hear of it
         return _Answer(broken=reason_of("estimate", error))
-    arrays = {name: [row.astype(np.float32).tobytes() for row in rows] for name, rows in _parts(late)}
+    arrays = {
+        name: [row.astype(np.float32).tobytes() for row in by_cut(whole, rows)] for name, rows in _parts(late)
+    }  # fmt: skip
     for name, rows in _parts(late):
         if not all(np.isfinite(row).all() for row in rows):
             return _Answer(broken=f"estimate: {name} are not finite")
     return _Answer(arrays, late.first, late.kl)
+
+
+def _of_samples(whole: Whole, found: ModelNumbers) -> ModelNumbers:
+    """The numbers of samples from those of sequences; the value after a sample is that after its last sequence."""
+    last = {cut.sample: place for place, cut in enumerate(whole.cuts)}
+    after = None if found.after is None else [found.after[last[number]] for number in range(len(whole.samples))]
+    named = {name: by_sample(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
+    return ModelNumbers(**named, after=after)
 
 
 def _parts(late: Late) -> Iterator[tuple[str, list[Array]]]:
@@ -198,7 +210,7 @@ def _parts(late: Late) -> Iterator[tuple[str, list[Array]]]:
 def _gathered(
     gang: Gang, share: Sequence[Minibatch], pieces: Pieces | None, *, each: bool = False
 ) -> list[Array] | None:
-    """The numbers of every sample `[T]` (`each`: one of it) from all ranks, in the order of the batch. Collective."""
+    """The numbers of every sequence `[T]` (`each`: one of it) from all ranks, in the order of the batch. Collective."""
     if pieces is None:
         return None
     mine: dict[int, bytes] = {}
@@ -229,7 +241,7 @@ def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, 
 
 
 def _of(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
-    """The tokens of a micro-batch, `[N]`, from those of every sample."""
+    """The tokens of a micro-batch, `[N]`, from those of every sequence."""
     if not micro.targets.size:
         return torch.zeros(0)
     data = b"".join(rows[number] for number in micro.samples.tolist())

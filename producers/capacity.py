@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
+from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities
 
 AHEAD = 2  # leased samples for each that is decoded
@@ -91,3 +92,12 @@ class Capacity:
         if not self._open:
             return max(1, -(-room // self._group_samples))
         return max(0, -(-room // self._group_samples))
+
+
+def capacity_of(config: Config, capable: EngineCapabilities) -> Capacity:
+    """What this producer may have in flight. Half of the longest sample stands for one as long as none is done."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return Capacity(
+        capable, group_samples=config.sampling.asked_samples, prior_tokens=longest / 2,
+        max_groups=config.producers.max_groups_in_flight,
+    )  # fmt: skip

@@ -23,10 +23,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
+
 from asyncrl import role, rundir
 from asyncrl.config import Config, SamplingConfig
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.engine_env import own_url
+from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
@@ -36,19 +39,20 @@ from asyncrl.signs import Sign
 from asyncrl.sockets import keep_memory
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
 from buffers.client import ProducerClient
-from producers.capacity import Capacity
+from producers.capacity import capacity_of
 from producers.checkpoints import Trail
-from producers.environments.single_turn import SingleTurn
+from producers.environments.playing import environment_of
 from producers.evaluation import HeldOutPrompts
 from producers.patience import Patience
 from producers.prompts import BadPrompt, Prompts, Row, encode_prompt
-from producers.rollout import Finished, roll_out, side_by_side
+from producers.rollout import Finished, extras_of, roll_out, side_by_side
 from producers.tokenizer import Tokenizer
 from weightsync.receiver import Receiver
 
 T = TypeVar("T")
 #: A lease request names the engine's version; a swap outdates it. So polls are short: a swap costs at most this much.
 POLL_S = 0.25
+REASON_LETTERS = 300
 GIVE_BACK_S = 5.0  # at the end of the process
 ATTESTED_S = 5.0  # for the digest of what was committed
 #: First words of the reasons that say that a lease is gone, as opposed to a sample that is bad.
@@ -74,7 +78,7 @@ class Producer:
         self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self.prompts = Prompts(config.data, seed=config.run.seed)
         self.held_out = held_out or HeldOutPrompts(config)
-        self.environment = SingleTurn()
+        self.environment = environment_of(config, self.tokenizer)
         self.work: dict[asyncio.Task[None], Lease] = {}
         self.capacity = capacity_of(config, EngineCapabilities("unknown", config.producers.slots, 0))
         self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of their lease
@@ -88,6 +92,7 @@ class Producer:
 
     async def run(self) -> None:
         """Keep groups in flight until the run is done."""
+        await self.environment.open()
         await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
         self.capacity = capacity_of(self.config, self.engine.capabilities())
         done = False
@@ -138,7 +143,7 @@ class Producer:
             prompts, sampling = self.held_out, self.held_out.sampling
         try:
             row = prompts.row_of(lease.group)
-            prompt_ids = encode_prompt(row, self.config.data, self.tokenizer)
+            prompt_ids = encode_prompt(row, self.config.data, self.tokenizer, self.environment.tools)
         except BadPrompt as problem:
             reason = problem.reason
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
@@ -149,6 +154,8 @@ class Producer:
             stop_ids=self.tokenizer.eos_ids,
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
         )  # fmt: skip
+        if not self.config.environment.is_single_turn:
+            begun = ()  # turns cannot be taken up from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
 
         async def deliver(finished: list[Finished]) -> bool:
@@ -159,7 +166,7 @@ class Producer:
                 lambda: self.client.submit(
                     lease, prompt_ids=prompt_ids, samples=samples, row=row,
                     digests=trail.digests([sample.runs for sample in samples], self.receiver.digests),
-                    rewards={item.sample.index: item.reward for item in finished if item.reward is not None},
+                    **extras_of(finished),
                 )
             )  # fmt: skip
             failpoint("producer.after_ack")
@@ -172,7 +179,12 @@ class Producer:
             self.continued, self.saved_tokens = self.continued + counts[0], self.saved_tokens + counts[1]
             return await self._still_held(lease, reply)
 
-        await self._play(lease, row, trail, sampling, deliver)
+        try:
+            await self._play(lease, row, trail, sampling, deliver)
+        except EnvironmentFailure as failure:
+            print(f"group {lease.group}: {failure.reason}", flush=True)
+            reason = failure.reason[:REASON_LETTERS]
+            await self._patiently(lambda: self.client.give_back([lease], reason=reason))
 
     async def _play(
         self, lease: Lease, row: Row, trail: Trail, sampling: SamplingConfig,
@@ -276,6 +288,7 @@ class Producer:
             "live_slots": health.running, "engine_version": health.version,
             "swaps": self._swaps, "swap_s": health.swap_s, "refused_samples": self.refused,
             "continued_samples": self.continued, "saved_tokens": self.saved_tokens,
+            **({} if self.environment.counts is None else asdict(self.environment.counts)),
         }  # fmt: skip
 
     async def give_back(self, reason: str) -> None:
@@ -293,15 +306,6 @@ class Producer:
                 await asyncio.wait_for(self.client.give_back(leases, reason=reason), GIVE_BACK_S)
             except (Unavailable, TimeoutError):
                 print(f"{len(leases)} leases could not be given back; they expire", file=sys.stderr, flush=True)
-
-
-def capacity_of(config: Config, capable: EngineCapabilities) -> Capacity:
-    """What this producer may have in flight. Half of the longest sample stands for one as long as none is done."""
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    return Capacity(
-        capable, group_samples=config.sampling.asked_samples, prior_tokens=longest / 2,
-        max_groups=config.producers.max_groups_in_flight,
-    )  # fmt: skip
 
 
 async def until_stopped(stop: role.Stop, producer: Producer) -> None:
@@ -378,6 +382,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
             task.cancel()
         if producer is not None:
             await producer.give_back(reason)
+            await producer.environment.close()
         if tasks:
             await asyncio.wait(tasks, timeout=GIVE_BACK_S)
         await engine.close(grace_s=GIVE_BACK_S)

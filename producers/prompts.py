@@ -15,7 +15,7 @@ Example: 5 rows and group 12 give epoch 2, position 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +212,10 @@ class _Parquet(Sequence[Any]):
 # ---------------------------------------------------------------- token ids
 
 
-def encode_prompt(row: Row, data: DataConfig, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """Token ids of a row's prompt, i4 `[P]`.
+def encode_prompt(
+    row: Row, data: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+) -> npt.NDArray[np.int32]:
+    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show.
 
     Raises:
         BadPrompt: no prompt, another type, no tokens, or more than `data.max_prompt_tokens`.
@@ -226,7 +228,7 @@ def encode_prompt(row: Row, data: DataConfig, tokenizer: Tokenizer) -> npt.NDArr
         if not data.chat_template:
             message = f"column {data.prompt_key!r} holds chat messages and data.chat_template is off"
             raise ConfigError("config.data", message, where=data.source or data.path)
-        ids = tokenizer.encode_chat(prompt)
+        ids = tokenizer.encode_chat(prompt, tools)
     else:
         kind = "missing" if prompt is None else f"a {type(prompt).__name__}"
         raise BadPrompt(f"prompt: column {data.prompt_key!r} is {kind}, not text or chat messages")

@@ -25,14 +25,45 @@ LOOK_S = 5.0
 
 
 class Finished(NamedTuple):
-    """A finished sample, and its reward where the environment scores itself."""
+    """A finished sample, and its reward where the environment scores itself. With several turns: `mask` u1 `[T]` (None:
+    every token was sampled), `rows` and `turns` as in `wire.SampleHead`, `parts` of the reward by name."""
 
     sample: GenDelta
     reward: float | None = None
+    mask: Any = None
+    rows: tuple[tuple[int, int], ...] = ()
+    turns: tuple[tuple[int, float], ...] = ()
+    parts: Mapping[str, float] = {}
+
+
+def extras_of(finished: Sequence[Finished]) -> dict[str, Any]:
+    """What `ProducerClient.submit` takes beside the tokens, by sample index."""
+    named: dict[str, dict[int, Any]] = {"rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}}
+    for item in finished:
+        for name, value in (("rewards", item.reward), ("masks", item.mask), ("rows", item.rows or None),
+                            ("turns", item.turns or None), ("parts", item.parts or None)):  # fmt: skip
+            if value is not None:
+                named[name][item.sample.index] = value
+    return named
 
 
 class Environment(Protocol):
-    """What happens between prompt and finished sample."""
+    """What happens between prompt and finished sample. `tools`: schemas that the prompt shows; `counts`: numbers for
+    the heartbeat, None where there are none."""
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Known after `open`."""
+
+    @property
+    def counts(self) -> Any:
+        """Of all samples so far."""
+
+    async def open(self) -> None:
+        """Once, before the first prompt is encoded."""
+
+    async def close(self) -> None:
+        """At the end of the process."""
 
     def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished | GenDelta]:
         """The samples of the request, each as it finishes; before, with `delta_tokens`, what is new of a sample under

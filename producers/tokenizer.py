@@ -77,20 +77,43 @@ class Tokenizer:
             ids = self._fast.encode(text, add_special_tokens=False).ids
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.end_id]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def has_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(self._transformers().chat_template)
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text as it stands in the middle of a sequence: nothing is added."""
+        if self._fast is None:
+            return list(self._auto.encode(text, add_special_tokens=False))
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_chat(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids of chat messages by the tokenizer's template, with the opening of the answer."""
+        return self.encode_part(self.render_chat(messages, opened=True, tools=tools))
+
+    def render_chat(self, messages: Messages, *, opened: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of chat messages by the tokenizer's template; `opened`: with the opening of an answer.
+
+        Raises:
+            ConfigError: there is no template (`config.tokenizer`), or it refuses these messages (`config.template`).
+        """
         auto = self._transformers()
         if not auto.chat_template:
             raise ConfigError(
                 "config.tokenizer", "the prompts are chat messages and the tokenizer has no chat template",
                 where=str(self._folder), remedy="give the tokenizer a chat template, or the prompts as plain text",
             )  # fmt: skip
-        text = auto.apply_chat_template([dict(message) for message in messages], tokenize=False,
-                                        add_generation_prompt=True)  # fmt: skip
-        if self._fast is None:
-            return list(auto.encode(text, add_special_tokens=False))
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
-        return ids
+        from jinja2 import TemplateError  # what transformers renders with
+
+        try:
+            return str(auto.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=opened,
+                tools=[dict(tool) for tool in tools] or None,
+            ))  # fmt: skip
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise ConfigError("config.template", f"it refuses the messages: {error}", where=str(self._folder),
+                              remedy="use another template, or other messages") from None  # fmt: skip
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens."""

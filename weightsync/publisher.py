@@ -182,17 +182,19 @@ class Publisher:
             return 0
         return sum(state == "serving" for state in self._reply.members.values())
 
-    def close(self) -> None:
-        """Stop the threads and remove the staged versions."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Stop the threads and remove the staged versions. `hurry`: without waiting for a request or a round that is
+        under way, for a process that ends now."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._chain is not None:
             self._chain.stop()
         for thread in self._threads:
-            thread.join(REQUEST_S + HOLD_S + self._config.timeout_s)
+            thread.join(0.0 if hurry else REQUEST_S + HOLD_S + self._config.timeout_s)
         self._requester.close()
-        self._outboxes.close()
+        if not any(thread.is_alive() for thread in self._threads):  # else they are in use, until the process ends
+            self._outboxes.close()
         self._staging.close()
 
     def _raise_error(self) -> None:

@@ -5,4 +5,4 @@ it runs: `--help` and the shell's completion stay fast. Guarantee: nothing but t
 """
 
 #: In the order of `asyncrl --help`.
-MODULES = ("launching", "configuration", "machine", "watching", "log_tools", "results")
+MODULES = ("launching", "configuration", "machine", "watching", "log_tools", "results", "outside")

@@ -39,6 +39,7 @@ def _add_launch(commands: Commands) -> None:
     add_configs(one)
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument("--judge", default="", metavar="NAME", help="target rewards: only workers of this judge")
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
     one.add_argument("--dry-run", action="store_true", help="print what would start (commands, files, environment), "
                      "and start nothing")  # fmt: skip
@@ -64,7 +65,7 @@ def _launch(args: argparse.Namespace) -> int:
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
-        takeover=args.takeover, verbose=args.verbose, plain=args.plain,
+        takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
     )  # fmt: skip
     if args.dry_run:
         from asyncrl.dry_run import dry_run

@@ -32,6 +32,8 @@ def _add_trace(commands: Commands) -> None:
     what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
     what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
     what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
+    what.add_argument("--perfetto", type=Path, metavar="FILE", help="instead: the whole run as a timeline for "
+                      "ui.perfetto.dev (.json.gz)")  # fmt: skip
     one.add_argument("--json", action="store_true", help="as JSON")
     one.set_defaults(run=_trace)
 
@@ -64,6 +66,10 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
+    if args.perfetto is not None:
+        from asyncrl.perfetto import perfetto_command
+
+        return perfetto_command(args.folder, args.perfetto)
     from asyncrl.trace_text import trace_command
 
     return trace_command(args.folder, group=args.group, step=args.step, dead=args.dead, as_json=args.json)

@@ -336,12 +336,16 @@ def configuration(data: RunData) -> str:
     rows: list[tuple[str, ...]] = []
     same: list[tuple[str, ...]] = []
     for key in all_keys():
-        if "." not in key or key.startswith("reward."):
+        if "." not in key or key.startswith(("reward.", "judge.")):
             continue
         value, usual = _at(data.config, key), _at(default, key)
         row = (escape(key), escape(repr(value)), escape(repr(usual)))
         (same if value == usual else rows).append(row)
-    rows += [(f"reward[{n}]", escape(f"{r.function} x {r.weight:g}"), "-") for n, r in enumerate(data.config.reward)]
+    rows += [(f"judge[{n}]", escape(f"{j.name} x {j.count}"), "-") for n, j in enumerate(data.config.judge)]
+    rows += [
+        (f"reward[{n}]", escape(f"{r.function or r.judge} x {r.weight:g}"), "-")
+        for n, r in enumerate(data.config.reward)
+    ]
     changed = table(("changed setting", "value", "default"), rows, classes=("changed", "changed", "usual"))
     rest = table(("setting", "value (default)"), [row[:2] for row in same])
     return card("Configuration", f"{changed}<details><summary>{len(same)} settings have their default</summary>{rest}"

@@ -1,12 +1,12 @@
 """One prompt, one answer: the environment of most verifiable tasks.
 
 Called by `producers.rollout`. Guarantees: the engine's samples pass through unchanged and unscored (reward workers
-score them). An environment with tools would call the engine again with a longer prompt and mask what it inserted.
+score them). Environments of several turns: `producers.environments.playing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.engine import Engine, GenDelta, GenRequest, joined
@@ -15,6 +15,15 @@ from producers.rollout import Finished
 
 class SingleTurn:
     """Generate, and that is all."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    counts = None
+
+    async def open(self) -> None:
+        """There is nothing to connect to."""
+
+    async def close(self) -> None:
+        """See `open`."""
 
     async def play(
         self, engine: Engine, request: GenRequest, row: Mapping[str, Any]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.processes import in_group
 from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Asked
 from producers.rewards.pipe import (
     WHOLE_BATCH,
     Begin,
@@ -34,11 +35,13 @@ from producers.rewards.pipe import (
     Pipe,
     Ready,
     Result,
+    SandboxSpec,
     Setup,
     Silence,
 )
 
 IMPORT_LIMIT_S = 120.0  # for the user's modules
+LOAD_LIMIT_S = 1800.0  # for a judge's model
 LOOK_S = 0.25  # how often a call that takes long is looked at
 OUTPUT_BYTES = 256 << 20  # that one job may add to the worker's log
 GRACE_S = 1.0  # above the timeout, so that an async function's own timeout comes first
@@ -55,15 +58,17 @@ def _output() -> int:
 
 
 class Scorer:
-    """One child process with all reward functions of a configuration."""
+    """One child process with the reward functions of a judge, or with its model (`judge`)."""
 
     def __init__(
         self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
-        max_processes: int = 512,
+        max_processes: int = 512, sandbox: SandboxSpec | None = None, judge: Asked | None = None,
     ) -> None:  # fmt: skip
         self.version = ""
         self.restarts = 0
-        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes)
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge, sandbox or SandboxSpec())
+        self._module = "producers.rewards.child" if judge is None else "producers.rewards.judges.child"
+        self._start_limit_s = IMPORT_LIMIT_S if judge is None else LOAD_LIMIT_S
         self._max_processes = max_processes
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
@@ -76,20 +81,20 @@ class Scorer:
         to_child, from_child = os.pipe(), os.pipe()
         self._pipe = Pipe(from_child[0], to_child[1])
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "producers.rewards.child", str(to_child[0]), str(from_child[1])],
+            [sys.executable, "-m", self._module, str(to_child[0]), str(from_child[1])],
             pass_fds=(to_child[0], from_child[1]), stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         os.close(to_child[0])
         os.close(from_child[1])
-        names = ", ".join(spec.function for spec in self._setup.functions)
+        names = ", ".join(spec.function or spec.label for spec in self._setup.functions)
         try:
             self._pipe.send(self._setup)
-            ready = self._pipe.receive(IMPORT_LIMIT_S)
+            ready = self._pipe.receive(self._start_limit_s)
             problem = ready.problem if isinstance(ready, Ready) else f"the child sent {type(ready).__name__}"
         except Silence:
-            problem = f"{names}: importing took longer than {IMPORT_LIMIT_S:g} s"
+            problem = f"{names}: starting took longer than {self._start_limit_s:g} s"
         except (Closed, *UNREADABLE):
-            problem = f"{names}: the process ended while importing"
+            problem = f"{names}: the process ended while it started"
         if problem:
             self.close()
             raise ConfigError("config.reward", problem)

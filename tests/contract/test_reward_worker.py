@@ -117,12 +117,13 @@ weight = 0.01
     return path
 
 
-async def start(tmp_path: Path, config: Path, buffer: Buffer) -> tuple[Any, Responder]:
+async def start(tmp_path: Path, config: Path, buffer: Buffer, *words: str) -> tuple[Any, Responder]:
     responder = Responder(ipc_address(tmp_path / "s", "buffer"), buffer.handle)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "producers.rewards.main", "--config", str(config), "--name", "reward-0",
-        "--connect", responder.address, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        "--connect", responder.address, *words, env=env,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     return process, responder
 

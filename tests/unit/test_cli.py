@@ -24,7 +24,8 @@ from asyncrl.config import Config, load, parse
 from asyncrl.demo import promises, quickstart, task_settings
 from asyncrl.errors import ConfigError
 from asyncrl.launch import Launched, LaunchOptions, absolute, changes, settle_config
-from asyncrl.progress import JsonTail, Progress, is_loud
+from asyncrl.metrics import JsonTail
+from asyncrl.progress import Progress, is_loud
 from asyncrl.report.data import load_run
 from asyncrl.rundir import RunDir
 from asyncrl.signs import Sign

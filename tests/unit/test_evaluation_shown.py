@@ -13,6 +13,7 @@ from synthetic_run import START, check_names, write_run
 from asyncrl.config import Config, parse
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.hang import HangWatch
+from asyncrl.metric_pages import tag_of
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary
 from asyncrl.report.evaluation import section
@@ -20,7 +21,6 @@ from asyncrl.rundir import RunDir
 from asyncrl.status import render
 from asyncrl.supervise import Outcome
 from learners.evaluations import LastEvaluations, numbers, told
-from learners.trackers import tag_of
 
 LINE = {
     "t": START, "step": 20, "round": 7, "digest": "d", "why": "", "failed": {"reward_failed": 1},
@@ -78,7 +78,7 @@ def test_status_says_what_runs() -> None:
 
 def test_names_in_tensorboard() -> None:
     assert tag_of("val-core/add/reward/mean@4") == "val-core/add/reward/mean@4"
-    assert tag_of("evaluation_missing") == "health/evaluation_missing"
+    assert tag_of("evaluation_missing") == "faults/evaluation_missing"
 
 
 # ---------------------------------------------------------------- the learner
@@ -178,7 +178,8 @@ def test_its_words() -> None:
 def test_waiting_for_the_last_evaluation_is_no_hang(tmp_path: Path) -> None:
     now = [0.0]
     status = {"version": 4, "evaluation": {"running": "of step 4: 1 of 8"}, "waiting_for": "nobody"}
-    hang = HangWatch(RunDir(tmp_path).create(), config("run.hang_timeout_s=10"), clock=lambda: now[0],
+    limits = config("run.hang_timeout_s=10", "run.start_timeout_s=10")
+    hang = HangWatch(RunDir(tmp_path).create(), limits, clock=lambda: now[0],
                      ask=lambda _: status)  # fmt: skip
     now[0] = 11
     assert hang.look() == "" and hang.look() == ""

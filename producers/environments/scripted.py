@@ -1,0 +1,22 @@
+"""A chat whose user says what stands in the row: the environment `chat`.
+
+The row's column `followups` (`[environment] args = {key = "..."}`) is a list of what the user says after each answer:
+texts, or messages. Guarantees: the model answers the prompt and every follow-up in turn, until there are none, or no
+room or turn is left; the sample is scored by reward workers.
+"""
+
+from __future__ import annotations
+
+from asyncrl.environment import Chat, EnvironmentFailure, Row
+
+
+async def play(chat: Chat, row: Row, *, key: str = "followups") -> None:
+    """One conversation."""
+    followups = row.get(key) or []
+    if not isinstance(followups, list | tuple):
+        raise EnvironmentFailure("observation", f"column {key!r} is a {type(followups).__name__}, not a list")
+    turn = await chat.say()
+    for followup in followups:
+        if turn.over:
+            return
+        turn = await chat.say(followup)

@@ -1,0 +1,22 @@
+"""A model that may call tools until it answers: the environment `tools`.
+
+Guarantees: the calls of a turn are run side by side and answered in one message each; a turn that calls nothing is the
+answer, and ends the sample; calls that cannot be read are answered by what is wrong with them. With `on_malformed =
+"end"` in `environment.args` such a turn ends the sample instead. Reward workers score the sample: `sample.turns[-1]` is
+the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asyncrl.environment import Chat, Row
+
+
+async def play(chat: Chat, row: Row, *, on_malformed: Literal["answer", "end"] = "answer") -> None:
+    """One conversation."""
+    turn = await chat.say()
+    while not turn.over:
+        if not turn.calls and (not turn.malformed or on_malformed == "end"):
+            return
+        turn = await chat.say(await chat.call(turn))

@@ -1,0 +1,279 @@
+"""Sessions: what the policy saw and said as one sample, and what the wire and the learner make of it."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl import wire
+from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config import parse
+from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.errors import WorkError
+from asyncrl.versions import expand
+from learners.batch import MicroBatch, assemble, statistics, unusable
+from learners.estimates import after_the_model, cuts_of, length_of
+from learners.whole import _of_samples
+from producers.engines.requests import problem_of
+from producers.rollout import Finished, extras_of
+from producers.sessions import Session
+
+
+def said(*tokens: int, version: int = 3, finish: str = "stop") -> GenDelta:
+    ids = np.array(tokens, np.int32)
+    return GenDelta("7:1", 2, ids, -ids.astype(np.float32) / 10, ((version, len(tokens)),), finish)
+
+
+def two_turns() -> Session:
+    session = Session(np.array([1, 2], np.int32), index=2)
+    session.add_turn(said(5, 6))
+    session.observe([7])
+    session.add_turn(said(8, version=4))
+    return session
+
+
+def test_the_example_of_the_module() -> None:
+    session = two_turns()
+    assert session.context.tolist() == [1, 2, 5, 6, 7, 8]
+    assert not session.extend([1, 9])
+    session.add_turn(said(4, version=5))
+    done = session.finish(1.0, [0.25, 0.5])
+    assert done.sample.token_ids.tolist() == [5, 6, 7, 8, 1, 9, 4]
+    assert done.mask.tolist() == [1, 1, 0, 1, 0, 0, 1]
+    assert done.rows == ((4, 2),)
+    assert done.turns == ((1, 0.25), (3, 0.5))
+    assert done.sample.logprobs.tolist() == pytest.approx([-0.5, -0.6, 0, -0.8, 0, 0, -0.4])
+    assert expand(done.sample.runs).tolist() == [3, 3, 3, 4, 4, 4, 5]  # what was observed has the version in force
+
+
+def test_one_turn_is_a_plain_sample() -> None:
+    session = Session(np.array([1, 2], np.int32), index=2)
+    session.add_turn(said(5, 6, finish="length"))
+    done = session.finish(0.5)
+    assert (done.mask, done.rows, done.turns, done.sample.finish) == (None, (), (), "length")
+    assert done.reward == 0.5
+
+
+def test_a_longer_context_continues_its_row_and_only_the_new_part_is_observed() -> None:
+    session = two_turns()
+    assert session.extend([1, 2, 5, 6, 7, 8, 9, 9])
+    session.add_turn(said(4))
+    assert session.finish().mask.tolist() == [1, 1, 0, 1, 0, 0, 1]
+
+
+def test_what_nothing_was_said_after_is_left_out() -> None:
+    session = two_turns()
+    session.observe([9, 9])
+    session.extend([1, 1, 1])
+    done = session.finish()
+    assert done.sample.token_ids.tolist() == [5, 6, 7, 8]
+    assert done.rows == ()
+
+
+def test_another_beginning_replaces_the_prompt_of_the_group() -> None:
+    session = Session(np.array([1, 2], np.int32), index=0)
+    assert not session.extend([3, 3, 3])
+    session.add_turn(said(4))
+    done = session.finish()
+    assert done.rows == ((0, 3),)
+    assert done.mask.tolist() == [0, 0, 0, 1]
+    assert expand(done.sample.runs).tolist() == [3, 3, 3, 3]
+
+
+def test_nothing_said_and_too_many_rewards_are_errors() -> None:
+    with pytest.raises(WorkError, match="nothing was said"):
+        Session(np.array([1], np.int32), index=0).finish()
+    with pytest.raises(WorkError, match="3 rewards for 2 turns"):
+        two_turns().finish(1.0, [1, 2, 3])
+    with pytest.raises(WorkError, match="0 tokens"):
+        two_turns().add_turn(said())
+
+
+def test_what_an_engine_is_asked_for() -> None:
+    config = parse('[model]\npath="m"\n[data]\npath="x.jsonl"\nmax_prompt_tokens=4\n[sampling]\nmax_new_tokens=8\n'
+                   '[[reward]]\nfunction="m:f"\n[learner]\nmicro_batch_tokens=64\n')  # fmt: skip
+    group = GenRequest("7:1", np.array([1, 2], np.int32), (0, 1, 2, 3), 5, 8, top_p=0.9, delta_tokens=2)
+    session = Session(group.prompt_ids, index=2)
+    asked = []
+    for context in ([1, 2], [1, 2, 5, 9], [4, 3, 2, 1, 4, 3]):
+        session.extend(context)
+        room = 12 - len(session.context)
+        asked.append(session.request(group, max_prompt_tokens=4, max_new_tokens=min(8 - session.response_tokens, room)))
+        assert problem_of(asked[-1], config, vocab=10, taken=False, version=0) == ""
+        session.add_turn(said(5))
+    assert [one.id for one in asked] == ["7:1:2:0", "7:1:2:1", "7:1:2:2"]
+    assert [one.begun for one in asked] == [0, 2, 2]
+    assert [one.prompt_ids.tolist() for one in asked] == [[1, 2], [1, 2, 5, 9], [4, 3, 2, 1, 4, 3]]
+    assert asked[0].seed == 5 and len({one.seed for one in asked}) == 3
+    assert {(one.top_p, one.indices, one.delta_tokens) for one in asked} == {(0.9, (2,), 0)}
+
+
+# ---------------------------------------------------------------- the wire
+
+
+def sent(done: Finished, **changes: Any) -> tuple[wire.Samples, bytes]:
+    item = done.sample
+    arrays = {"prompt": np.array([1, 2], np.int32), "response": item.token_ids, "logprobs": item.logprobs}
+    if done.mask is not None:
+        arrays["mask"] = done.mask
+    fields, payload = wire.pack_arrays(arrays)
+    head = wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs, done.rows, done.turns)
+    message = wire.Samples("p", 7, 1, (msgspec.structs.replace(head, **changes),), {}, fields, "{}", 2)
+    return message, payload
+
+
+def three_rows() -> Finished:
+    session = two_turns()
+    session.extend([1, 9])
+    session.add_turn(said(4, 4, version=5))
+    session.extend([3, 3, 3])
+    session.add_turn(said(6, version=5))
+    return session.finish(1.0, [0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"rows": ((4, 0),)}, "rows"),
+        ({"rows": ((4, 2), (5, 1))}, "rows"),
+        ({"rows": ((-1, 2),)}, "rows"),
+        ({"rows": ((9, 3),)}, "rows"),
+        ({"rows": ((3, 2),)}, "mask: a token of a row's prompt"),
+        ({"turns": ((2, 1.0),)}, "turns: a reward"),
+        ({"turns": ((1, 1.0), (1, 1.0))}, "turns"),
+        ({"turns": ((99, 1.0),)}, "turns"),
+        ({"turns": ((1, float("nan")),)}, "turns"),
+    ],
+)
+def test_rows_and_turns_are_validated(change: dict[str, Any], why: str) -> None:
+    message, payload = sent(three_rows(), **change)
+    found = wire.validate_samples(message, payload, group_size=4)
+    assert found.startswith(why) and bool(found) == bool(why), found
+
+
+@pytest.mark.parametrize(("mask", "why"), [(2, "more than 0 and 1"), (0, "no token of sample 2")])
+def test_masks_are_validated(mask: int, why: str) -> None:
+    done = two_turns().finish()
+    message, payload = sent(done._replace(mask=np.full(4, mask, np.uint8)))
+    assert why in wire.validate_samples(message, payload, group_size=4)
+
+
+def test_rows_without_a_mask_are_refused() -> None:
+    message, payload = sent(three_rows()._replace(mask=None))
+    assert "mask" in wire.validate_samples(message, payload, group_size=4)
+
+
+@given(st.binary(max_size=40), st.lists(st.tuples(st.integers(-3, 99), st.integers(-3, 99)), max_size=4))
+def test_no_rows_whatever_they_are_break_the_validation(noise: bytes, rows: list[tuple[int, int]]) -> None:
+    done = three_rows()
+    mask = np.resize(np.frombuffer(noise or b"\1", np.uint8), done.mask.size)
+    message, payload = sent(done._replace(mask=mask), rows=tuple(rows))
+    assert isinstance(wire.validate_samples(message, payload, group_size=4), str)
+
+
+def test_what_a_producer_hands_to_the_client() -> None:
+    plain = Finished(said(5))
+    named = extras_of([plain, two_turns().finish(0.0, [0.5], parts={"final": -0.5})])
+    assert named["rewards"] == {2: 0.0}
+    assert named["turns"] == {2: ((1, 0.5),)}
+    assert named["parts"] == {2: {"final": -0.5}}
+    assert list(named["masks"]) == [2]
+    assert named["rows"] == {}
+
+
+# ---------------------------------------------------------------- the learner
+
+
+def sample(done: Finished, index: int, reward: float) -> Any:
+    item = done.sample
+    return SimpleNamespace(
+        index=index, response=item.token_ids, logprobs=item.logprobs, mask=done.mask, runs=item.runs,
+        finish=item.finish, reward=reward, parts={}, digests={}, rows=done.rows, turns=done.turns,
+    )  # fmt: skip
+
+
+def batch_of(*samples: Any) -> Any:
+    one = SimpleNamespace(group=0, bound=9, row={}, prompt_ids=np.array([1, 2], np.int32), samples=samples, times={})
+    return SimpleNamespace(step=6, version=5, replayed=False, groups=(one,), ledger={}, invalid={})
+
+
+def sequences(micro: MicroBatch) -> list[tuple[list[int], int, list[int], list[float], list[int]]]:
+    """Tokens, prompt tokens, mask, advantages and lags of every sequence."""
+    found = []
+    ends = micro.cu_seqlens.tolist()
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        of = micro.sequences == number
+        prompt = int(micro.positions[of][0]) + 1 - start
+        found.append((micro.input_ids[start:end].tolist(), prompt, micro.mask[of].tolist(),
+                      micro.advantages[of].astype(np.float64).round(3).tolist(), micro.lags[of].tolist()))  # fmt: skip
+    return sorted(found)
+
+
+def test_the_learner_trains_every_row_as_a_sequence_of_its_own() -> None:
+    batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
+    cut = assemble(batch, algorithm=AlgorithmConfig(), ranks=1, max_tokens=64)
+    (part,) = cut.shares[0]
+    high, low = 0.707, -0.707
+    (micro,) = part.micro
+    assert sequences(micro) == [
+        ([1, 2, 5, 6, 7, 8], 2, [1, 1, 0, 1], [low, low, 0, low], [2, 2, 2, 1]),
+        ([1, 2, 5, 6, 7, 8], 2, [1, 1, 0, 1], [high, high, 0, high], [2, 2, 2, 1]),
+        ([1, 9, 4, 4], 2, [1, 1], [high, high], [0, 0]),
+        ([3, 3, 3, 6], 3, [1], [high], [0]),
+    ]
+    assert (part.tokens, part.sequences) == (9, 4)
+    assert cut.stats["tokens"] == 9
+    assert cut.stats["response_length_mean"] == (7 + 4) / 2  # without the prompts of the later rows
+    assert cut.stats["observed_share"] == pytest.approx(2 / 11)
+    assert cut.stats["rows_mean"] == 2
+
+
+def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
+    batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
+    algorithm = AlgorithmConfig(advantage="gae")
+    whole = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=64).whole
+    from learners.estimates import ModelNumbers, by_cut
+
+    rows = [np.arange(cut.stop - cut.start, dtype=np.float32) + 10 * n for n, cut in enumerate(whole.cuts)]
+    ends = [np.array([float(n)], np.float32) for n in range(len(whole.cuts))]
+    found = _of_samples(whole, ModelNumbers(values=rows, after=ends))
+    assert found.values is not None and found.after is not None
+    assert found.values[0].tolist() == [0, 1, 2, 3, 0, 0, 10, 11, 0, 0, 0, 20]
+    assert [end.tolist() for end in found.after] == [[2], [3]]
+    assert [row.tolist() for row in by_cut(whole, found.values)] == [row.tolist() for row in rows]
+    late = after_the_model(whole, found, algorithm, kl_coeff=0.0, correct=False)
+    assert late.advantages is not None and late.advantages[0].shape == (12,)
+    assert (late.advantages[0][[2, 4, 5, 8, 9, 10]] == 0).all()
+
+
+def test_rewards_of_turns_stand_where_the_turns_end() -> None:
+    batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.5))
+    whole = assemble(batch, algorithm=AlgorithmConfig(), ranks=1, max_tokens=64).whole
+    rewards = whole.rollouts.rewards
+    assert rewards[0].tolist() == [0, 0.5, 0, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.25]
+    assert rewards[1, :4].tolist() == [0, 0, 0, 0.5]
+    assert torch.equal(rewards.sum(-1), whole.scores)
+
+
+def test_lengths_are_judged_by_row() -> None:
+    one = sample(three_rows(), 0, 1.0)
+    (group,) = batch_of(one).groups
+    assert unusable(group, max_tokens=6) == ""
+    assert "6 tokens" in unusable(group, max_tokens=5)
+    assert [cut.stop - cut.start for cut in cuts_of([one])] == [4, 2, 1]
+    assert length_of(one) == 7
+
+
+def test_samples_without_observations_have_no_figures_of_them() -> None:
+    session = Session(np.array([1], np.int32), index=0)
+    session.add_turn(said(5))
+    assert "observed_share" not in statistics(batch_of(sample(session.finish(), 0, 1.0)), np.zeros(1))
