@@ -9,7 +9,7 @@ Called by `asyncrl.cli`. Guarantees:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,27 +38,24 @@ def read(path: Path) -> Config:
     return load(RunDir(path).require().config if path.is_dir() else path)
 
 
-#: Tables that may come several times.
-REPEATED = ("reward", "judge")
-
-
 def differences(left: Config, right: Config) -> Iterator[Difference]:
-    """Of all settings, in the order of the configuration; of rewards and judges one by one."""
+    """Of all settings, in the order of the configuration; of rewards and other lists of tables one by one."""
+    lists = [name for name in Config.__struct_fields__ if isinstance(getattr(left, name), tuple)]
     for key in all_keys():
-        if key.partition(".")[0] not in REPEATED:
+        if key.partition(".")[0] not in lists:
             one, other = value_of(left, key), value_of(right, key)
             if one != other:
                 yield Difference(key, one, other)
-    for table in REPEATED:
-        yield from _of_tables(table, getattr(left, table), getattr(right, table))
+    for name in lists:
+        yield from _of_lists(name, getattr(left, name), getattr(right, name))
 
 
-def _of_tables(table: str, left: tuple[Any, ...], right: tuple[Any, ...]) -> Iterator[Difference]:
+def _of_lists(name: str, left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:
     for index in range(max(len(left), len(right))):
         pair = [msgspec.to_builtins(side[index]) if index < len(side) else {} for side in (left, right)]
-        for name in dict.fromkeys([*pair[0], *pair[1]]):
-            if pair[0].get(name) != pair[1].get(name):
-                yield Difference(f"{table}[{index}].{name}", pair[0].get(name), pair[1].get(name))
+        for key in dict.fromkeys([*pair[0], *pair[1]]):
+            if pair[0].get(key) != pair[1].get(key):
+                yield Difference(f"{name}[{index}].{key}", pair[0].get(key), pair[1].get(key))
 
 
 def value_of(config: Config, dotted: str) -> Any:
