@@ -1,7 +1,8 @@
 """How soon the front door answers: wall time of commands that start nothing, and modules that they import.
 
 Run: `python benchmarks/bench_cli.py`. Each command runs `--rounds` times (default 15) in a process of its own; the
-first run of each is left out. `check` is that of configs/quickstart.toml with a model and prompts of stand-in files,
+first run of each is left out. `processor_s` is the median of user and system time, which other work on the machine
+changes less. `check` is that of configs/quickstart.toml with a model and prompts of stand-in files,
 made in a temporary folder: it tries the reward in a process of its own. Results go to benchmarks/results/cli.json.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import statistics
 import subprocess
@@ -44,15 +46,16 @@ def prepare(folder: Path) -> None:
         (folder / "runs" / "data" / name).write_text(json.dumps({"prompt": "1+1="}) + "\n")
 
 
-def seconds(words: list[str], folder: Path) -> float:
-    """Wall time of one command, which must do what it says."""
-    started = time.perf_counter()
+def seconds(words: list[str], folder: Path) -> tuple[float, float]:
+    """Wall and processor time of one command, which must do what it says."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "asyncrl", *words], cwd=folder, capture_output=True, text=True,
                           timeout=60, check=False, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)})  # fmt: skip
     took = time.perf_counter() - started
     if done.returncode not in (0, 1) or "Traceback" in done.stderr:
         raise SystemExit(f"asyncrl {' '.join(words)}: {done.stderr}")
-    return took
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def modules(words: list[str], folder: Path) -> int:
@@ -76,8 +79,14 @@ def main() -> None:
         for command in COMMANDS:
             words = command.split()
             seconds(words, folder)
-            times = sorted(seconds(words, folder) for _ in range(rounds))
-            took = {"min_s": times[0], "median_s": statistics.median(times), "max_s": times[-1]}
+            runs = [seconds(words, folder) for _ in range(rounds)]
+            times, processor = sorted(wall for wall, _ in runs), statistics.median(used for _, used in runs)
+            took = {
+                "min_s": times[0],
+                "median_s": statistics.median(times),
+                "max_s": times[-1],
+                "processor_s": processor,
+            }
             figures[command] = {name: round(value, 3) for name, value in took.items()}
             figures[command] |= {"modules": modules(words, folder), "limit_s": LIMITS_S.get(command)}
             print(f"{command:55} {figures[command]}")
