@@ -2,8 +2,8 @@
 
 Two demonstration runs in `--work` (kept: a second call takes them as they are). In the first a producer and the learner
 are killed, and `asyncrl top` is drawn while it runs. Pictures: top, the head of the report, its time and fault
-chapters, tokens of samples, the comparison of both runs. Needs a Chromium; no network. (No TensorBoard: its page cannot be
-told when it is drawn, without a driver of the browser.)
+chapters, tokens of samples, the comparison of both runs. Needs a Chromium; no network. (No TensorBoard: without a
+driver of the browser nothing says when its page is drawn.)
 """
 
 from __future__ import annotations
