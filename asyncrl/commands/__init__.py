@@ -5,4 +5,4 @@ it runs: `--help` and the shell's completion stay fast. Guarantee: nothing but t
 """
 
 #: In the order of `asyncrl --help`.
-MODULES = ("launching", "configuration", "watching", "log_tools", "results", "outside")
+MODULES = ("launching", "configuration", "watching", "log_tools", "results", "outside", "planning")
