@@ -49,7 +49,7 @@ NEEDED = ("decode_sample_s or engine_tokens_s", "train_token_s", "length_mean")
 class Options(msgspec.Struct, frozen=True):
     """The command line."""
 
-    config: Path
+    config: Path | tuple[Path, ...]
     overrides: tuple[str, ...] = ()
     run: Path | None = None
     assume: tuple[str, ...] = ()

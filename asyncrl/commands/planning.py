@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from asyncrl.commands.options import Commands, add_config, command
+from asyncrl.commands.options import Commands, add_configs, command
 
 EXAMPLES = """examples:
   asyncrl plan my.toml --from runs/my                          this run's machines, these settings, and better ones
@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     """Declare it."""
     one = command(commands, "plan", "forecast throughput and staleness of a configuration, and suggest settings",
                   epilog=EXAMPLES)  # fmt: skip
-    add_config(one)
+    add_configs(one)
     one.add_argument("--from", dest="run_folder", type=Path, metavar="RUN", help="take the machines' speed from the "
                      "logs of this run")  # fmt: skip
     one.add_argument("--assume", action="append", default=[], metavar="KEY=VALUE", help="a number that was not "
@@ -51,7 +51,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     return plan_command(
         Options(
-            args.config, tuple(args.overrides), args.run_folder, tuple(args.assume), args.gpus, args.steps, args.cores,
+            tuple(args.configs), tuple(args.overrides), args.run_folder, tuple(args.assume), args.gpus, args.steps, args.cores,
             not args.fixed_batch, args.json,
         )
     )  # fmt: skip

@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.forecast_model import Forecast, Plant, Scenario
+from asyncrl.judge_config import DEFAULT
 from asyncrl.wire import Lease, SampleHead, Samples, Score, Scores
 from buffers.forecast.clock import Clock
 from buffers.forecast.engines import Decoding, Engine
@@ -119,7 +120,7 @@ class Simulation:
             self._room = False
             for name in list(self._polls):
                 self._look_at_lease(name)
-        while self._idle_rewards and self.groups.to_score:
+        while self._idle_rewards and self.groups.scores_due.waits(DEFAULT):
             self._reward(self._idle_rewards.popleft())
         self.groups.forget()
 
