@@ -41,7 +41,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "config.model": ErrorInfo("model not found", "set model.path to a folder in Hugging Face format", EXIT_CONFIG),
     "config.data": ErrorInfo("prompts cannot be read", "check data.path, data.source and data.prompt_key", EXIT_CONFIG),
     "config.reward": ErrorInfo(
-        "reward function cannot be used", "write it as 'module:function' on the Python path", EXIT_CONFIG
+        "reward function cannot be used", "see docs/rewards.md for names and signatures", EXIT_CONFIG
     ),
     "config.environment": ErrorInfo(
         "environment or tool cannot be used", "see docs/environments.md; asyncrl test-env runs it alone", EXIT_CONFIG
@@ -64,6 +64,11 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "net.port_in_use": ErrorInfo("address already in use", "stop the other process or choose another", EXIT_CONFIG),
     "net.unreachable": ErrorInfo(
         "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
+    ),
+    "config.forbidden": ErrorInfo(
+        "this key does not allow it",
+        "use the server.key of the run: a join key is for producers and rewards",
+        EXIT_CONFIG,
     ),
     "store.unreachable": ErrorInfo(
         "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
@@ -106,6 +111,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "reward.judge": ErrorInfo(
         "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
     ),
+    "sandbox.unavailable": ErrorInfo(
+        "model-written code cannot be isolated on this host",
+        "install bubblewrap 0.8 or later (apt-get install bubblewrap) and allow user namespaces, or give the address "
+        "of a SandboxFusion server; 'none' runs it without protection",
+        EXIT_CONFIG,
+    ),
+    "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
+    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),
@@ -145,13 +158,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
 class AsyncRLError(Exception):
     """The root of the tree. `code` must stand in `CATALOGUE`."""
 
-    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> None:
         info = CATALOGUE[code]
         super().__init__(message)
         self.code = code
         self.message = message
         self.where = where
         self.remedy = remedy or info.remedy
+        self.suggestion = suggestion  # the name or value that was probably meant, alone
         self.exit_code = info.exit_code
 
     def render(self) -> str:
@@ -211,17 +225,18 @@ _KINDS: dict[str, type[AsyncRLError]] = {
     "disk": Unavailable,
     "wire": WireError,
     "fenced": Fenced,
+    "sandbox": Unavailable,
     "buffer": StateLost,
     "handshake": HandshakeError,
 }
 
 
-def error_for(code: str, message: str, *, where: str = "", remedy: str = "") -> AsyncRLError:
+def error_for(code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> AsyncRLError:
     """The error of the right class for a code that arrived over the wire; unknown codes become `internal`."""
     if code not in CATALOGUE:
         return AsyncRLError("internal", f"{code}: {message}", where=where, remedy=remedy)
     kind = _KINDS.get(code.split(".", maxsplit=1)[0], WorkError)
-    return kind(code, message, where=where, remedy=remedy)
+    return kind(code, message, where=where, remedy=remedy, suggestion=suggestion)
 
 
 # What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,

@@ -14,8 +14,8 @@ import random
 from typing import Any
 
 SPLITS = ("train", "heldout")
-#: Letters and words of the tokenizer: one token each.
-CHARACTERS = '0123456789+*:,.{}"_ \n-=' + "abcdefghijklmnopqrstuvwxyz"
+#: Letters and words of the tokenizer: one token each. All of ASCII: a policy is shown errors in words, too.
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 WORDS = (
     "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {', '"}}', "assistant", "user", "tool", "system",
     "calculator", "expression",

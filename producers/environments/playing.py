@@ -22,15 +22,18 @@ from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
+from asyncrl.sandbox_config import SandboxConfig
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, number_of
 from producers.environments.rendering import renderer_of
 from producers.environments.single_turn import SingleTurn
 from producers.rollout import Environment, Finished
+from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
 from producers.tokenizer import Tokenizer
 from producers.tools.base import toolbox_of
 from producers.tools.parsers import parser_of
 
 T = TypeVar("T")
+SANDBOXES = 4  # programs of one producer that run at once
 LOOK_S = 5.0  # every sample rings at its end: this is only a net below that
 
 
@@ -44,7 +47,9 @@ class Turns:
         self._play_one = play_one
         self._scored_by_workers = bool(config.reward)
         self._parser = parser_of(config.environment.parser)
-        self._tools = toolbox_of(config.environment.tools, config.environment.tool_args)
+        self._tools = toolbox_of(
+            config.environment.tools, config.environment.tool_args, sandbox=lambda: sandbox_of(config.sandbox)
+        )
 
     async def open(self) -> None:
         """Before the first prompt is encoded: tools that have to be connected to."""
@@ -194,6 +199,12 @@ async def _limited(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
 
 
 # ---------------------------------------------------------------- by name
+
+
+def sandbox_of(config: SandboxConfig) -> Sandbox:
+    """The sandbox of `[sandbox]`."""
+    limits = {name: getattr(config, name) for name in SandboxLimits.__struct_fields__}
+    return open_sandbox(config.kind, SandboxLimits(**limits), workers=SANDBOXES)
 
 
 def environment_of(config: Config, tokenizer: Tokenizer) -> Environment:

@@ -13,18 +13,19 @@ Started by `producers.rewards.scorer` as `python -m producers.rewards.child READ
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import inspect
 import resource
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.role import die_with_parent
 from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
+from producers.sandbox import ready_sandbox
 
 
 class Failure(Exception):
@@ -56,17 +57,18 @@ class Scoring:
     def __init__(self, setup: Setup, pipe: Pipe) -> None:
         self._pipe = pipe
         self._timeout_s = setup.timeout_s
-        self._calls = [(spec, RewardCall(spec.function, prompt_key=setup.prompt_key)) for spec in setup.functions]
+        sandbox = functools.cache(lambda: ready_sandbox(setup.sandbox.kind, setup.sandbox.limits))
+        self._calls = [
+            (spec, RewardCall(spec.function, prompt_key=setup.prompt_key, args=spec.args, make_sandbox=sandbox))
+            for spec in setup.functions
+        ]
 
     def version(self) -> str:
         """Digest of the files that the functions stand in."""
         digest = hashlib.blake2b(digest_size=8)
         for spec, call in self._calls:
-            digest.update(f"{spec.function} {spec.weight} {spec.data_sources}".encode())
-            try:
-                digest.update(Path(inspect.getfile(call.function)).read_bytes())
-            except (OSError, TypeError):  # built in, or an instance: the name has to do
-                continue
+            digest.update(f"{spec.function} {spec.weight} {spec.data_sources} {spec.args}".encode())
+            digest.update(call.source())
         return digest.hexdigest()
 
     def score(self, samples: Sequence[RewardSample]) -> None:
@@ -74,7 +76,7 @@ class Scoring:
         together: dict[tuple[int, str], Outcome] = {}
         for spec, call in self._calls:
             places = [place for place, sample in enumerate(samples) if applies(spec, sample)]
-            if places and (call.form == "batch" or call.is_async):
+            if places and (call.is_batch or call.is_async):
                 values = self._together(spec, call, [samples[place] for place in places], places)
                 together |= {(place, spec.label): value for place, value in zip(places, values, strict=True)}
         for place, sample in enumerate(samples):
@@ -89,7 +91,7 @@ class Scoring:
     def _one(self, spec: FunctionSpec, call: RewardCall, sample: RewardSample, place: int) -> Outcome:
         self._pipe.send(Begin(place, spec.label))
         try:
-            if call.form == "batch":
+            if call.is_batch:
                 return call.values(_settle(call.batch([sample])), 1)[0]
             return value_of(_settle(call.one(sample)))
         except Exception as error:  # the user's code may raise anything; it is a failure of this sample
@@ -99,7 +101,7 @@ class Scoring:
         self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample], places: list[int]
     ) -> list[Outcome]:
         self._pipe.send(Begin(WHOLE_BATCH if len(samples) > 1 else places[0], spec.label))
-        if call.form != "batch":
+        if not call.is_batch:
             return asyncio.run(self._gather(spec, call, samples))
         try:
             return list(call.values(_settle(call.batch(samples)), len(samples)))
@@ -168,7 +170,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             scoring = Scoring(setup, pipe)
         except AsyncRLError as error:
-            pipe.send(Ready(f"{error.where}: {error.message}" if error.where else error.message, ""))
+            remedy = "" if error.code == "config.reward" else f" -> {error.remedy}"
+            pipe.send(Ready((f"{error.where}: " if error.where else "") + error.message + remedy, ""))
             return error.exit_code
         pipe.send(Ready("", scoring.version()))
         while True:

@@ -1,41 +1,38 @@
-"""Reward functions of the user: found by 'module:name', called in the form that their parameter names ask for.
+"""Reward functions of the user: found by their name, called in the form that their parameter names ask for.
 
-Called in the reward worker's child process, and as `python -m producers.rewards.functions --validate module:name` by
-`asyncrl check`. Three forms are known, plain or `async`:
-
-    def reward(sample) -> float                                              # `RewardSample`
-    def reward(data_source, solution_str, ground_truth, extra_info=None)     # verl, any subset with solution_str
-    def reward(prompts, completions, **columns) -> list[float]               # TRL, a batch
+Called in the reward worker's child process, and as `python -m producers.rewards.functions --validate NAME` by
+`asyncrl check`. Names: `asyncrl.reward_names`; forms, plain or `async`: `producers.rewards.forms`.
 
 Guarantees:
-1. a function of another form is `config.reward` with the three forms in its text, before anything is scored;
+1. a function of another form is `config.reward` with the forms in its text, before anything is scored;
 2. a result is a number, or a dict with `score` or `reward` whose other numbers become parts, and whose `pred`, `answer`
    or `extracted_answer` is what an evaluation counts majorities by; anything else is an error; NaN and infinities are
    `not_finite`. Nothing becomes 0 by itself;
-3. for a TRL function None means that it does not apply to that sample.
+3. for a function over batches None means that it does not apply to that sample.
 It runs in no sandbox: the functions are the user's own code.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
+import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.errors import EXIT_CONFIG, AsyncRLError, ConfigError
-from asyncrl.plugins import load_object
+from asyncrl.errors import EXIT_CONFIG, ConfigError
+from producers.rewards.forms import recognise
+from producers.rewards.forms.base import short
+from producers.rewards.loading import load_reward
+from producers.sandbox import ready_sandbox
 
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 ANSWERS = ("pred", "answer", "extracted_answer")  # keys of a dict result: what the response answers
-FORMS = (
-    "reward(sample), reward(data_source, solution_str, ground_truth, extra_info=None) "
-    "or reward(prompts, completions, **columns)"
-)
 
 
 class RewardSample(msgspec.Struct, frozen=True):
@@ -81,92 +78,54 @@ class NotFinite(ValueError):
 
 
 class RewardCall:
-    """One function of the user in one of the three forms: `form` is sample | verl | batch."""
+    """One function of the user, and its form (`producers.rewards.forms`)."""
 
-    def __init__(self, dotted: str, *, prompt_key: str = "prompt") -> None:
-        self.function = load_function(dotted)
-        self.form, self._names = validate_reward(self.function, name=dotted)
-        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004
+    def __init__(
+        self, dotted: str, *, prompt_key: str = "prompt", args: Mapping[str, Any] | None = None,
+        make_sandbox: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.function = load_reward(dotted, args, make_sandbox=make_sandbox)
+        self._form = recognise(self.function, name=dotted, prompt_key=prompt_key, args=bound(self.function))
+        self.form = self._form.name
+        self.is_batch = self._form.batch
+        inner = inspect.unwrap(getattr(self.function, "func", self.function))
+        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+            getattr(inner, "__call__", None)  # noqa: B004
         )
-        self._prompt_key = prompt_key
 
     def one(self, sample: RewardSample) -> Any:
-        """The raw result for one sample (an awaitable where `is_async`); not for `batch`."""
-        if self.form == "sample":
-            return self.function(sample)
-        given = {
-            "data_source": sample.data_source, "solution_str": sample.response, "ground_truth": sample.ground_truth,
-            "extra_info": sample.extra_info,
-        }  # fmt: skip
-        return self.function(**{name: given[name] for name in VERL if name in self._names})
+        """The raw result for one sample (an awaitable where `is_async`); not for batch forms."""
+        positional, keywords = self._form.arguments([sample])
+        return self.function(*positional, **keywords)
 
     def batch(self, samples: Sequence[RewardSample]) -> Any:
-        """The raw results for several samples, for `batch`."""
-        chat = [isinstance(sample.row.get(self._prompt_key), list) for sample in samples]
-        columns: dict[str, list[Any]] = {
-            "prompts": [sample.row[self._prompt_key] if is_chat else sample.prompt
-                        for sample, is_chat in zip(samples, chat, strict=True)],
-            "completions": [[{"role": "assistant", "content": sample.response}] if is_chat else sample.response
-                            for sample, is_chat in zip(samples, chat, strict=True)],
-            "completion_ids": [sample.response_ids for sample in samples],
-        }  # fmt: skip
-        names = {name for sample in samples for name in sample.row} - {self._prompt_key}
-        for name in names:
-            columns.setdefault(name, [sample.row.get(name) for sample in samples])
-        columns.setdefault("ground_truth", [sample.ground_truth for sample in samples])
-        wanted = self._names or columns.keys()
-        return self.function(**{name: value for name, value in columns.items() if name in wanted})
+        """The raw results for several samples, for batch forms."""
+        positional, keywords = self._form.arguments(samples)
+        return self.function(*positional, **keywords)
 
     def values(self, raw: Any, count: int) -> list[Value]:
         """The values of a batch result. Raises where it is not one number (or None) per sample."""
-        items = raw.tolist() if hasattr(raw, "tolist") else raw
-        if not isinstance(items, list | tuple) or len(items) != count:
-            raise TypeError(f"a batch function must give a list of {count} numbers, it gave {_short(raw)}")
-        return [Value(None, {}) if item is None else value_of(item) for item in items]
+        return [Value(None, {}) if item is None else value_of(item) for item in self._form.items(raw, count)]
+
+    def source(self) -> bytes:
+        """The text of the file that the function stands in; empty where it stands in none."""
+        inner = getattr(self.function, "func", self.function)
+        for found in (inner, type(inner)):
+            try:
+                return Path(inspect.getfile(found)).read_bytes()
+            except (OSError, TypeError):  # an instance, or built in
+                continue
+        return b""
 
 
-def load_function(dotted: str) -> Callable[..., Any]:
-    """The function behind 'module:name'. Raises `config.reward`, also where importing the module fails."""
-    try:
-        function = load_object(dotted, code="config.reward", where=dotted)
-    except AsyncRLError:
-        raise
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        message = f"importing it raised {type(error).__name__}: {error}"
-        raise ConfigError("config.reward", message, where=dotted) from error
-    if not callable(function):
-        raise ConfigError("config.reward", f"it is a {type(function).__name__}, not a function", where=dotted)
-    found: Callable[..., Any] = function
-    return found
+def bound(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The arguments that a function already has: those of the configuration."""
+    return function.keywords if isinstance(function, functools.partial) else {}
 
 
-def validate_reward(function: Callable[..., Any], *, name: str = "") -> tuple[str, frozenset[str]]:
-    """The form of a function (sample | verl | batch) and the names it takes; no names where it takes all.
-
-    Raises:
-        ConfigError: `config.reward`, where its parameters fit none of the three forms.
-    """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise ConfigError("config.reward", f"its parameters cannot be read: {error}", where=name) from None
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = frozenset(p.name for p in named)
-    required = {p.name for p in named if p.default is p.empty}
-    if "completions" in names:
-        return "batch", frozenset() if takes_all else names
-    if "solution_str" in names:
-        if not required - set(VERL):
-            return "verl", frozenset(VERL) if takes_all else names & frozenset(VERL)
-        unknown = ", ".join(sorted(required - set(VERL)))
-        raise ConfigError("config.reward", f"nothing to give for its parameters {unknown}", where=name)
-    positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-    if positional and required <= {positional[0].name} and (len(positional) == 1 or positional[0].name == "sample"):
-        return "sample", frozenset()
-    shown = ", ".join(p.name for p in named) or "none"
-    raise ConfigError("config.reward", f"its parameters ({shown}) fit none of the forms {FORMS}", where=name)
+def validate_reward(function: Callable[..., Any], *, name: str = "") -> str:
+    """The name of a function's form. Raises `config.reward` where its parameters fit none."""
+    return recognise(function, name=name, args=bound(function)).name
 
 
 def value_of(raw: Any) -> Value:
@@ -185,7 +144,7 @@ def value_of(raw: Any) -> Value:
         raw = raw[key]
     value = _number(raw)
     if value is None:
-        raise TypeError(f"the result is not a number: {_short(raw)}")
+        raise TypeError(f"the result is not a number: {short(raw)}")
     if not math.isfinite(value):
         raise NotFinite(f"the result is {value}")
     return Value(value, parts, answer)
@@ -202,22 +161,22 @@ def _number(raw: Any) -> float | None:
     return None
 
 
-def _short(raw: Any) -> str:
-    text = repr(raw)
-    return f"{type(raw).__name__} {text[:80]}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """`--validate module:name`: exit code 0, or 2 with the reason."""
+    """`--validate NAME [--args JSON]`: exit code 0, or 2 with the reason."""
     parser = argparse.ArgumentParser(prog="producers.rewards.functions", description="check a reward function")
     parser.add_argument("--validate", required=True, metavar="MODULE:NAME")
-    dotted = parser.parse_args(argv).validate
+    parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="args of the [[reward]]")
+    parser.add_argument("--sandbox", default="bubblewrap", metavar="KIND", help="sandbox.kind")
+    args = parser.parse_args(argv)
     try:
-        form, _ = validate_reward(load_function(dotted), name=dotted)
+        form = RewardCall(args.validate, args=args.args, make_sandbox=lambda: ready_sandbox(args.sandbox)).form
     except ConfigError as error:
-        print(error.render(), file=sys.stderr)
+        if error.code != "config.reward":  # in one line: the check shows it as it is
+            print(f"{error.message} -> {error.remedy}", file=sys.stderr)
+        else:
+            print(error.render(), file=sys.stderr)
         return EXIT_CONFIG
-    print(f"{dotted}: form {form}")
+    print(f"{args.validate}: form {form}")
     return 0
 
 

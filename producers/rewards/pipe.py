@@ -19,6 +19,7 @@ import msgspec
 
 from producers.rewards.functions import RewardSample
 from producers.rewards.judges.outcome import Asked
+from producers.sandbox import SandboxLimits
 
 LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 30
@@ -26,12 +27,20 @@ WHOLE_BATCH = -1
 
 
 class FunctionSpec(msgspec.Struct, frozen=True):
-    """One `[[reward]]`: 'module:name', its label, weight and the data sources it is for (none: all)."""
+    """One `[[reward]]`: its name, label, weight, the data sources it is for (none: all) and its arguments."""
 
     function: str
     label: str
     weight: float = 1.0
     data_sources: tuple[str, ...] = ()
+    args: dict[str, Any] = {}
+
+
+class SandboxSpec(msgspec.Struct, frozen=True):
+    """Where the functions' programs run: a kind of `producers.sandbox.open_sandbox`, and its limits."""
+
+    kind: str = "bubblewrap"
+    limits: SandboxLimits = SandboxLimits()
 
 
 class Setup(msgspec.Struct, frozen=True, tag=1):
@@ -42,6 +51,7 @@ class Setup(msgspec.Struct, frozen=True, tag=1):
     timeout_s: float
     memory_bytes: int = 0  # 0: no limit
     judge: Asked | None = None  # a model in place of the functions: what they have is their label, weight and sources
+    sandbox: SandboxSpec = SandboxSpec()
 
 
 class Ready(msgspec.Struct, frozen=True, tag=2):

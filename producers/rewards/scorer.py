@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.processes import in_group
@@ -35,6 +36,7 @@ from producers.rewards.pipe import (
     Pipe,
     Ready,
     Result,
+    SandboxSpec,
     Setup,
     Silence,
 )
@@ -61,11 +63,11 @@ class Scorer:
 
     def __init__(
         self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
-        max_processes: int = 512, judge: Asked | None = None,
+        max_processes: int = 512, sandbox: SandboxSpec | None = None, judge: Asked | None = None,
     ) -> None:  # fmt: skip
         self.version = ""
         self.restarts = 0
-        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge)
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge, sandbox or SandboxSpec())
         self._module = "producers.rewards.child" if judge is None else "producers.rewards.judges.child"
         self._start_limit_s = IMPORT_LIMIT_S if judge is None else LOAD_LIMIT_S
         self._max_processes = max_processes
@@ -179,6 +181,15 @@ class Scorer:
             return f"exit code {self._child.wait(timeout=GRACE_S)}"
         except subprocess.TimeoutExpired:
             return ""
+
+    def peak_bytes(self) -> int:
+        """Memory that the child has held at most; 0 where it is not known."""
+        try:
+            assert self._child is not None
+            status = Path(f"/proc/{self._child.pid}/status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) << 10
+        except (OSError, IndexError, ValueError):
+            return 0
 
     def _restart(self) -> None:
         self.restarts += 1

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
+from producers.rewards.forms import recognise
 from producers.rewards.functions import (
     NotFinite,
     RewardCall,
     RewardSample,
-    load_function,
     main,
     validate_reward,
     value_of,
 )
+from producers.rewards.loading import load_function
 
 ROW = {
     "prompt": "2+2=", "data_source": "add", "reward_model": {"style": "rule", "ground_truth": "4"},
@@ -100,10 +101,10 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("function", "form"),
     [(verl_full, "verl"), (verl_short, "verl"), (ours, "sample"), (ours_alone, "sample"), (ours_async, "sample"),
-     (trl, "batch"), (trl_named, "batch"), (instance, "sample"), (lambda sample, scale=2: scale, "sample")],
+     (trl, "trl"), (trl_named, "trl"), (instance, "sample"), (lambda sample, scale=2: scale, "sample")],
 )  # fmt: skip
 def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], form: str) -> None:
-    assert validate_reward(function)[0] == form
+    assert validate_reward(function) == form
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_batch_of_chat_rows_gets_messages() -> None:
         return [None]
 
     call = RewardCall(f"{HERE}:trl")
-    call.function, call._names = function, frozenset()
+    call.function, call._form = function, recognise(function)
     messages = [{"role": "user", "content": "2+2="}]
     values = call.values(call.batch([sample({**ROW, "prompt": messages})]), 1)
     assert seen == {"prompts": [messages], "completions": [[{"role": "assistant", "content": "4"}]]}

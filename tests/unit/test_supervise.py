@@ -89,7 +89,7 @@ def test_plan_is_in_order_and_complete() -> None:
     assert producer.argv == ("py", "-m", "producers.main", "--config", "/r/config.toml", "--name", "producer-0")
     assert producer.env["OMP_NUM_THREADS"] == "3" and producer.restarts == 7 and not producer.gang
     assert producer.env["OMP_WAIT_POLICY"] == "PASSIVE" and producer.env["PYTHONPATH"] == "/here"
-    assert learner.argv[:3] == ("py", "-m", "torch.distributed.run") and learner.gang
+    assert learner.argv[:3] == ("py", "-m", "learners.local_gang") and learner.gang
     assert learner.argv[learner.argv.index("--nproc-per-node") + 1] == "2"
     assert learner.argv[-6:] == ("-m", "learners.main", "--config", "/r/config.toml", "--name", "learner")
     assert learner.env["OMP_NUM_THREADS"] == "1"
@@ -283,7 +283,7 @@ ROLE_OF_A_RUN = """
 
 def hang_watch(tmp_path: Path, limit_s: float, status: dict[str, object]) -> tuple[RunDir, HangWatch]:
     run = RunDir(tmp_path).create()
-    set_up = parse(SMALL, overrides=[f"run.hang_timeout_s={limit_s}"])
+    set_up = parse(SMALL, overrides=[f"run.hang_timeout_s={limit_s}", f"run.start_timeout_s={limit_s}"])
     return run, HangWatch(run, set_up, ask=lambda _: status)
 
 
@@ -305,7 +305,8 @@ def test_no_step_within_the_limit_ends_the_run_with_stacks_and_a_diagnosis(tmp_p
 def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_path: Path) -> None:
     now = [0.0]
     run = RunDir(tmp_path).create()
-    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10"]), clock=lambda: now[0],
+    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=9"]),
+                     clock=lambda: now[0],
                      ask=lambda _: {"error": "nothing listens at ipc://b"})  # fmt: skip
 
     def at(seconds: float, **how: bool) -> str:
@@ -320,6 +321,27 @@ def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_pat
     assert at(26, learner_ended=True) == "" and at(27, learner_ended=True).startswith("no step for 10 s")
     assert at(28) == ("no step for 10 s (run.hang_timeout_s = 10). the buffer does not answer: nothing listens at "
                       "ipc://b")  # fmt: skip
+
+
+def test_a_learner_that_starts_has_longer_for_its_first_step(tmp_path: Path) -> None:
+    """Its imports, its model, the gang; the steps of an earlier start do not count as its own."""
+    now = [0.0]
+    run = RunDir(tmp_path).create()
+    (run.metrics / "learner.jsonl").write_text('{"step":1}\n')
+    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=60"]),
+                     clock=lambda: now[0], ask=lambda _: {"error": "nothing listens"})  # fmt: skip
+
+    def at(seconds: float) -> str:
+        now[0] = seconds
+        return hang.look()
+
+    assert at(59) == "" and at(61).startswith("no step for 61 s (run.start_timeout_s = 60)")
+    hang.learner_started()
+    assert at(100) == ""
+    with (run.metrics / "learner.jsonl").open("a") as log:
+        log.write('{"step":2}\n')
+    assert at(101) == "" and at(110) == ""
+    assert at(112).startswith("no step for 11 s (run.hang_timeout_s = 10)")
 
 
 LAUNCHER = """

@@ -1,0 +1,77 @@
+"""What a form is: see `producers.rewards.forms`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from producers.rewards.functions import RewardSample
+
+
+class Parameters(NamedTuple):
+    """What a function takes, without what the configuration gives it."""
+
+    names: frozenset[str]
+    takes_all: bool  # has **columns
+    required: frozenset[str]
+    positional: tuple[str, ...]  # in their order
+
+
+class Form(ABC):
+    """One form, for one function. `batch` forms get all samples of a job at once."""
+
+    name: ClassVar[str]
+    shown: ClassVar[str]  # the signature, as an author would write it
+    batch: ClassVar[bool] = False
+    given: ClassVar[frozenset[str]] = frozenset()  # parameters that it can fill; empty: any, from columns
+
+    def __init__(self, parameters: Parameters, *, prompt_key: str = "prompt") -> None:
+        self.parameters = parameters
+        self.prompt_key = prompt_key
+
+    @classmethod
+    @abstractmethod
+    def claims(cls, parameters: Parameters) -> bool:
+        """Whether a function with these parameters is of this form."""
+
+    @classmethod
+    def missing(cls, parameters: Parameters) -> frozenset[str]:
+        """Required parameters that it could not fill."""
+        return parameters.required - cls.given if cls.given else frozenset()
+
+    @abstractmethod
+    def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
+        """What it could give for these samples (one of them where it is no batch form)."""
+
+    def arguments(self, samples: Sequence[RewardSample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional arguments and keywords: of what it has, what the function takes."""
+        known = self.keywords(samples)
+        if self.parameters.takes_all:
+            return (), known
+        return (), {name: value for name, value in known.items() if name in self.parameters.names}
+
+    def items(self, raw: Any, count: int) -> list[Any]:
+        """A batch result as one raw value for each sample. Raises TypeError where it is not so many."""
+        values = listed(raw)
+        if values is None or len(values) != count:
+            raise TypeError(f"a batch function must give a list of {count} numbers, it gave {short(raw)}")
+        return values
+
+
+def listed(raw: Any) -> list[Any] | None:
+    """A list, tuple, array or tensor as a list; None for anything else."""
+    items = raw.tolist() if hasattr(raw, "tolist") else raw
+    return list(items) if isinstance(items, list | tuple) else None
+
+
+def short(raw: Any) -> str:
+    """Type and beginning of a value."""
+    return f"{type(raw).__name__} {repr(raw)[:80]}"
+
+
+def columns_of(samples: Sequence[RewardSample], *, without: str) -> dict[str, list[Any]]:
+    """The columns of the samples' rows, as lists."""
+    names = {name: None for sample in samples for name in sample.row if name != without}
+    return {name: [sample.row.get(name) for sample in samples] for name in names}

@@ -1,0 +1,34 @@
+"""Our own form: `def reward(sample)`, plain or async; further parameters need defaults or `args`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from producers.rewards.forms.base import Form, Parameters
+
+if TYPE_CHECKING:
+    from producers.rewards.functions import RewardSample
+
+
+class OwnSample(Form):
+    """A function of one `RewardSample`."""
+
+    name = "sample"
+    shown = "reward(sample)"
+
+    @classmethod
+    def claims(cls, parameters: Parameters) -> bool:
+        """One positional parameter, by any name; with others beside it, it is called `sample`."""
+        first = parameters.positional[:1]
+        if not first or not parameters.required <= set(first):
+            return False
+        return len(parameters.positional) == 1 or first == ("sample",)
+
+    def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
+        """None: the sample is positional, whatever the parameter is called."""
+        return {}
+
+    def arguments(self, samples: Sequence[RewardSample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The sample itself."""
+        return (samples[0],), {}

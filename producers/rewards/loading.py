@@ -1,0 +1,133 @@
+"""From the text of `[[reward]] function` to a function: a module, a file, a scorer that ships, or a server.
+
+Called by `producers.rewards.functions` in the worker's child. Guarantees:
+1. what cannot be loaded is `config.reward` with what is missing, before anything is scored;
+2. a class is made with `args`, and so is a function that fits no form and takes just them (a factory); both get the
+   run's sandbox where they have a parameter `sandbox`;
+3. a file is imported under a name of its own, with its folder at the end of the Python path.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plugins import load_object
+from asyncrl.reward_names import FORMS, kind_of
+from producers.rewards.forms import parameters_of, recognise
+from producers.sandbox import open_sandbox
+
+Function = Callable[..., Any]
+
+
+def load_reward(
+    dotted: str, args: Mapping[str, Any] | None = None, *, make_sandbox: Callable[[], Any] | None = None
+) -> Function:
+    """The function, class instance or server behind a name, with `args` in place. Raises `config.reward`."""
+    given = dict(args or {})
+    kind = kind_of(dotted)
+    if kind == "url":
+        from producers.rewards.remote import RemoteReward
+
+        return _made(RemoteReward, {"url": dotted, **given}, dotted, make_sandbox)
+    if kind == "builtin":
+        from producers.rewards.scorers import find
+
+        return _made(find(dotted), given, dotted, make_sandbox)
+    found = load_function(dotted)
+    if inspect.isclass(found):
+        return _made(found, given, dotted, make_sandbox)
+    if _is_factory(found, given):
+        return _made(found, given, dotted, make_sandbox)
+    parameters_of(found, given, name=dotted)
+    return functools.partial(found, **given) if given else found
+
+
+def load_function(dotted: str) -> Function:
+    """The object behind a module's or a file's name. Raises `config.reward`, also where importing it fails."""
+    kind = kind_of(dotted)
+    if kind not in ("module", "file"):
+        raise ConfigError("config.reward", f"{dotted!r} is not {FORMS}", where=dotted)
+    try:
+        found = _from_file(dotted) if kind == "file" else load_object(dotted, code="config.reward", where=dotted)
+    except AsyncRLError:
+        raise
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        message = f"importing it raised {type(error).__name__}: {error}"
+        raise ConfigError("config.reward", message, where=dotted) from error
+    if not callable(found):
+        raise ConfigError("config.reward", f"it is a {type(found).__name__}, not a function", where=dotted)
+    function: Function = found
+    return function
+
+
+def _from_file(dotted: str) -> Any:
+    text, _, name = dotted.rpartition(":")
+    path = Path(text).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError("config.reward", f"there is no file {path}", where=dotted)
+    module_name = f"reward_file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # for what it imports from beside itself
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # half of a module is none, whatever its import raised
+            del sys.modules[module_name]
+            raise
+    found: Any = sys.modules[module_name]
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError("config.reward", f"{path} has no {part!r}", where=dotted)
+        found = getattr(found, part)
+    return found
+
+
+def _is_factory(function: Function, args: dict[str, Any]) -> bool:
+    """Whether a function fits no form, and `args` are all that it needs."""
+    try:
+        recognise(function, args=args)
+        return False
+    except ConfigError:
+        pass
+    try:
+        return parameters_of(function, args).required <= {"sandbox"}
+    except ConfigError:
+        return False
+
+
+def _made(maker: Function, args: dict[str, Any], dotted: str, make_sandbox: Callable[[], Any] | None) -> Function:
+    """What a class or a factory makes of its arguments."""
+    parameters = parameters_of(maker, args, name=dotted)
+    if "sandbox" in parameters.names:
+        args = {**args, "sandbox": (make_sandbox or open_sandbox)()}
+        parameters = parameters_of(maker, args, name=dotted)
+    if parameters.required:
+        needed = ", ".join(sorted(parameters.required))
+        raise ConfigError("config.reward", f"it needs args = {{...}} with {needed}", where=dotted)
+    try:
+        made = maker(**args)
+    except AsyncRLError as error:
+        raise ConfigError("config.reward", error.message, where=dotted, remedy=error.remedy) from error
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError("config.reward", f"making it raised {type(error).__name__}: {error}", where=dotted) from error
+    if not callable(made):
+        what = f"called with args it gives a {type(made).__name__}, not a function"
+        try:
+            recognise(maker, name=dotted, args=args)
+        except ConfigError as error:
+            what = f"{error.message}; {what}"
+        raise ConfigError("config.reward", what, where=dotted)
+    result: Function = made
+    return result

@@ -1,0 +1,170 @@
+"""`builtin:code`: does the program of the response pass its tests? Run in the sandbox of `[sandbox]`.
+
+The ground truth (an object, or JSON in a text) is one of
+
+    {"inputs": ["1 2"], "outputs": ["3"]}                           programs: standard input and output
+    {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}          functions: arguments and result
+    {"asserts": ["assert add(1, 2) == 3"]}, or a list of them       run beside the program
+
+Guarantees:
+1. of inputs and outputs, the expected ones never enter the sandbox: they are compared here. Asserts do enter it, and a
+   program that looks for them can find them: prefer inputs and outputs;
+2. a program that fails, hangs or takes too much has not passed; a sandbox that fails is a failure of the sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import UNREADABLE
+from producers.rewards.scorers.truths import json_truth
+
+if TYPE_CHECKING:
+    from producers.rewards.functions import RewardSample
+    from producers.sandbox import Sandbox
+
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+INPUTS, OUTPUTS, PROGRAM = "inputs.json", "outputs.jsonl", "program.py"
+
+#: Calls a function of the program with each input; a result per line, so that one endless call costs only what follows.
+CALLS = """
+import json, runpy, sys
+jobs = json.load(open("inputs.json"))
+space = runpy.run_path("program.py", run_name="program")
+call = space.get(jobs["name"]) or getattr(space["Solution"](), jobs["name"])
+with open("outputs.jsonl", "w") as results:
+    for arguments in jobs["inputs"]:
+        try:
+            line = json.dumps({"value": call(*arguments)})
+        except Exception as error:
+            line = json.dumps({"error": repr(error)[:200]})
+        results.write(line + "\\n")
+        results.flush()
+"""
+ASSERTS = """
+import json, runpy, sys
+jobs = json.load(open("inputs.json"))
+space = runpy.run_path("program.py", run_name="program")
+with open("outputs.jsonl", "w") as results:
+    for text in jobs["asserts"]:
+        try:
+            exec(compile(text, "test", "exec"), space)
+            line = json.dumps({"value": jobs["mark"]})
+        except Exception as error:
+            line = json.dumps({"error": repr(error)[:200]})
+        results.write(line + "\\n")
+        results.flush()
+"""
+
+
+class Code:
+    """The share of tests passed, or (with `all_tests`) 1 where it is all of them and else 0.
+
+    `timeout_s` is for all tests of a program together, so that an endless one costs no more: what it has not passed by
+    then it has failed. None: `sandbox.timeout_s`. `prefix` and `suffix` stand around the response, where it completes
+    something; with `fenced` the last fenced block is the program, else the whole response.
+    """
+
+    def __init__(
+        self, *, sandbox: Sandbox, timeout_s: float | None = None, memory_bytes: int | None = None,
+        all_tests: bool = True, prefix: str = "", suffix: str = "", fenced: bool = True,
+    ) -> None:  # fmt: skip
+        self._sandbox = sandbox
+        self._timeout_s = timeout_s
+        self._memory = memory_bytes
+        self._all = all_tests
+        self._around = (prefix, suffix)
+        self._fenced = fenced
+
+    def __call__(self, sample: RewardSample) -> dict[str, Any]:
+        """The score, and the share of the tests that passed."""
+        passed = self.passed(self.program(sample.response), json_truth(sample))
+        share = sum(passed) / len(passed)
+        return {"score": float(share == 1.0) if self._all else share, "passed": share}
+
+    def program(self, response: str) -> str:
+        """The program of a response."""
+        blocks = FENCE.findall(response) if self._fenced else []
+        return (blocks[-1] if blocks else response).join(self._around)
+
+    def passed(self, program: str, truth: Any) -> list[bool]:
+        """One verdict per test. Raises ValueError where the ground truth holds no tests."""
+        tests = {"asserts": truth} if isinstance(truth, list) else truth
+        if not isinstance(tests, dict) or not (tests.get("asserts") or tests.get("inputs")):
+            raise ValueError(f"the ground truth has no inputs and outputs, and no asserts: {truth!r:.100}")
+        if tests.get("asserts"):
+            return self._asserts(program, [str(item) for item in tests["asserts"]])
+        inputs, outputs = list(tests["inputs"]), list(tests.get("outputs") or ())
+        if len(inputs) != len(outputs):
+            raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+        if tests.get("fn_name"):
+            return self._calls(program, str(tests["fn_name"]), inputs, outputs)
+        return self._reads(program, list(map(str, inputs)), list(map(str, outputs)))
+
+    def _reads(self, program: str, inputs: list[str], outputs: list[str]) -> list[bool]:
+        left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
+        passed = [False] * len(inputs)
+        for place, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+            result = self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory)
+            passed[place] = result.ok and same_text(result.stdout, wanted)
+            left -= result.wall_s
+            if left <= 0.0:
+                break
+        return passed
+
+    def _calls(self, program: str, name: str, inputs: list[Any], outputs: list[Any]) -> list[bool]:
+        arguments = [decoded(item) for item in inputs]
+        if not all(isinstance(item, list) for item in arguments):
+            raise ValueError(f"inputs for {name} are lists of its arguments, not {inputs!r:.80}")
+        found = self._harness(CALLS, program, {"name": name, "inputs": arguments})
+        return [
+            place < len(found) and "value" in found[place] and same(found[place]["value"], wanted)
+            for place, wanted in enumerate(outputs)
+        ]
+
+    def _asserts(self, program: str, asserts: list[str]) -> list[bool]:
+        mark = secrets.token_hex(8)
+        found = self._harness(ASSERTS, program, {"asserts": asserts, "mark": mark})
+        return [place < len(found) and found[place].get("value") == mark for place in range(len(asserts))]
+
+    def _harness(self, code: str, program: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+        files = {PROGRAM: program.encode(errors="replace"), INPUTS: json.dumps(given).encode()}
+        result = self._sandbox.run(
+            code, "", files, fetch=[OUTPUTS], timeout_s=self._timeout_s, memory_bytes=self._memory
+        )
+        lines = result.files.get(OUTPUTS, b"").decode(errors="replace").splitlines()
+        return [item for line in lines if isinstance(item := decoded(line), dict)]
+
+
+def decoded(item: Any) -> Any:
+    """JSON in a text as what it holds; anything else as it is."""
+    if not isinstance(item, str):
+        return item
+    try:
+        return json.loads(item)
+    except UNREADABLE:
+        return item
+
+
+def same_text(said: str, wanted: str) -> bool:
+    """Equal but for white space at the ends of lines and of the text."""
+    left, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted))
+    return left == right
+
+
+def same(value: Any, wanted: Any) -> bool:
+    """Equal, where tuples are lists and floats may differ in their last digits."""
+    wanted = list(wanted) if isinstance(wanted, tuple) else wanted
+    if value == wanted:
+        return True
+    if isinstance(wanted, str) and not isinstance(value, str):
+        return same(value, decoded(wanted)) if decoded(wanted) != wanted else False
+    if isinstance(value, float) and isinstance(wanted, int | float):
+        return math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-9)
+    if isinstance(value, list) and isinstance(wanted, list) and len(value) == len(wanted):
+        return all(map(same, value, wanted))
+    return False

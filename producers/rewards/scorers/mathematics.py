@@ -1,0 +1,159 @@
+"""Mathematics by math-verify (extra `math`): is what the response ends with equal to the ground truth?
+
+`builtin:gsm8k`, `builtin:math`, `builtin:aime`, `builtin:dapo`. Guarantees: a ground truth that cannot be parsed is an
+error of the sample; a response without an answer is wrong; only the last `last_chars` of a response are read, so that
+a long one costs no more. It must be called in the main thread (math-verify's own time limits are signals), as the
+worker's child does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+from producers.rewards.scorers.truths import truth_of
+
+if TYPE_CHECKING:
+    from producers.rewards.functions import RewardSample
+
+ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+
+
+def math_verify() -> ModuleType:
+    """The package. Raises `config.extra` where it is missing."""
+    try:
+        return importlib.import_module("math_verify")
+    except ImportError as error:
+        message = f"the scorers of mathematics need math-verify: {error}"
+        raise ConfigError("config.extra", message, remedy="pip install 'asyncrl[math]'") from None
+
+
+class Math:
+    """`correct` for an answer that equals the ground truth, else `wrong`. The last box counts, else the last
+    expression; with `boxed` nothing but a box."""
+
+    def __init__(
+        self, *, correct: float = 1.0, wrong: float = 0.0, boxed: bool = False, last_chars: int = 3000
+    ) -> None:
+        self._verify = math_verify()
+        self._values = (wrong, correct)
+        self._boxed = boxed
+        self._last = last_chars
+        latex = self._verify.LatexExtractionConfig(boxed_match_priority=0)
+        self._wanted: tuple[Any, ...] = (latex, self._verify.ExprExtractionConfig())
+
+    def __call__(self, sample: RewardSample) -> dict[str, Any]:
+        """The score, and the answer that was found."""
+        gold = self.gold(str(truth_of(sample)))
+        found = self.answer(sample.response[-self._last :])
+        return self.scored(self.equal(gold, found), found)
+
+    def scored(self, right: bool, found: list[Any]) -> dict[str, Any]:
+        """The result."""
+        return {"score": self._values[right], "acc": float(right), "pred": str(found[-1]) if found else None}
+
+    def gold(self, text: str) -> list[Any]:
+        """The ground truth, parsed. Raises ValueError where it is no mathematics."""
+        parsed = self._verify.parse(text if "$" in text or "\\boxed" in text else f"${text}$", self._wanted)
+        parsed = parsed or self._verify.parse(text, self._wanted)
+        if not parsed:
+            raise ValueError(f"the ground truth is no expression: {text!r:.100}")
+        return list(parsed)
+
+    def answer(self, text: str) -> list[Any]:
+        """The answer of a response, parsed; empty where there is none."""
+        boxes = boxes_of(text)
+        if boxes:
+            return self.parsed(f"${boxes[-1]}$")
+        return [] if self._boxed else self.parsed(text)
+
+    def parsed(self, text: str) -> list[Any]:
+        """A text, parsed; empty where it holds no mathematics."""
+        return list(self._verify.parse(text, self._wanted))
+
+    def equal(self, gold: list[Any], found: list[Any]) -> bool:
+        """Whether they mean the same."""
+        return bool(found) and bool(self._verify.verify(gold, found))
+
+
+def boxes_of(text: str) -> list[str]:
+    r"""The contents of all \boxed{...}, with the braces inside them."""
+    boxes = []
+    for start in re.finditer(r"\\boxed\s*\{", text):
+        depth, at = 1, start.end()
+        while at < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            at += 1
+        if not depth:
+            boxes.append(text[start.end() : at - 1])
+    return boxes
+
+
+class GSM8K(Math):
+    """What follows the last `####`, else a box, else the last number; with `strict` nothing but `####`."""
+
+    def __init__(
+        self, *, strict: bool = False, correct: float = 1.0, wrong: float = 0.0, last_chars: int = 3000
+    ) -> None:
+        super().__init__(correct=correct, wrong=wrong, last_chars=last_chars)
+        self._strict = strict
+
+    def gold(self, text: str) -> list[Any]:
+        """The number of a solution as the data set writes it, or a number alone."""
+        numbers = self.numbers(text.rpartition("####")[2])
+        if not numbers:
+            raise ValueError(f"the ground truth is no number: {text!r:.100}")
+        return self.parsed(numbers[0])
+
+    def answer(self, text: str) -> list[Any]:
+        """As the class says."""
+        _, mark, stated = text.rpartition("####")
+        if mark:
+            return self.numbers(stated)[:1] and self.parsed(self.numbers(stated)[0])
+        if self._strict:
+            return []
+        boxes = boxes_of(text)
+        numbers = self.numbers(boxes[-1] if boxes else text)
+        return self.parsed(numbers[-1]) if numbers else []
+
+    @staticmethod
+    def numbers(text: str) -> list[str]:
+        """Every number of a text, without thousands separators."""
+        return [found.replace(",", "") for found in re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)]
+
+
+class AIME(Math):
+    """An integer from 0 to 999: a box, else the last expression. Anything that is no such integer is wrong."""
+
+    def gold(self, text: str) -> list[Any]:
+        """Leading zeros count for nothing."""
+        if not text.strip().isdigit() or int(text) > 999:
+            raise ValueError(f"the ground truth is no integer from 0 to 999: {text!r:.100}")
+        return super().gold(str(int(text)))
+
+    def answer(self, text: str) -> list[Any]:
+        """Leading zeros of a box count for nothing."""
+        boxes = boxes_of(text)
+        if boxes and boxes[-1].strip().isdigit():
+            return self.parsed(str(int(boxes[-1])))
+        return super().answer(text)
+
+
+class DAPO(Math):
+    """1 or -1 for the value after the last `Answer:` of the last 300 characters, as DAPO's prompts ask for it."""
+
+    def __init__(self, *, correct: float = 1.0, wrong: float = -1.0, last_chars: int = 300) -> None:
+        super().__init__(correct=correct, wrong=wrong, last_chars=last_chars)
+
+    def answer(self, text: str) -> list[Any]:
+        """What follows the last `Answer:`; no such line is no answer."""
+        lines = ANSWER_LINE.findall(text)
+        if not lines:
+            return []
+        stated = lines[-1].strip()
+        boxes = boxes_of(stated)
+        stated = boxes[-1] if boxes else stated.strip("$ .")
+        return self.parsed(f"${stated}$") or self.parsed(stated)

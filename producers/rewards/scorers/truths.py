@@ -1,0 +1,41 @@
+"""What scorers share: the ground truth of a sample, as they need it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import UNREADABLE
+
+if TYPE_CHECKING:
+    from producers.rewards.functions import RewardSample
+
+
+def truth_of(sample: RewardSample) -> Any:
+    """The ground truth. Raises ValueError where the row has none."""
+    if sample.ground_truth is None:
+        columns = ", ".join(sorted(sample.row)) or "none"
+        raise ValueError(f"the row has no ground truth (reward_model.ground_truth, ground_truth or answer): {columns}")
+    return sample.ground_truth
+
+
+def truths_of(sample: RewardSample) -> list[str]:
+    """The ground truths as texts: of a list each; verl's {"target": [...]} too."""
+    truth = truth_of(sample)
+    if isinstance(truth, dict) and "target" in truth:
+        truth = truth["target"]
+    items = list(truth) if isinstance(truth, list | tuple) else [truth]
+    if not items or not all(isinstance(item, str | int | float) for item in items):
+        raise ValueError(f"the ground truth is no text and no list of texts: {truth!r:.100}")
+    return [str(item) for item in items]
+
+
+def json_truth(sample: RewardSample) -> Any:
+    """The ground truth, decoded where it is JSON in a text."""
+    truth = truth_of(sample)
+    if isinstance(truth, str):
+        try:
+            return json.loads(truth)
+        except UNREADABLE:
+            return truth
+    return truth

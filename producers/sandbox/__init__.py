@@ -1,0 +1,38 @@
+"""Sandboxes for programs that a model wrote: `open_sandbox("bubblewrap")` and `Sandbox.run`.
+
+Guarantee: nothing runs without isolation unless `none` is spelled out.
+"""
+
+from __future__ import annotations
+
+from asyncrl.errors import ConfigError
+from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
+
+__all__ = ["Sandbox", "SandboxJob", "SandboxLimits", "SandboxResult", "open_sandbox", "ready_sandbox"]
+
+
+def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, *, workers: int = 1) -> Sandbox:
+    """A sandbox by its name: bubblewrap, none, or the http(s) address of a SandboxFusion server.
+
+    It is started by its first program. Raises `config.type` for another name.
+    """
+    if kind == "bubblewrap":
+        from producers.sandbox.local import Bubblewrap
+
+        return Bubblewrap(limits, workers=workers)
+    if kind == "none":
+        from producers.sandbox.local import Unprotected
+
+        return Unprotected(limits, workers=workers)
+    if kind.startswith(("http://", "https://")):
+        from producers.sandbox.http import HTTPSandbox
+
+        return HTTPSandbox(kind, limits)
+    raise ConfigError("config.type", f"sandbox = {kind!r} is not bubblewrap, none or an http address")
+
+
+def ready_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None) -> Sandbox:
+    """`open_sandbox`, tried out: raises `sandbox.unavailable` now and not at the first program."""
+    sandbox = open_sandbox(kind, limits)
+    sandbox.probe()
+    return sandbox

@@ -1,0 +1,130 @@
+"""What a sandbox is: it runs programs that a model wrote, and says how they ended.
+
+Called by the scorer of code and by tools that run Python; implemented by `producers.sandbox.local` (bubblewrap on this
+host, or no isolation where that is spelled out) and `producers.sandbox.http` (a SandboxFusion server). Guarantees of
+every implementation (tests/contract/test_sandboxes.py):
+1. a program's failure is a result, never an exception: `finished` with its exit code, `timeout`, `memory`, `output`
+   (it wrote more than allowed), `killed` (by a signal; the exit code is its negative number) or `error` (such as files
+   that do not fit);
+2. an `AsyncRLError` is raised only where the sandbox itself cannot be used;
+3. one program sees nothing of another; several threads may call at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+
+MIB = 1 << 20
+
+
+class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a program may use where a call does not say otherwise."""
+
+    timeout_s: float = 10.0
+    memory_bytes: int = 512 * MIB
+    output_bytes: int = 1 * MIB  # of each stream, and of each file fetched
+    disk_bytes: int = 64 * MIB
+    max_processes: int = 32
+    paths: tuple[str, ...] = ()  # folders that can be read and imported from
+
+
+class SandboxJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One program and what it is given. None: as the sandbox's limits say."""
+
+    code: str
+    stdin: str = ""
+    files: Mapping[str, bytes] = {}  # by relative name, in its working folder
+    args: tuple[str, ...] = ()
+    fetch: tuple[str, ...] = ()  # files to bring back
+    timeout_s: float | None = None
+    memory_bytes: int | None = None
+
+
+class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program ended: see guarantee 1 of this module."""
+
+    status: str
+    exit_code: int = 0
+    stdout: str = ""
+    stderr: str = ""
+    wall_s: float = 0.0
+    files: Mapping[str, bytes] = {}
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself with exit code 0."""
+        return self.status == "finished" and self.exit_code == 0
+
+
+class Sandbox(ABC):
+    """Runs programs in Python. `run` and `run_many` block; `arun` and `arun_many` do the same on a thread."""
+
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
+
+    @abstractmethod
+    def run_job(self, job: SandboxJob) -> SandboxResult:
+        """Run one program to its end."""
+
+    def probe(self) -> None:
+        """Raise `sandbox.unavailable` where this host cannot isolate a program; a server is not asked."""
+        return
+
+    def close(self) -> None:
+        """End what was started for it."""
+        return
+
+    def run(
+        self, code: str, stdin: str = "", files: Mapping[str, bytes] | None = None, *, timeout_s: float | None = None,
+        memory_bytes: int | None = None, args: Sequence[str] = (), fetch: Sequence[str] = (),
+    ) -> SandboxResult:  # fmt: skip
+        """Run one program to its end."""
+        return self.run_job(
+            SandboxJob(
+                code=code, stdin=stdin, files=dict(files or {}), args=tuple(args), fetch=tuple(fetch),
+                timeout_s=timeout_s, memory_bytes=memory_bytes,
+            )
+        )  # fmt: skip
+
+    def run_many(self, jobs: Sequence[SandboxJob]) -> list[SandboxResult]:
+        """Run programs one after the other."""
+        return [self.run_job(job) for job in jobs]
+
+    async def arun(
+        self, code: str, stdin: str = "", files: Mapping[str, bytes] | None = None, *, timeout_s: float | None = None,
+        memory_bytes: int | None = None, args: Sequence[str] = (), fetch: Sequence[str] = (),
+    ) -> SandboxResult:  # fmt: skip
+        """`run` for an event loop."""
+        return await asyncio.to_thread(
+            self.run, code, stdin, files, timeout_s=timeout_s, memory_bytes=memory_bytes, args=args, fetch=fetch
+        )  # bounded: by timeout_s
+
+    async def arun_many(self, jobs: Sequence[SandboxJob]) -> list[SandboxResult]:
+        """`run_many` for an event loop."""
+        return await asyncio.to_thread(self.run_many, jobs)  # bounded: by their timeouts
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def checked(job: SandboxJob) -> SandboxJob:
+    """The job, if its file names stay inside the working folder. Raises `config.type`."""
+    for name in (*job.files, *job.fetch):
+        parts = name.split("/")
+        if not name or name.startswith("/") or ".." in parts or "\0" in name or parts == ["main.py"]:
+            message = f"a file of a sandbox is called {name!r}: give a relative name, other than main.py"
+            raise ConfigError("config.type", message)
+    return job

@@ -1,0 +1,181 @@
+"""A small server on loopback that runs programs in our sandbox and speaks SandboxFusion's route POST /run_code.
+
+Started as `asyncrl sandbox-server` (`python -m producers.sandbox.server`), for code that expects such a server.
+Guarantees:
+1. it listens on loopback alone, answers only requests whose Host is loopback and whose type is application/json (a web
+   page cannot reach it), and takes bodies up to `MAX_BODY_BYTES`;
+2. times and memory that a request asks for are cut to the server's own limits;
+3. a program's failure is an answer with status `Failed`; one that the sandbox is at fault for is `SandboxError`.
+Only Python is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import http.server
+import json
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.role import die_with_parent
+from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, open_sandbox
+from producers.sandbox.base import MIB
+
+ROUTE = "/run_code"
+MAX_BODY_BYTES = 16 * MIB
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+IDLE_S = 120.0  # of a connection
+LANGUAGES = ("python", "python3")
+
+
+class Request(msgspec.Struct):
+    """The body of POST /run_code, by SandboxFusion's names; other fields are ignored."""
+
+    code: str
+    language: str = "python"
+    stdin: str | None = None
+    run_timeout: float | None = None
+    memory_limit_MB: int = -1  # noqa: N815  # its name on the wire
+    files: dict[str, str | None] = {}
+    fetch_files: list[str] = []
+    args: list[str] = []
+
+
+def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
+    """The job of a request, within the limits."""
+    memory = limits.memory_bytes if request.memory_limit_MB < 1 else request.memory_limit_MB * MIB
+    return SandboxJob(
+        code=request.code, stdin=request.stdin or "", args=tuple(request.args), fetch=tuple(request.fetch_files),
+        files={name: base64.b64decode(content or "") for name, content in request.files.items()},
+        timeout_s=min(limits.timeout_s, request.run_timeout or limits.timeout_s),
+        memory_bytes=min(limits.memory_bytes, memory),
+    )  # fmt: skip
+
+
+def answer_of(result: SandboxResult) -> dict[str, Any]:
+    """The answer in SandboxFusion's form."""
+    kind = {"timeout": "TimeLimitExceeded", "error": "Error"}.get(result.status, "Finished")
+    run = {"status": kind, "execution_time": result.wall_s, "stdout": result.stdout, "stderr": result.stderr,
+           "return_code": result.exit_code if kind == "Finished" else None}  # fmt: skip
+    return {
+        "status": "SandboxError" if kind == "Error" else "Success" if result.ok else "Failed",
+        "message": result.stderr if kind == "Error" else "", "compile_result": None, "run_result": run,
+        "files": {name: base64.b64encode(content).decode() for name, content in result.files.items()},
+    }  # fmt: skip
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+
+    def do_POST(self) -> None:
+        """Run a program."""
+        length = int(self.headers.get("Content-Length") or -1)
+        if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
+            self.close_connection = True
+            self._answer(403 if not self._allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})
+            return
+        body = self.rfile.read(length)
+        try:
+            request = msgspec.json.decode(body, type=Request)
+            if request.language not in LANGUAGES:
+                raise ValueError(f"language {request.language!r}: only python is run here")
+            job = job_of(request, self.server.sandbox.limits)
+        except (*UNREADABLE, binascii.Error) as error:
+            self._answer(422, {"status": "SandboxError", "message": str(error)})
+            return
+        try:
+            answer = answer_of(self.server.sandbox.run_job(job))
+        except AsyncRLError as error:
+            answer = {"status": "SandboxError", "message": error.message}
+        self._answer(200, answer)
+
+    def do_GET(self) -> None:
+        """A sign of life."""
+        self._answer(200 if self.path == "/v1/ping" and self._allowed(body=False) else 404, "pong")
+
+    def _allowed(self, *, body: bool = True) -> bool:
+        host = urlsplit("//" + (self.headers.get("Host") or "")).hostname
+        kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
+        return host in LOOPBACK and (not body or kind == "application/json")
+
+    def _answer(self, code: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line for every request."""
+        return
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A thread for each connection; programs wait for a place in the sandbox."""
+
+    daemon_threads = True
+
+    def __init__(self, sandbox: Sandbox, port: int) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.sandbox = sandbox
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    result = argparse.ArgumentParser(
+        prog="asyncrl sandbox-server", description="run programs for SandboxFusion clients"
+    )
+    limits = SandboxLimits()
+    result.add_argument("--port", type=int, default=8080, help="on 127.0.0.1; 0: any free one (default 8080)")
+    result.add_argument("--kind", default="bubblewrap", help="bubblewrap, or none: without isolation")
+    result.add_argument("--workers", type=int, default=2, help="programs at once")
+    result.add_argument("--timeout-s", type=float, default=60.0, help="longest time of a program")
+    result.add_argument("--memory-bytes", type=int, default=limits.memory_bytes, help="most memory of a program")
+    result.add_argument("--output-bytes", type=int, default=limits.output_bytes, help="most output of a program")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    args = parser().parse_args(argv)
+    die_with_parent()
+    limits = SandboxLimits(timeout_s=args.timeout_s, memory_bytes=args.memory_bytes, output_bytes=args.output_bytes)
+    try:
+        with open_sandbox(args.kind, limits, workers=args.workers) as sandbox:
+            sandbox.run("pass")  # so that a host without isolation says so at once
+            return serve(sandbox, args.port)
+    except AsyncRLError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error[net.port_in_use] 127.0.0.1:{args.port}: {error}", file=sys.stderr)
+        return 2
+
+
+def serve(sandbox: Sandbox, port: int) -> int:
+    """Answer requests until a signal."""
+    server = Server(sandbox, port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
+    print(f"sandbox server on http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever(poll_interval=0.2)
+    server.server_close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Tools of MCP servers, by the official client (`pip install asyncrl[mcp]`).
+
+Found as tool `mcp:NAME`; `[environment.tool_args.mcp.NAME] command = "python"`, `args = ["server.py"]`. Guarantees:
+1. one server process for each producer, started before the first prompt and ended with the producer; its tools have
+   their own names and schemas;
+2. a call that the server answers with an error is shown to the policy; a server that is gone fails the sample;
+3. what the server writes to stderr is in the producer's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.environment import EnvironmentFailure
+from asyncrl.errors import ConfigError
+from producers.tools.base import Tool, ToolError
+
+CLOSE_S = 5.0
+
+
+class MCPTools:
+    """The tools of one server."""
+
+    def __init__(
+        self, name: str, *, command: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: str = "",
+        tools: Sequence[str] = (), start_timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._server = {"command": command, "args": list(args), "env": dict(env or {}) or None, "cwd": cwd or None}
+        self._wanted = tuple(tools)  # only these; empty: all
+        self._limit_s = start_timeout_s
+        self._session: Any = None
+        self._found: asyncio.Future[list[Any]] | None = None
+        self._leave = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> Sequence[Tool]:
+        """Start the server and ask for its tools. Raises `config.environment` or `config.extra`."""
+        self._found = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._live(self._found))
+        where = f"environment.tools: mcp:{self._name}"
+        try:
+            found = await asyncio.wait_for(asyncio.shield(self._found), self._limit_s)
+        except TimeoutError:
+            await self.close()
+            raise ConfigError("config.environment", f"it did not answer in {self._limit_s:g} s", where=where) from None
+        missing = sorted(set(self._wanted) - {tool.name for tool in found})
+        if missing:
+            known = ", ".join(tool.name for tool in found)
+            raise ConfigError("config.environment", f"it has no tool {missing[0]!r}, but {known}", where=where)
+        return [_MCPTool(self, tool) for tool in found if not self._wanted or tool.name in self._wanted]
+
+    async def close(self) -> None:
+        """End the server."""
+        self._leave.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=CLOSE_S)
+            self._task.cancel()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of an answer."""
+        if self._session is None:
+            raise EnvironmentFailure("raised", f"the MCP server {self._name!r} is gone")
+        try:
+            result = await self._session.call_tool(name, dict(arguments))
+        except _client().MCPError as error:  # the server's own answer, such as arguments that do not fit
+            raise ToolError(f"{name}: {error}") from None
+        text = "\n".join(part.text for part in result.content if part.type == "text")
+        if result.is_error:
+            raise ToolError(text or f"{name} failed")
+        return text
+
+    async def _live(self, found: asyncio.Future[list[Any]]) -> None:
+        """The connection, in one task from its beginning to its end, as the client wants it."""
+        mcp = _client()
+        server = mcp.StdioServerParameters(**self._server)
+        try:
+            async with (
+                mcp.stdio_client(server, errlog=sys.stderr) as (reader, writer),
+                mcp.ClientSession(reader, writer) as session,
+            ):
+                await session.initialize()
+                tools = list((await session.list_tools()).tools)
+                self._session = session
+                if not found.done():
+                    found.set_result(tools)
+                await self._leave.wait()  # bounded: the life of the producer
+        except Exception as error:  # whatever ends the connection; calls say so from here on
+            if not found.done():
+                what = f"{type(error).__name__}: {error}"
+                where = f"environment.tools: mcp:{self._name}"
+                found.set_exception(ConfigError("config.environment", what, where=where))
+        finally:
+            self._session = None
+
+
+class _MCPTool:
+    """One tool of a server."""
+
+    def __init__(self, server: MCPTools, tool: Any) -> None:
+        self.name: str = tool.name
+        self._server = server
+        about = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        self.schema: Mapping[str, Any] = {"type": "function", "function": about}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool`."""
+        return await self._server.call(self.name, arguments)
+
+
+def _client() -> Any:
+    try:
+        import mcp
+    except ImportError as error:
+        raise ConfigError("config.extra", f"{error}: pip install 'asyncrl[mcp]'", where="environment.tools") from None
+    return mcp

@@ -1,0 +1,54 @@
+"""Python in a sandbox: the tool `python`.
+
+Where it runs and within which limits is said in `[sandbox]`; `[environment.tool_args.python] timeout_s` is for this
+tool alone. Guarantees: each call is a program of its own that sees nothing of another (`producers.sandbox`); what it
+printed is the answer, with how it ended where that was not well; a sandbox that cannot be used fails the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.environment import EnvironmentFailure
+from asyncrl.errors import AsyncRLError
+from producers.sandbox import Sandbox
+from producers.tools.base import FunctionTool
+
+SHOWN_LETTERS = 4000
+
+
+class PythonTool:
+    """Runs programs."""
+
+    name = "python"
+
+    def __init__(self, sandbox: Callable[[], Sandbox], *, timeout_s: float = 0.0) -> None:
+        self._sandbox = sandbox()
+        self._timeout_s = float(timeout_s) or None  # that of `[sandbox]`
+        self._inner = FunctionTool(self.python)
+        self.schema: Mapping[str, Any] = self._inner.schema
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """What the program printed."""
+        return await self._inner.call(arguments)
+
+    async def python(self, code: str) -> str:
+        """Run a Python program and give back what it prints.
+
+        Args:
+            code: the program; print what you want to see
+        """
+        try:
+            result = await self._sandbox.arun(code, timeout_s=self._timeout_s)  # bounded: by it
+        except AsyncRLError as error:
+            raise EnvironmentFailure("raised", f"the sandbox: {error.message}") from None
+        shown = result.stdout[:SHOWN_LETTERS]
+        if result.ok:
+            return shown
+        how = f"exit code {result.exit_code}" if result.status == "finished" else result.status
+        return f"{shown}{result.stderr[-SHOWN_LETTERS:]}\n[{how}]".strip()
+
+    async def close(self) -> None:
+        """End what was started for it."""
+        self._sandbox.close()
