@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long test-node check unit chaos install clean redis bwrap bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo test test-again test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
@@ -67,6 +67,10 @@ test-node: $(STAMP)
 chaos: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
 
+# 500,000 damaged and hostile frames against the decoder and living services (a few minutes).
+fuzz: install
+	$(BIN)/python tests/security/fuzzing.py --frames 500000 --out benchmarks/results/fuzz.txt
+
 unit: install
 	$(BIN)/python -m pytest tests/unit
 
@@ -75,6 +79,7 @@ bench: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_wire.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_buffer.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_e2e.py
+	$(BIN)/python benchmarks/bench_rewards.py
 	$(BIN)/python benchmarks/bench_logprobs.py
 	$(BIN)/python benchmarks/bench_packing.py
 	$(BIN)/python benchmarks/bench_engines.py $(if $(wildcard .venv-vllm/bin/python),--vllm-python .venv-vllm/bin/python)

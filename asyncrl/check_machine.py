@@ -21,6 +21,8 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.memory_estimate import RoleMemory, shown
 from asyncrl.probe import bind_problem, redis_problem
+from asyncrl.redis_secret import with_password
+from asyncrl.rundir import RunDir
 
 REDIS_SERVERS = ("redis-server", "valkey-server")
 #: Device type -> nodes under /dev, one per device.
@@ -128,7 +130,11 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
     if buffer.store == "sqlite":
         return
     if buffer.redis_url:
-        problem = redis_problem(buffer.redis_url)
+        try:
+            problem = redis_problem(with_password(buffer.redis_url, RunDir(config.run_dir).store))
+        except ConfigError as error:
+            yield error
+            return
         if problem:
             yield error_for("store.unreachable", problem, where="buffer.redis_url")
     elif buffer.store == "redis" and not any(shutil.which(name) for name in REDIS_SERVERS):

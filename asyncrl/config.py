@@ -23,6 +23,7 @@ from msgspec import Meta, field
 from asyncrl import (
     algorithms,
     checkpoint_config,
+    cluster_config,
     config_conflicts,
     config_names,
     config_read,
@@ -33,11 +34,13 @@ from asyncrl import (
     modes,
     parallel,
     profile_config,
+    redis_secret,
     reward_names,
     sandbox_config,
     tracker_config,
 )
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.cluster_config import ClusterConfig
 from asyncrl.config_places import Places
 from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
@@ -133,7 +136,7 @@ class BufferConfig(Section, frozen=True):
     max_reissue: Count = 3  # attempts of a prompt after a lost lease or a late drop
     lease_timeout_s: Seconds = 30.0  # a producer silent for this long loses its leases
     store: Literal["auto", "sqlite", "redis"] = "sqlite"  # auto: redis where a URL or a server is found
-    redis_url: str = ""  # empty with store = redis: a private server is started from the PATH
+    redis_url: str = ""  # empty with store = redis: a private server is started; a password is kept out of every dump
     redis_max_outage_s: Seconds = 60.0  # then the buffer ends with exit code 69
     fsync: Literal["never", "everysec", "always"] = "everysec"  # what a loss of power may cost; a crash costs nothing
     segment_bytes: Positive = 256 << 20  # size of one payload file
@@ -273,6 +276,7 @@ class Config(Section, frozen=True, kw_only=True):
     log: LogConfig = field(default_factory=LogConfig)
     judge: tuple[JudgeConfig, ...] = ()
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def total_groups(self) -> int:
@@ -358,8 +362,14 @@ def with_derived(config: Config) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML; `parse` gives it back."""
-    return tomli_w.dumps(msgspec.to_builtins(config))
+    """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
+    return tomli_w.dumps(msgspec.to_builtins(redacted(config)))
+
+
+def redacted(config: Config) -> Config:
+    """The configuration as it may be shown: `***` instead of the password of Redis."""
+    buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.without_password(config.buffer.redis_url))
+    return msgspec.structs.replace(config, buffer=buffer)
 
 
 def schema() -> dict[str, Any]:
@@ -382,7 +392,7 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
              *checkpoint_config.problems(config), *profile_config.problems(config),
              *environment_config.problems(config), *judge_config.problems(config),
              *judge_models.problems(config), *sandbox_config.problems(config),
-             *tracker_config.problems(config))  # fmt: skip
+             *tracker_config.problems(config), *cluster_config.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl import devices
 from asyncrl.engine_env import with_python
 from asyncrl.launch import LaunchOptions, absolute, changes, checked_files, python_path, roles_here
 from asyncrl.plan import Joining, ProcessPlan, plan
@@ -29,7 +30,7 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     run = RunDir(config.run_dir)
     homed = with_python(config) if "producer" in roles else config
     plans = plan(homed, roles, config_path=run.config, joining=Joining(options.connect, options.key, options.takeover),
-                 python_path=python_path())  # fmt: skip
+                 python_path=python_path(), devices=devices.found())  # fmt: skip
     said = {"run": str(run.root), "resumes": run.config.exists(), "writes": written(run, roles),
             "changed": changes(run.config, config) if run.config.exists() else [],
             "processes": [described(one) for one in plans],

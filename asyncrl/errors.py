@@ -65,6 +65,11 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "net.unreachable": ErrorInfo(
         "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
     ),
+    "config.forbidden": ErrorInfo(
+        "this key does not allow it",
+        "use the server.key of the run: a join key is for producers and rewards",
+        EXIT_CONFIG,
+    ),
     "store.unreachable": ErrorInfo(
         "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
     ),
@@ -113,6 +118,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
         EXIT_CONFIG,
     ),
     "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
+    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),

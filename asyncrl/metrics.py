@@ -287,16 +287,21 @@ class Position(msgspec.Struct, frozen=True):
 class JsonTail:
     """New lines of a JSONL file that somebody else appends to.
 
-    `position`: where an earlier tail of the file stood, to go on there; else it begins at the end, or at the start.
+    `position`: where an earlier tail of the file stood, to go on there; else it begins at the end, with the whole lines
+    of the `last_bytes` before it, or at the start.
     """
 
-    def __init__(self, path: Path, *, from_end: bool = True, position: Position | None = None) -> None:
+    def __init__(
+        self, path: Path, *, from_end: bool = True, position: Position | None = None, last_bytes: int = 0
+    ) -> None:  # fmt: skip
         self.path = path
         self.damaged = 0  # whole lines that are no JSON object
         self._descriptor = -1
         self._position = position or Position()
         self._partial = b""
-        if from_end and position is None:
+        if last_bytes:
+            self._position = _near_end_of(path, last_bytes)
+        elif from_end and position is None:
             self._position = _end_of(path)
 
     @property
@@ -392,3 +397,17 @@ def _end_of(path: Path) -> Position:
     except OSError:
         return Position()
     return Position(found.st_ino, start + data.rfind(b"\n") + 1)
+
+
+def _near_end_of(path: Path, count: int) -> Position:
+    """The first line that begins in the last so many bytes."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_size <= count:
+                return Position(found.st_ino, 0)
+            file.seek(found.st_size - count - 1)
+            file.readline()  # bounded: a plain file
+            return Position(found.st_ino, file.tell())
+    except OSError:
+        return Position()

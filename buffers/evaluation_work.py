@@ -8,7 +8,8 @@ no filter and no deadline version, and nothing here counts towards a budget that
 2. a lost lease keeps the samples that arrived; the missing ones are leased again, at most `max_reissue` times, then the
    prompt has failed with the reason;
 3. an answer under an old token is refused, the same answer twice is acknowledged and changes nothing;
-4. a reward that fails is tried again, elsewhere where another worker lives, then the prompt has failed: never a 0.
+4. a reward that fails is tried again, elsewhere where another worker of its judge lives, then the prompt has failed:
+   never a 0; with several judges a sample has its reward when all that are asked about it have answered.
 """
 
 from __future__ import annotations
@@ -315,7 +316,10 @@ class EvaluationWork(EvaluationBook):
         if judge not in self.judges_of(prompt):
             return f"judge: {shown(judge)} is not asked about this row"
         lease = self.scores_due.leases.get((item.group, item.index, judge))
-        if (lease is not None and lease.token != item.token) or item.token <= max(sample.token, said.failed_token):
+        newest = item.token if lease is None else lease.token  # a late score counts, a late failure does not
+        known = item.token == newest or (isinstance(item, Score) and item.token < newest)
+        oldest = max(sample.token, said.failed_token) if isinstance(item, RewardFailure) else sample.token
+        if not known or item.token <= oldest:
             return "token: the reward lease was lost"
         if isinstance(item, Score) and not all(map(math.isfinite, (item.reward, *item.parts.values()))):
             item = RewardFailure(item.group, item.index, item.token, "not_finite", f"reward {item.reward}")

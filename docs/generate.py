@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import typing
 from pathlib import Path
 
@@ -215,10 +216,19 @@ def option_data() -> str:
 def plain(hint: object) -> str:
     """A type as text without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 
+def status_schema() -> str:
+    """`docs/status.schema.json`: the form of `asyncrl status --json`."""
+    from asyncrl.live.state import schema_text
+
+    return schema_text()
+
+
 PAGES = {
+    "status.schema.json": status_schema,
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
     "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names, "cli.md": command_line,
 }  # fmt: skip

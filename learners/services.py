@@ -18,8 +18,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -34,17 +35,20 @@ from asyncrl.modes import streams
 from asyncrl.role import Stop
 from asyncrl.rundir import RunDir
 from asyncrl.wire import NotYet
+from learners import shown
 from learners.account import Account, EpochMark
 from learners.archive import Archive
-from learners.batch import group_lag, unusable
+from learners.batch import unusable
 from learners.evaluations import LastEvaluations
 
 if TYPE_CHECKING:
-    from buffers.client import ClaimedBatch, GroupData
+    from buffers.client import ClaimedBatch
 
 POLL_S = 2.0
 SAY_EVERY_S = 10.0
 SILENT_S = 5.0  # then the service that does not answer is named
+#: Numbers of the newest step that the heartbeats carry, for whoever watches without the run's folder.
+TOLD = ("reward_mean", "lag_mean", "lag_max", "bound_max", "tokens_per_s", "step_s", "wait_s")
 LEAVE_S = 3.0  # how long a request may stay without an answer once the process was asked to end
 
 Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
@@ -306,21 +310,24 @@ class Services:
     # ------------------------------------------------------------ records
 
     def record(
-        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None
+        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None, *,
+        logprobs: Mapping[int, list[float]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """The step's line of metrics, its samples, the tracker, and one line on the terminal."""
+        """The step's line of metrics, its samples, the tracker, and one line on the terminal. `logprobs`: the learner's
+        of the samples that are kept, by their place in the batch."""
         step, values = batch.step, values | batch.lengths | self.publisher.stats
         self._evaluations.between_steps()
         try:
-            self._write_records(values, batch, groups)
+            self._write_records(values, batch, groups, logprobs)
         except OSError as error:
             self._lost_lines += 1
             print(
                 f"learner: ERROR: the records of step {step} are lost ({self._lost_lines} so far): {error}", flush=True
             )
         if self._heart is not None:
-            self._heart.stats = {"step": float(step), "version": float(step),
-                                 "busy_share": 1 - values["wait_s"] / max(values["step_s"], 1e-9)}  # fmt: skip
+            told = {name: values[name] for name in TOLD if name in values}
+            busy = 1 - values["wait_s"] / max(values["step_s"], 1e-9)
+            self._heart.stats = {**told, "step": float(step), "version": float(step), "busy_share": busy}
         wait = 100 * values["wait_s"] / max(values["step_s"], 1e-9)
         bound = self._config.buffer.max_staleness
         print(
@@ -333,7 +340,8 @@ class Services:
         )
 
     def _write_records(
-        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None
+        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None,
+        logprobs: Mapping[int, list[float]],
     ) -> None:  # fmt: skip
         if groups is not None:
             with self._groups.open("ab", buffering=0) as file:
@@ -342,7 +350,7 @@ class Services:
         if self._tracker is not None:
             self._tracker.log({**batch.ledger, **values}, step=batch.step)
         with self._samples.open("ab", buffering=0) as file:
-            for line in sample_lines(batch, self._config.log.samples_per_step, self._decode):
+            for line in shown.lines(batch, self._config.log.samples_per_step, self._decode, logprobs):
                 file.write(msgspec.json.encode(line) + b"\n")
 
     def waits_for(self) -> str:
@@ -363,24 +371,6 @@ def _exhausted(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.
     finally:
         for _ in rest:
             pass
-
-
-def sample_lines(batch: ClaimedBatch, count: int, decode: Any) -> list[dict[str, Any]]:
-    """The best and the worst samples of the batch as lines of samples.jsonl, `count` in all."""
-    every = [(group, sample) for group in batch.groups for sample in group.samples]
-    every.sort(key=lambda pair: (-pair[1].reward, pair[0].group, pair[1].index))
-    half = -(-count // 2)
-    chosen = every[:half] + every[max(half, len(every) - (count - half)) :]
-    return [_sample_line(batch, group, sample, decode) for group, sample in chosen[:count]]
-
-
-def _sample_line(batch: ClaimedBatch, group: GroupData, sample: Any, decode: Any) -> dict[str, Any]:
-    return {
-        "step": batch.step, "group": group.group, "index": sample.index, "lag": group_lag(group, batch.version),
-        "prompt": decode(group.prompt_ids.tolist()), "response": decode(sample.response.tolist()),
-        "reward": sample.reward, "parts": sample.parts, "length": int(sample.response.size), "finish": sample.finish,
-        "runs": sample.runs,
-    }  # fmt: skip
 
 
 def _say(text: str) -> None:

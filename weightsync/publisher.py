@@ -12,7 +12,8 @@ what changed since the version before (`weightsync.hops`). Guarantees:
 3. a service that does not answer or has forgotten everything is told again, for as long as this object is open;
 4. an error that trying again cannot mend (`fenced`, `handshake.mismatch`) is raised by the next call;
 5. every wait has a deadline;
-6. the base of adapters stays in its slot while adapters of it are published, and is offered beside each.
+6. the base of adapters stays in its slot while adapters of it are published, and is offered beside each;
+7. with keys every manifest is signed (`weightsync.signature`).
 Memory: two copies of the weights (of adapters: and one of their base); with deltas three, and less than one more for
 the hops; up to four while older ones are read.
 """
@@ -41,6 +42,7 @@ from weightsync.facts import WANTED, mark
 from weightsync.hops import Chain, Staged
 from weightsync.outboxes import Outboxes
 from weightsync.plan import Plan
+from weightsync.signature import signed
 from weightsync.staging import SLOTS, Chunks, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import outbox
@@ -118,6 +120,7 @@ class Publisher:
         whole = whole_digest(digests, base=base, adapter=adapter)
         encoding = "adapter" if base else full.NAME
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole, encoding, base, adapter)
+        manifest = signed(manifest, self._keys)
         with self._changed:
             self.digests[version] = manifest.digest
             self.stats["publish_bytes"] = float(plan.nbytes)
@@ -133,6 +136,7 @@ class Publisher:
         self._raise_error()
         slot, digests = self._staging.fill(plan, chunks)
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole_digest(digests))
+        manifest = signed(manifest, self._keys)
         self._pin(Staged(manifest, plan, self._staging, slot, slot.order, ready=True))
         return manifest
 

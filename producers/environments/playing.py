@@ -16,20 +16,24 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from asyncrl.agent_config import AGENT
 from asyncrl.config import Config
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
+from asyncrl.sandbox_config import SandboxConfig
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, number_of
 from producers.environments.rendering import renderer_of
 from producers.environments.single_turn import SingleTurn
 from producers.rollout import Environment, Finished
+from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
 from producers.tokenizer import Tokenizer
 from producers.tools.base import toolbox_of
 from producers.tools.parsers import parser_of
 
 T = TypeVar("T")
+SANDBOXES = 4  # programs of one producer that run at once
 LOOK_S = 5.0  # every sample rings at its end: this is only a net below that
 
 
@@ -43,7 +47,9 @@ class Turns:
         self._play_one = play_one
         self._scored_by_workers = bool(config.reward)
         self._parser = parser_of(config.environment.parser)
-        self._tools = toolbox_of(config.environment.tools, config.environment.tool_args)
+        self._tools = toolbox_of(
+            config.environment.tools, config.environment.tool_args, sandbox=lambda: sandbox_of(config.sandbox)
+        )
 
     async def open(self) -> None:
         """Before the first prompt is encoded: tools that have to be connected to."""
@@ -62,18 +68,19 @@ class Turns:
         """Schemas of the tools, for the prompt."""
         return self._tools.schemas
 
-    async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
-        """The samples of the request, each as it finishes."""
-        prompt = row.get(self._config.data.prompt_key)
+    def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Conversation]:
+        """The engine handles of a group's samples."""
         tools = self._tools.schemas
         renderer = renderer_of(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
         longest = self._config.data.max_prompt_tokens + request.max_new_tokens
         setting = Setting(self._config.environment, engine, renderer, self._parser, self._tools, self.counts,
                           self._config.data.max_prompt_tokens, longest)  # fmt: skip
-        tasks = [
-            asyncio.create_task(self._sample(Conversation(setting, request, index=index, prompt=prompt or ""), row))
-            for index in request.indices
-        ]
+        return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
+
+    async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
+        """The samples of the request, each as it finishes."""
+        chats = self.chats(engine, request, row.get(self._config.data.prompt_key))
+        tasks = [asyncio.create_task(self._sample(chat, row)) for chat in chats]
         failure: EnvironmentFailure | None = None
         try:
             waiting = set(tasks)
@@ -194,10 +201,21 @@ async def _limited(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
 # ---------------------------------------------------------------- by name
 
 
+def sandbox_of(config: SandboxConfig) -> Sandbox:
+    """The sandbox of `[sandbox]`."""
+    limits = {name: getattr(config, name) for name in SandboxLimits.__struct_fields__}
+    return open_sandbox(config.kind, SandboxLimits(**limits), workers=SANDBOXES)
+
+
 def environment_of(config: Config, tokenizer: Tokenizer) -> Environment:
     """The configured environment. Raises `config.environment`."""
     if config.environment.is_single_turn:
         return SingleTurn()
+    if config.environment.name == AGENT:
+        from producers.agents.environment import Agents
+
+        agents: Environment = Agents(config, tokenizer)
+        return agents
     return Turns(config, tokenizer, rollout_of(config))
 
 

@@ -1,11 +1,11 @@
 """Environments of the package `verifiers`, 0.1 (`pip install "verifiers>=0.1.14,<0.2"`): the environment `verifiers`.
 
-`[environment] name = "verifiers"`, `args = {id = "wordle"}`: what `verifiers.load_environment(id, **args)` gives. The row
-is its input (`prompt`, `answer`, `info`, `task`, `example_id`), so `[data]` should hold the rows of its data set. The
-environment talks to a client of its own kind that plays the turns here. Guarantees: what the policy said stays as it was
-sampled; where the environment goes on from the messages so far, what is new is shown; any other list of messages opens a
-row of its own; the reward is that of the environment's rubric, its metrics are parts; an error that the environment
-reports fails the sample.
+`[environment] name = "verifiers"`, `args = {id = "wordle"}`: what `verifiers.load_environment(id, **args)` gives. The
+row is its input (`prompt`, `answer`, `info`, `task`, `example_id`), so `[data]` should hold the rows of its data set.
+The environment talks to a client of its own kind that plays the turns here. Guarantees: what the policy said stays as
+it was sampled; where the environment goes on from the messages so far, what is new is shown; any other list of messages
+opens a row of its own; the reward is that of the environment's rubric, its metrics are parts; an error that the
+environment reports fails the sample.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _client_class() -> Any:
             else:
                 self._client.restart(prompt)
                 new = None
-            turn = await self._client.say(new)
+            turn: Turn = await self._client.say(new)
             self._seen = [*prompt, {"role": "assistant"}]
             return turn
 

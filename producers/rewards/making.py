@@ -1,4 +1,4 @@
-"""From a judge's settings to its scorer: with functions, or with a model. Called by `producers.rewards.main`."""
+"""From a judge's settings to its scorer. Called by `producers.rewards.main` and `producers.rewards.rescore`."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.processes import in_group
@@ -180,6 +181,15 @@ class Scorer:
             return f"exit code {self._child.wait(timeout=GRACE_S)}"
         except subprocess.TimeoutExpired:
             return ""
+
+    def peak_bytes(self) -> int:
+        """Memory that the child has held at most; 0 where it is not known."""
+        try:
+            assert self._child is not None
+            status = Path(f"/proc/{self._child.pid}/status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) << 10
+        except (OSError, IndexError, ValueError):
+            return 0
 
     def _restart(self) -> None:
         self.restarts += 1

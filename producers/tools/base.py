@@ -132,8 +132,8 @@ def shown(value: Any) -> str:
         return str(value)
 
 
-def toolbox_of(names: Sequence[str], args: Mapping[str, Any]) -> Toolbox:
-    """The configured tools. Raises `config.environment`."""
+def toolbox_of(names: Sequence[str], args: Mapping[str, Any], *, sandbox: Callable[[], Any] = lambda: None) -> Toolbox:
+    """The configured tools; those with a parameter `sandbox` are given it. Raises `config.environment`."""
     tools: list[Tool] = []
     sources: list[ToolSource] = []
     for name in names:
@@ -144,9 +144,11 @@ def toolbox_of(names: Sequence[str], args: Mapping[str, Any]) -> Toolbox:
         elif kind == "mcp":
             sources.append(find("asyncrl.tools", kind)(rest, **_settings_of(name, mine.get(rest))))
         elif rest:
-            tools.append(_tool(load_object(name, code="config.environment", where="environment.tools"), name, mine))
+            tools.append(
+                _tool(load_object(name, code="config.environment", where="environment.tools"), name, mine, sandbox)
+            )
         else:
-            tools.append(_tool(find("asyncrl.tools", name), name, mine))
+            tools.append(_tool(find("asyncrl.tools", name), name, mine, sandbox))
     twice = {tool.name for tool in tools if sum(other.name == tool.name for other in tools) > 1}
     if twice:
         raise ConfigError("config.environment", f"two tools are called {min(twice)!r}", where="environment.tools")
@@ -160,12 +162,13 @@ def _settings_of(name: str, settings: Any) -> dict[str, Any]:
     return settings
 
 
-def _tool(found: Any, name: str, args: Mapping[str, Any]) -> Tool:
+def _tool(found: Any, name: str, args: Mapping[str, Any], sandbox: Callable[[], Any]) -> Tool:
     """A class is made with its settings, a function is wrapped."""
     where = f"environment.tools: {name}"
     try:
         if inspect.isclass(found):
-            made: Any = found(**args)
+            extra = {"sandbox": sandbox} if "sandbox" in inspect.signature(found).parameters else {}
+            made: Any = found(**args, **extra)
             return cast(Tool, made)
         if callable(found):
             return FunctionTool(found)

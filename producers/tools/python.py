@@ -1,20 +1,18 @@
 """Python in a sandbox: the tool `python`.
 
-Settings in `[environment.tool_args.python]`: `sandbox` (bubblewrap, an address of a SandboxFusion server, or none where
-that is spelled out), `timeout_s`, `memory_mb`. Guarantees: each call is a program of its own that sees nothing of another
-(`producers.sandbox`); what it printed is the answer, with how it ended where that was not well; a sandbox that cannot be
-used fails the sample.
+Where it runs and within which limits is said in `[sandbox]`; `[environment.tool_args.python] timeout_s` is for this
+tool alone. Guarantees: each call is a program of its own that sees nothing of another (`producers.sandbox`); what it
+printed is the answer, with how it ended where that was not well; a sandbox that cannot be used fails the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError
-from producers.sandbox import SandboxLimits, open_sandbox
-from producers.sandbox.base import MIB
+from producers.sandbox import Sandbox
 from producers.tools.base import FunctionTool
 
 SHOWN_LETTERS = 4000
@@ -25,11 +23,9 @@ class PythonTool:
 
     name = "python"
 
-    def __init__(
-        self, sandbox: str = "bubblewrap", timeout_s: float = 10.0, memory_mb: int = 512, workers: int = 4
-    ) -> None:  # fmt: skip
-        limits = SandboxLimits(timeout_s=float(timeout_s), memory_bytes=int(memory_mb) * MIB)
-        self._sandbox = open_sandbox(sandbox, limits, workers=workers)
+    def __init__(self, sandbox: Callable[[], Sandbox], *, timeout_s: float = 0.0) -> None:
+        self._sandbox = sandbox()
+        self._timeout_s = float(timeout_s) or None  # that of `[sandbox]`
         self._inner = FunctionTool(self.python)
         self.schema: Mapping[str, Any] = self._inner.schema
 
@@ -44,7 +40,7 @@ class PythonTool:
             code: the program; print what you want to see
         """
         try:
-            result = await self._sandbox.arun(code)
+            result = await self._sandbox.arun(code, timeout_s=self._timeout_s)  # bounded: by it
         except AsyncRLError as error:
             raise EnvironmentFailure("raised", f"the sandbox: {error.message}") from None
         shown = result.stdout[:SHOWN_LETTERS]

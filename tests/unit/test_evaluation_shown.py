@@ -48,7 +48,7 @@ def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
     (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     check_names(run)
     text = write_report(run).read_text()
-    assert "<h2>Evaluation</h2>" in text and "<h2>Evaluations</h2>" in text
+    assert "<h3>Evaluation</h3>" in text and "<h3>Evaluations</h3>" in text
     assert "&lt;b&gt;" in text and "<b>&lt;b&gt;" not in text
     shown = section(load_run(run))
     assert "0.900 ± 0.100" in shown and shown.count("<td") == 10 * 6, "2 steps x 3 sources; the last of step 20"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from asyncrl.config import Config, dump, parse
-from asyncrl.errors import ConfigErrors
+from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.judge_config import judge_of, judges_for, judges_of
+from asyncrl.launch import LaunchOptions, launch_config
 
 BASE = """
 model.path = "m"
@@ -94,6 +97,17 @@ def test_sources_of_a_judge_are_those_of_all_of_its_rewards() -> None:
 def test_what_contradicts_itself_is_refused(text: str, words: str) -> None:
     found = refused(text)
     assert any(words in line and "<toml>:" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("target", "judge", "words"),
+    [("all", "slow", "goes with the target rewards"), ("rewards", "slwo", "'slwo': this run has default, slow")],
+)
+def test_launch_takes_judges_of_the_run_alone(tmp_path: Path, target: str, judge: str, words: str) -> None:
+    config = parse(TWO, overrides=[f'run.dir="{tmp_path}/run"'])
+    with pytest.raises(ConfigError, match=words):
+        launch_config(config, LaunchOptions(target=target, judge=judge))
+    assert not (tmp_path / "run").exists(), "nothing was started"
 
 
 def test_the_resolved_form_reads_back() -> None:

@@ -89,7 +89,7 @@ def test_plan_is_in_order_and_complete() -> None:
     assert producer.argv == ("py", "-m", "producers.main", "--config", "/r/config.toml", "--name", "producer-0")
     assert producer.env["OMP_NUM_THREADS"] == "3" and producer.restarts == 7 and not producer.gang
     assert producer.env["OMP_WAIT_POLICY"] == "PASSIVE" and producer.env["PYTHONPATH"] == "/here"
-    assert learner.argv[:3] == ("py", "-m", "torch.distributed.run") and learner.gang
+    assert learner.argv[:3] == ("py", "-m", "learners.local_gang") and learner.gang
     assert learner.argv[learner.argv.index("--nproc-per-node") + 1] == "2"
     assert learner.argv[-6:] == ("-m", "learners.main", "--config", "/r/config.toml", "--name", "learner")
     assert learner.env["OMP_NUM_THREADS"] == "1"
