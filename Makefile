@@ -75,6 +75,7 @@ unit: install
 	$(BIN)/python -m pytest tests/unit
 
 bench: redis
+	$(BIN)/python benchmarks/bench_cli.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_wire.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_buffer.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_e2e.py

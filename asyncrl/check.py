@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl import check_trackers, engine_env
+from asyncrl import check_trackers, devices, engine_env
 from asyncrl.check_code import check_algorithm, check_plugins, check_rewards, environment, import_problem
 from asyncrl.check_companions import model_json
 from asyncrl.check_files import check_data, check_keys, check_model, count_rows, first_row, settled
@@ -76,11 +76,18 @@ def check(
         wrong, has, python = engine_env.look(config, env=environment())
         errors += engine_env.url_problems(config) + wrong
         findings += [Finding("engine", has, python)] if has else []
+    accelerators = devices.found()
+    wrong_places = devices.problems(config, roles, accelerators)
+    errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
+    taken = devices.placed(config, roles, accelerators)
+    text = devices.shown(taken, accelerators)
+    findings += [Finding("devices", text)] if text else []
+    notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
     here = machine or machine_of(config.run_dir)
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(
         [placed(error, places) for error in errors] if places else errors, findings,
-        notes_on(config, roles, cores=here.cores), starting(config, roles), memory,
+        [*notes_on(config, roles, cores=here.cores), *notes], starting(config, roles), memory,
         list(missing(config, roles, here, memory)),
     )  # fmt: skip
 

@@ -61,7 +61,8 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
             continue
         if known:
             problem = _problem([sys.executable, "-m", validator, "--validate", reward.function,
-                                "--args", json.dumps(reward.args, default=str)])  # fmt: skip
+                                "--args", json.dumps(reward.args, default=str),
+                                "--sandbox", config.sandbox.kind])  # fmt: skip
         else:
             problem = import_problem(reward.function)
         if problem:

@@ -23,6 +23,7 @@ from msgspec import Meta, field
 from asyncrl import (
     algorithms,
     checkpoint_config,
+    cluster_config,
     config_conflicts,
     config_names,
     config_read,
@@ -39,6 +40,7 @@ from asyncrl import (
     tracker_config,
 )
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.cluster_config import ClusterConfig
 from asyncrl.config_places import Places
 from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
@@ -274,6 +276,7 @@ class Config(Section, frozen=True, kw_only=True):
     log: LogConfig = field(default_factory=LogConfig)
     judge: tuple[JudgeConfig, ...] = ()
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def total_groups(self) -> int:
@@ -389,7 +392,7 @@ def conflicts_of(config: Config, places: Places | None = None) -> Iterable[Async
              *checkpoint_config.problems(config), *profile_config.problems(config),
              *environment_config.problems(config), *judge_config.problems(config),
              *judge_models.problems(config), *sandbox_config.problems(config),
-             *tracker_config.problems(config))  # fmt: skip
+             *tracker_config.problems(config), *cluster_config.problems(config))  # fmt: skip
     for code, message, path in found:
         meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
         yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,53 @@ def meanings(kind: type[Section], prefix: str = "") -> dict[str, str]:
         inner, name = section_of(hints[item.name]), f"{prefix}{item.name}"
         found |= meanings(inner, f"{name}.") if inner else {name: meanings_of(kind).get(item.name, "")}
     return found
+
+
+class Setting(NamedTuple):
+    """One setting as a reader sees it."""
+
+    kind: str  # type, with its range or its choices
+    default: str  # as TOML shows it; empty: required
+    meaning: str
+
+
+def describe(kind: type[Section], key: str) -> Setting:
+    """The setting of a dotted key."""
+    *tables, leaf = key.split(".")
+    for table in tables:
+        inner = section_of(typing.get_type_hints(kind)[table])
+        if inner is None:
+            raise KeyError(key)
+        kind = inner
+    [field] = [item for item in msgspec.structs.fields(kind) if item.name == leaf]
+    hint = typing.get_type_hints(kind, include_extras=True)[leaf]
+    return Setting(type_name(hint), "" if field.required else default_of(field), meanings_of(kind).get(leaf, ""))
+
+
+def type_name(hint: Any) -> str:
+    """`int >= 1`, `float or "max" / "auto"`, `list of str`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " / ".join(f'"{option}"' for option in args)
+    if origin is typing.Annotated:
+        return type_name(args[0]) + "".join(f" {_range(meta)}" for meta in args[1:] if isinstance(meta, msgspec.Meta))
+    if origin is dict:
+        return "table"
+    if origin is tuple:
+        return f"list of {type_name(args[0])}"
+    return " or ".join(type_name(arg) for arg in args) if args else getattr(hint, "__name__", str(hint))
+
+
+def _range(meta: msgspec.Meta) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{sign} {value:g}" for name, sign in signs.items() if (value := getattr(meta, name)) is not None]
+    return " and ".join(bounds)
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    """The default as TOML shows it."""
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[misc]
+    return msgspec.json.encode(value).decode()
 
 
 def schema_of(kind: type[Section]) -> dict[str, Any]:

@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from asyncrl import check as checks
-from asyncrl import redis_secret
-from asyncrl.config import Config, all_keys, dump, load, redacted
+from asyncrl import devices, redis_secret
+from asyncrl.config import Config, dump, load, redacted
+from asyncrl.config_diff import differences
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
@@ -33,12 +34,12 @@ from asyncrl.judge_config import judges_of, named
 from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
-from asyncrl.rundir import RunDir, read_object, run_keys, write_atomic
+from asyncrl.rundir import RunDir, beside, read_object, run_keys, write_atomic
 from asyncrl.silence import SilenceWatch
 from asyncrl.status import LAUNCHER_PREFIX
 from asyncrl.supervise import Grace, Outcome, Supervisor
 
-OWNERS = frozenset({"all", "buffer", "learner"})  # these write RUN/config.toml
+OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
 SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
 
 
@@ -55,6 +56,8 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     report: bool = True
     judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
     insecure_no_auth: bool = False
+    node_rank: int = 0
+    head: str = ""
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -69,7 +72,8 @@ class Launched(msgspec.Struct, frozen=True):
 def launch(paths: Path | Sequence[Path], options: LaunchOptions) -> Launched:
     """Run the target to its end. Raises ConfigErrors before anything is started."""
     config, checked = checked_files(paths, options)
-    return _launch(absolute(config), checked, options)
+    config = absolute(config)
+    return _launch(joined(config, options.connect) if options.connect else config, checked, options)
 
 
 def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple[Config, checks.Checked]:
@@ -101,6 +105,7 @@ def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
     roles = roles_here(config, options)
     judge = _only_judge(config, options)
+    check_gang(config, roles, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
     locks, tag = _locks(run, options)
@@ -109,19 +114,24 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             run_keys(config, make=True)
             redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
-        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag, judge=judge)
+        joining = Joining(
+            connect=options.connect, key=options.key, takeover=options.takeover, tag=tag, judge=judge,
+            node_rank=options.node_rank, head=options.head,
+        )  # fmt: skip
         homed = with_python(config) if "producer" in roles else config
-        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
+        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path(),
+                     devices=devices.found())  # fmt: skip
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
         for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
-        if "learner" in roles:
+        leads = "learner" in roles and not options.node_rank
+        if leads:
             run.result.unlink(missing_ok=True)
         outcome = _supervise(run, config, plans, options)
     finally:
         for lock in locks:
             lock.close()
-    if "learner" in roles:
+    if leads:
         _conclude(run, config, outcome, options)
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
@@ -139,6 +149,30 @@ def _only_judge(config: Config, options: LaunchOptions) -> str | None:
         names = ", ".join(judge.shown for judge in known) or "none"
         raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
     return named(options.judge)
+
+
+def joined(config: Config, connect: str) -> Config:
+    """The configuration with the services where they are reached from here."""
+    network = msgspec.structs.replace(
+        config.network, buffer=connect, weightsync=beside(config.network.weightsync, connect)
+    )
+    return msgspec.structs.replace(config, network=network)
+
+
+def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> None:
+    """A gang of several hosts needs to know which host this is and where the first one is."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1 or "learner" not in roles:
+        if options.head or options.node_rank:
+            raise ConfigError("usage", "--head and --node-rank are for a learner with cluster.learner_hosts above 1")
+        return
+    host, _, port = options.head.rpartition(":")
+    if options.target != "learner" or not host or not port.isdigit() or not 0 <= options.node_rank < hosts:
+        raise ConfigError(
+            "usage", f"cluster.learner_hosts = {hosts}: each host runs `asyncrl launch learner` with --head HOST:PORT "
+            f"and its own --node-rank 0 to {hosts - 1}", where="cluster.learner_hosts",
+            remedy="render the jobs: asyncrl launch all CONFIG --backend slurm --render DIR",
+        )  # fmt: skip
 
 
 def absolute(config: Config) -> Config:
@@ -165,7 +199,8 @@ def python_path() -> list[str]:
 
 def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
     """Hold what only one launcher may do; the tag for names of workers that join beside others."""
-    names = [f"launch-{role}" for role in TARGETS[options.target]]
+    node = f"-{options.node_rank}" if options.node_rank else ""
+    names = [f"launch-{role}{node}" for role in TARGETS[options.target]]
     held: list[IO[str]] = []
     try:
         for name in names:
@@ -203,20 +238,7 @@ def changes(path: Path, config: Config) -> list[str]:
         old = load(path)
     except AsyncRLError as error:
         return [f"the old {path.name} cannot be read: {error.message}"]
-    return [
-        f"{key}: {value_at(old, key)!r} -> {value_at(config, key)!r}"
-        for key in all_keys() if "." in key and not key.startswith(("reward.", "judge."))
-        and value_at(old, key) != value_at(config, key)
-    ] + ([] if old.reward == config.reward else ["reward: other functions"]) + (
-        [] if old.judge == config.judge else ["judge: other settings"])  # fmt: skip
-
-
-def value_at(config: Config, dotted: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
+    return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
 
 
 # ---------------------------------------------------------------- the run itself

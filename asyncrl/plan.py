@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.devices import Devices, environment_of, placed
 from asyncrl.judge_config import DEFAULT, judge_of, judges_of
 from asyncrl.rundir import endpoint
 from asyncrl.sockets import LOOPBACK
@@ -26,12 +27,14 @@ from asyncrl.sockets import LOOPBACK
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
     "all": ("buffer", "weightsync", "producer", "reward", "learner"),
+    "services": ("buffer", "weightsync"),
     "buffer": ("buffer",),
     "weightsync": ("weightsync",),
     "producers": ("producer",),
     "rewards": ("reward",),
     "learner": ("learner",),
 }
+NO_DEVICES = Devices()
 SERVICES = frozenset({"buffer", "weightsync"})
 MODULES = {
     "buffer": "buffers.server",
@@ -65,19 +68,23 @@ class Joining:
     connect: str = ""  # address of the buffer; empty: from the configuration
     key: str = ""
     takeover: bool = False
+    node_rank: int = 0  # of this host in a gang of several
+    head: str = ""  # host:port where such a gang meets: its first host
     tag: str = ""  # makes names unique where another launcher already works for the run
     judge: str | None = None  # reward workers of this judge alone
 
 
 def plan(
     config: Config, roles: Sequence[str], *, config_path: Path, joining: Joining | None = None,
-    python: str = sys.executable, python_path: Sequence[str] = (),
+    python: str = sys.executable, python_path: Sequence[str] = (), devices: Devices = NO_DEVICES,
 ) -> list[ProcessPlan]:  # fmt: skip
-    """The processes of these roles, in the order in which they start."""
+    """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
     how = joining or Joining()
+    places = placed(config, roles, devices)
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
-        for name, judge in _members(role, config, how):
+        for number, (name, judge) in enumerate(_members(role, config, how)):
+            own = environment_of(number, places, devices) if role == "producer" else {}
             interpreter = config.producers.python if role == "producer" and config.producers.python else python
             plans.append(
                 ProcessPlan(
@@ -86,7 +93,7 @@ def plan(
                     argv=_command(
                         interpreter, role, name, config=config, config_path=config_path, how=how, judge=judge
                     ),
-                    env=environment(threads_of(role, config), python_path) | interfaces(config),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config) | own,
                     restarts=restarts_of(role, config, judge=judge),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
@@ -138,7 +145,12 @@ def threads_of(role: str, config: Config) -> int:
 
 
 def restarts_of(role: str, config: Config, *, judge: str = DEFAULT) -> int:
-    """Restarts in ten minutes: the role's own setting, or the judge's; services share the learner's."""
+    """Restarts in ten minutes: the role's own setting, or the judge's; services share the learner's.
+
+    A gang of several hosts has none: all its hosts have to begin again together, which their scheduler sees to.
+    """
+    if role == "learner" and config.cluster.learner_hosts > 1:
+        return 0
     if role == "reward" and (found := judge_of(config, judge)) is not None:
         return found.restarts
     own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
@@ -154,12 +166,25 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
     return env
 
 
+def _meeting(config: Config, how: Joining) -> list[str]:
+    """torchrun and where its hosts meet. One host meets nobody: in the memory of its torchrun, so that nothing listens
+    and the same command restarts as it is. Several meet at the head, by torchrun's static rendezvous, which keeps no
+    pickles as its elastic one does."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1:
+        return ["learners.local_gang"]
+    host, _, port = how.head.rpartition(":")
+    place = ["--nnodes", str(hosts), "--node-rank", str(how.node_rank), "--master-addr", host, "--master-port", port]
+    return ["torch.distributed.run", "--rdzv-backend", "static", *place]
+
+
 def interfaces(config: Config) -> dict[str, str]:
     """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
 
     They take whatever the host's name resolves to otherwise, and have no authentication.
     """
-    if config.weightsync.collective_host not in LOOPBACK or not sys.platform.startswith("linux"):
+    alone = config.weightsync.collective_host in LOOPBACK and config.cluster.learner_hosts == 1
+    if not alone or not sys.platform.startswith("linux"):
         return {}
     return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -177,7 +202,6 @@ def _command(
         return tuple(words)
     if how.takeover:
         words.append("--takeover")
-    # torchrun with a rendezvous in its own memory: nothing to collide with, and the same command restarts as it is.
-    gang = [python, "-m", "learners.local_gang", "--max-restarts", "0"]
+    gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)

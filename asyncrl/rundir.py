@@ -14,12 +14,15 @@ import socket
 import time
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlparse
 
 import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.sockets import Keys, ipc_address, read_keys, write_keys
+
+WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: nobody can connect to it by that name
 
 
 class RunDir:
@@ -113,6 +116,19 @@ def endpoint(config: Config, service: str) -> str:
     """Address of `buffer` or `weightsync`: the setting, or a socket in the run folder where it says auto."""
     address = str(getattr(config.network, service))
     return ipc_address(RunDir(config.run_dir).sockets, service) if address == "auto" else address
+
+
+def beside(address: str, connect: str) -> str:
+    """The address of a service as somebody elsewhere reaches it, who reached the other one at `connect`.
+
+    >>> beside("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
+    'tcp://10.0.0.7:5556'
+    """
+    listens, reached = urlparse(address), urlparse(connect)
+    if listens.scheme != "tcp" or listens.hostname not in WILDCARDS or reached.scheme != "tcp" or not reached.hostname:
+        return address
+    host = f"[{reached.hostname}]" if ":" in reached.hostname else reached.hostname
+    return f"tcp://{host}:{listens.port}"
 
 
 def run_keys(config: Config, *, make: bool = False) -> Keys | None:

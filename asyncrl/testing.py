@@ -1,19 +1,27 @@
-"""Contract tests for plug-in authors: what `asyncrl test-reward` checks, for their own test suites.
+"""Contract tests for what users write, for their own test suites: `assert_reward`, `check_environment`.
 
-    from asyncrl.testing import assert_reward
+    from asyncrl.testing import assert_reward, check_environment
 
     def test_my_reward():
         assert_reward("my_rewards:exact", [{"prompt": "2+2=", "answer": "4"}])
 
-Guarantees: nothing heavy is imported before a helper is called; a helper raises AssertionError with the whole report.
-The functions run in the worker's child process, as in a run.
+    def test_my_environment():
+        assert all(found.kept for found in check_environment("my_envs:Guess", row={"prompt": "guess"}))
+
+Called by authors, and (`run_contract`) by the command `test-env`. Guarantees: nothing heavy is imported before a helper
+is called; `assert_reward` raises AssertionError with the whole report; functions run in the worker's child process.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import EXIT_FAILED
 from asyncrl.plugins import load_object
 
 
@@ -37,3 +45,33 @@ def assert_reward(function: str, rows: Sequence[Mapping[str, Any]], **options: A
     """Raise AssertionError with the report where the function does not keep the contract."""
     report = check_reward(function, rows, **options)
     assert report.ok, f"\n{report.render()}"
+
+
+def check_environment(
+    name: str, *, row: Mapping[str, Any], args: Mapping[str, Any] | None = None, model: str = "",
+    says: Sequence[str] = (), config: Path | None = None,
+) -> list[Any]:  # fmt: skip
+    """The findings (`name`, `kept`, `detail`) about an environment, played with a row and given answers.
+
+    `model`: a folder whose tokenizer and chat template show what is observed; `config`: a TOML whose settings count.
+    """
+    from asyncrl.config import load
+
+    contract = load_object("producers.environments.contract:config_for", code="config.environment")
+    check = load_object("producers.environments.contract:check_environment", code="config.environment")
+    made = contract(name, args=args or {}, model=model, base=load(config) if config else None)
+    found: list[Any] = check(made, row, says=says)
+    return found
+
+
+def run_contract(module: str, words: Sequence[str], *, limit_s: float) -> int:
+    """Run a contract test as a process of its own, with the current folder on its path; its exit code."""
+    path = os.pathsep.join(part for part in (os.getcwd(), os.environ.get("PYTHONPATH", "")) if part)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words], env={**os.environ, "PYTHONPATH": path}, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"it still ran after {limit_s:g} s and was ended", file=sys.stderr)
+        return EXIT_FAILED
+    return done.returncode

@@ -1,15 +1,21 @@
-"""Writes the reference pages (configuration, errors, metrics, wire) from the code: `make docs`. A test checks drift."""
+"""Writes the reference pages (configuration, errors, metrics, wire, commands) from the code: `make docs`.
+
+A test checks drift.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import re
 import typing
 from pathlib import Path
 
 import msgspec
 
-from asyncrl import algorithms, config, errors, metrics, presets, wire
+from asyncrl import algorithms, cli, config, errors, metrics, presets, wire
 from asyncrl.config_schema import meanings_of
+from asyncrl.explain import error_texts
 
 FOLDER = Path(__file__).parent
 
@@ -71,13 +77,60 @@ def show(item: msgspec.structs.FieldInfo) -> str:
 
 def error_codes() -> str:
     """The table of codes."""
-    rows = ["# Errors", "", "Generated from `asyncrl/errors.py`. Exit codes 0, 2, 75 and 78 are final; a supervisor",
-            "restarts after the others within a budget.", "", "| code | meaning | what to do | exit code |",
-            "| --- | --- | --- | --- |"]  # fmt: skip
+    rows = ["# Errors", "", "Generated from `asyncrl/errors.py` and `asyncrl/error_texts.toml`; `asyncrl explain CODE`",
+            "prints the same. Exit codes 0, 2, 75 and 78 are final; a supervisor restarts after the others within a",
+            "budget.", "", "| code | meaning | what to do | exit code |", "| --- | --- | --- | --- |"]  # fmt: skip
     rows += [
         f"| `{code}` | {info.title} | {info.remedy} | {info.exit_code} |" for code, info in errors.CATALOGUE.items()
     ]
+    for code, text in error_texts().items():
+        rows += ["", f"## `{code}`: {errors.CATALOGUE[code].title}", "", text.cause, "", "```", text.example, "```", "",
+                 text.do]  # fmt: skip
     return "\n".join(rows) + "\n"
+
+
+def command_line() -> str:
+    """Every command with its arguments, options and example."""
+    rows = [
+        "# Command line", "", "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same.", "",
+        "Mistakes are text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 69 something outside",
+        "does not answer, 70 an internal error or a hang, 75 another process has taken over, 78 the peers do not fit",
+        "([errors](errors.md)).", "", "| command | what it does |", "| --- | --- |",
+    ]  # fmt: skip
+    commands = subcommands(cli.parser())
+    rows += [f"| [`asyncrl {name}`](#asyncrl-{name}) | {cell(text)} |" for name, (_, text) in commands.items()]
+    for name, (one, _) in commands.items():
+        usage = " ".join(one.format_usage().removeprefix("usage: ").replace("[-h] ", "").split())
+        rows += ["", f"## `asyncrl {name}`", "", one.description or "", "", "```", usage, "```", ""]
+        rows += ["| argument | meaning |", "| --- | --- |"]
+        rows += [
+            f"| {argument(action)} | {cell(action.help or '')} |" for action in one._actions if action.dest != "help"
+        ]
+        rows += ["", "```", *(line.rstrip() for line in (one.epilog or "").strip().splitlines()), "```"]
+    return "\n".join(rows) + "\n"
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """Name -> its parser and what it says of itself in one line."""
+    [group] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    texts = {choice.dest: choice.help or "" for choice in group._choices_actions}
+    return {name: (one, texts[name]) for name, one in group.choices.items()}
+
+
+def argument(action: argparse.Action) -> str:
+    """`--set KEY=VALUE`, or the name of a positional argument."""
+    value = action.metavar if isinstance(action.metavar, str) else ""
+    if not action.option_strings:
+        return f"`{value or action.dest}`"
+    if action.nargs == 0:
+        return ", ".join(f"`{option}`" for option in action.option_strings)
+    shown = value or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper())
+    return ", ".join(f"`{option} {shown}`" for option in action.option_strings)
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return text.replace("%%", "%").replace("|", "\\|")
 
 
 def metric_names() -> str:
@@ -163,6 +216,7 @@ def option_data() -> str:
 def plain(hint: object) -> str:
     """A type as text without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 
@@ -176,7 +230,7 @@ def status_schema() -> str:
 PAGES = {
     "status.schema.json": status_schema,
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
-    "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names,
+    "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names, "cli.md": command_line,
 }  # fmt: skip
 
 if __name__ == "__main__":

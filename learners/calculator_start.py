@@ -35,7 +35,7 @@ class Stage(NamedTuple):
     noise: float
 
 
-STAGES = (Stage(110, 3e-3, 0.0), Stage(40, 5e-4, 0.35))
+STAGES = (Stage(70, 3e-3, 0.0), Stage(30, 5e-4, 0.35))
 
 
 def make(

@@ -85,7 +85,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
     from asyncrl.fingerprint import model_fingerprint
     from asyncrl.modes import streams
-    from asyncrl.rundir import endpoint
+    from asyncrl.rundir import beside, endpoint
     from buffers.client import LearnerClient
     from learners.services import Heart, Services, Silence
     from weightsync.publisher import Publisher
@@ -109,7 +109,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     leaving = threading.Event()
     pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())
     welcome = buffer.hello(fingerprint)
-    address = welcome.endpoints.get("weightsync", "") if args.connect else ""
+    address = beside(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
     publisher: Any = NoGenerators()
     if not streams(config):
         publisher = Publisher(

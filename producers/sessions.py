@@ -174,7 +174,7 @@ class _Joined:
                 self._add(tokens, logprobs, runs or self._version_before(row))
                 left -= len(tokens)
         self.turns += [(start + place, float(turn_rewards[number])) for number, place in row.turns
-                       if number < len(turn_rewards)]  # fmt: skip
+                       if number < len(turn_rewards) and turn_rewards[number]]  # fmt: skip
 
     def _version_before(self, row: _Row) -> Runs:
         """Of the last sampled token before; else of the first one that will follow in this row."""

@@ -28,6 +28,7 @@ def add(commands: Commands) -> None:
     one.add_argument("--workers", default="2", metavar="N", help="programs at once (default 2)")
     one.add_argument("--timeout-s", default="60", metavar="SECONDS", help="longest time of a program (default 60)")
     one.add_argument("--memory-bytes", default=str(1 << 29), metavar="BYTES", help="of a program (default 512 MiB)")
+    one.add_argument("--output-bytes", default=str(1 << 20), metavar="BYTES", help="of each stream (default 1 MiB)")
     one.set_defaults(run=_sandbox_server)
 
 
@@ -37,7 +38,8 @@ def _test_reward(args: argparse.Namespace) -> int:
 
 
 def _sandbox_server(args: argparse.Namespace) -> int:
-    return _process("producers.sandbox.server", args, ("port", "kind", "workers", "timeout_s", "memory_bytes"))
+    names = ("port", "kind", "workers", "timeout_s", "memory_bytes", "output_bytes")
+    return _process("producers.sandbox.server", args, names)
 
 
 def _process(module: str, args: argparse.Namespace, names: tuple[str, ...], *words: str) -> int:
@@ -50,4 +52,4 @@ def _process(module: str, args: argparse.Namespace, names: tuple[str, ...], *wor
     options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path())}
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", module, *options, "--", *words], environment)
+    os.execve(sys.executable, [sys.executable, "-m", module, *options, *(("--", *words) if words else ())], environment)

@@ -82,7 +82,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Run a program."""
-        length = int(self.headers.get("Content-Length") or -1)
+        stated = self.headers.get("Content-Length") or ""
+        length = int(stated) if stated.isdecimal() else -1
         if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
             self.close_connection = True
             self._answer(403 if not self._allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})

@@ -325,6 +325,7 @@ def stand_ins(tmp_path: Path) -> Path:
         path.write_text(ROLE.format(role=role, seconds=seconds))
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
     (tmp_path / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
+    (tmp_path / "learners" / "local_gang.py").write_text(TORCHRUN)
     for folder in ("buffers", "weightsync", "producers", "producers/rewards", "learners", "torch", "torch/distributed"):
         (tmp_path / folder / "__init__.py").write_text("")
     (tmp_path / "model").mkdir()

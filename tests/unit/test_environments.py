@@ -258,8 +258,8 @@ def test_reset_and_step(folder: Path, tokenizer: Tokenizer) -> None:
     (one, other), _, failure = played(config, tokenizer, lambda index, turn, _c: script[index][turn], samples=2)
     assert failure is None and Guess.closed == before + 2
     assert (one.reward, other.reward) == (1.5, 1.25)
-    assert [reward for _, reward in one.turns] == [0.0, 0.25, 1.25]
-    assert [int(one.sample.token_ids[place]) for place, _ in one.turns] == [tokenizer.eos_ids[0]] * 3
+    assert [reward for _, reward in one.turns] == [0.25, 1.25]
+    assert [int(one.sample.token_ids[place]) for place, _ in one.turns] == [tokenizer.eos_ids[0]] * 2
     assert one.parts == {"turns": 1.5, "b": 1.0}
     assert "<bos>user\na number, please<eos>" in text_of(tokenizer, one, 0)
 

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_origin, get_type_hints
 
 import pytest
 
@@ -27,6 +27,8 @@ GOOD = {
     "model": '[model]\npath = "model"\n', "data": '[data]\npath = "rows.jsonl"\n',
     "reward": '[[reward]]\nfunction = "my_rewards:good"\n',
 }  # fmt: skip
+#: Sections that are lists of tables.
+LISTS = {name for name, hint in get_type_hints(Config).items() if get_origin(hint) is tuple}
 SHARE = 0.95  # of typos for which the right key must be suggested
 
 
@@ -184,7 +186,7 @@ MISSPELLINGS = (drop, double, swap, other_letter, dash)
 
 def suggestion_for(section: str, name: str) -> str:
     """What is suggested for a key of this name in this section."""
-    header = f"[[{section}]]" if section == "reward" else f"[{section}]"
+    header = f"[[{section}]]" if section in LISTS else f"[{section}]"
     with pytest.raises(ConfigErrors) as caught:
         parse(f"{header}\n{name} = 1\n")
     [error] = [error for error in caught.value.errors if error.code == "config.unknown_key"]
@@ -216,7 +218,7 @@ def test_every_key_misspelled_is_recognized() -> None:
 def test_every_key_in_a_wrong_section_is_found() -> None:
     """A name that several sections have may be found in any of them."""
     dice, keys, missed = random.Random(21), set(all_keys()), []
-    sections = [section for section in sections_of(Config) if section != "reward"]
+    sections = [section for section in sections_of(Config) if section not in LISTS]
     for key in sorted(keys):
         home, _, name = key.rpartition(".")
         away = dice.choice([section for section in sections if section != home and f"{section}.{name}" not in keys])

@@ -1,0 +1,334 @@
+"""Tools: schemas from functions, arguments, the calculator, search, parsers, MCP, Python in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.environment import EnvironmentFailure, ToolCall
+from asyncrl.errors import ConfigError, WorkError
+from producers.tools.base import FunctionTool, Toolbox, ToolError, toolbox_of
+from producers.tools.calculator import MAX_DIGITS, calculator
+from producers.tools.parsers import Parsed, hermes, parser_of, plain_json
+from producers.tools.search import SearchTool
+
+
+def answer(box: Toolbox, name: str, timeout_s: float = 20.0, **arguments: Any) -> str:
+    async def run() -> str:
+        await box.open()
+        try:
+            return await box.call(ToolCall(name, arguments), timeout_s=timeout_s)
+        finally:
+            await box.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 90))
+
+
+# ---------------------------------------------------------------- schemas
+
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, Any]:
+    """Tell the weather
+    of a city.
+
+    Args:
+        city: its name
+        days (int): from today on,
+            today among them
+    """
+    return {"city": city, "days": days, "unit": unit}
+
+
+async def slow(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def raising() -> str:
+    """Never works."""
+    raise KeyError("oops")
+
+
+GIVEN = {"type": "function", "function": {"name": "given", "description": "As told.", "parameters": {}}}
+
+
+def told() -> str:
+    """Another docstring."""
+    return "told"
+
+
+told.tool_schema = GIVEN  # type: ignore[attr-defined]
+
+
+def test_the_schema_of_a_function() -> None:
+    function = FunctionTool(weather).schema["function"]
+    assert (function["name"], function["description"]) == ("weather", "Tell the weather of a city.")
+    parameters = function["parameters"]
+    assert parameters["required"] == ["city"]
+    assert parameters["properties"]["city"] == {"type": "string", "description": "its name"}
+    assert parameters["properties"]["days"] == {
+        "type": "integer", "description": "from today on, today among them", "default": 1,
+    }  # fmt: skip
+    assert sorted(parameters["properties"]["unit"]["enum"]) == ["C", "F"]
+
+
+def test_arguments_are_checked_before_the_function_runs() -> None:
+    box = Toolbox([FunctionTool(weather), FunctionTool(slow), FunctionTool(raising)])
+    assert json.loads(answer(box, "weather", city="Ulm")) == {"city": "Ulm", "days": 1, "unit": "C"}
+    assert answer(box, "weather") == "error: weather: Object missing required field `city`"
+    assert "Expected `int`, got `str`" in answer(box, "weather", city="Ulm", days="two")
+    assert "unknown field `when`" in answer(box, "weather", city="Ulm", when=3)
+    assert "no tool 'nothing'; there are: weather, slow, raising" in answer(box, "nothing")
+    assert answer(box, "raising") == "error: raising raised KeyError: 'oops'"
+    assert answer(box, "slow", seconds=0.0) == "done"
+    assert answer(box, "slow", timeout_s=0.05, seconds=60.0) == "error: slow took longer than 0.05 s"
+
+
+def test_given_schemas(tmp_path: Path) -> None:
+    assert FunctionTool(told).schema == GIVEN
+    file = tmp_path / "tools.json"
+    about = {"name": "forecast", "description": "Tell.", "parameters": {"type": "object"}}
+    file.write_text(json.dumps([{"type": "function", "function": about, "call": f"{__name__}:weather"}]))
+    box = toolbox_of([str(file)], {})
+    assert box.schemas == [{"type": "function", "function": about}]
+    assert "Ulm" in answer(box, "forecast", city="Ulm")
+    file.write_text('[{"function": {"name": "x"}}]')
+    with pytest.raises(ConfigError, match="no 'call' in an entry"):
+        toolbox_of([str(file)], {})
+
+
+def untyped(city) -> str:  # type: ignore[no-untyped-def]
+    """No type."""
+    return str(city)
+
+
+def many(*cities: str) -> str:
+    """No names."""
+    return str(cities)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("untyped", "parameter city has no type"), ("many", "parameter cities has no fixed name"), ("GIVEN", "a dict")],
+)
+def test_functions_that_can_be_no_tool(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        toolbox_of([f"{__name__}:{name}"], {})
+
+
+def test_two_tools_of_one_name() -> None:
+    with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
+        toolbox_of(["calculator", "producers.tools.calculator:calculator"], {})
+
+
+# ---------------------------------------------------------------- calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1+2*3", "7"), (" (2 - 5) ** 2 ", "9"), ("7/2", "3.5"), ("8/2", "4"), ("-7 // 2", "-4"), ("7 % 4", "3"),
+     ("1e3", "1000"), ("2**-1", "0.5")],
+)  # fmt: skip
+def test_the_calculator(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "1+", "__import__('os')", "a", "1 if 2 else 3", "(1).real", "9**9**9", "10**400", "1/0", "'a'*9", "True", "1j",
+     "(-8)**0.5", "1e308*10", "9" * 2000, "(" * 900 + ")" * 900, "[1][0]", "1;2", "lambda: 1", "1<2", "~1"],
+)  # fmt: skip
+def test_the_calculator_knows_arithmetic_alone(expression: str) -> None:
+    with pytest.raises(ToolError):
+        calculator(expression)
+
+
+@given(st.text("0123456789+-*/%(). e", max_size=40))
+def test_the_calculator_answers_or_refuses(expression: str) -> None:
+    try:
+        found = calculator(expression)
+    except ToolError:
+        return
+    assert len(found) <= MAX_DIGITS + 2
+
+
+# ---------------------------------------------------------------- parsers
+
+
+def test_calls_as_hermes_writes_them() -> None:
+    text = (
+        'I try.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call><tool_call>{"name": "b", "arguments": '
+        '"{\\"y\\": [2]}"}</tool_call> and <tool_call>{"name": 3}</tool_call><tool_call>{"name": "c"'
+    )
+    found = hermes(text)
+    assert found.calls == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": [2]}))
+    assert [why.split(":")[0] for why in found.malformed] == [
+        'the call is no JSON object with "name" and "arguments"', "<tool_call> is not closed",
+    ]  # fmt: skip
+    assert hermes("nothing here") == Parsed()
+
+
+def test_calls_as_json() -> None:
+    assert plain_json('{"name": "a", "parameters": {"x": 1}}').calls == (ToolCall("a", {"x": 1}),)
+    assert plain_json('```json\n[{"name": "a"}, {"name": "b"}]\n```').calls == (ToolCall("a", {}), ToolCall("b", {}))
+    assert plain_json("The answer is 3.") == Parsed()
+    assert plain_json('{"answer": 3}') == Parsed()
+    assert plain_json('{"name": "a"').malformed
+    assert plain_json('[{"name": "a"}, 3]').malformed
+
+
+@given(st.text(max_size=60), st.sampled_from([hermes, plain_json]))
+def test_no_text_breaks_a_parser(text: str, parser: Any) -> None:
+    for whole in (text, f"<tool_call>{text}</tool_call>", "{" + text, "[" * 300 + text):
+        found = parser(whole)
+        assert all(isinstance(call.arguments, dict) for call in found.calls)
+
+
+def test_a_parser_of_ones_own() -> None:
+    assert parser_of("producers.tools.parsers:hermes") is hermes
+    with pytest.raises(ConfigError, match="no function"):
+        parser_of(f"{__name__}:GIVEN")
+
+
+# ---------------------------------------------------------------- search
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.jsonl"
+    rows = [("Ulm", "The minster of Ulm has the tallest church tower."), ("Bonn", "Bonn lies on the Rhine, a river."),
+            ("", "Rivers: Rhine, Rhine, Rhine and Danube.")]  # fmt: skip
+    file.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in rows))
+    return file
+
+
+def test_search_finds_the_best_first(corpus: Path) -> None:
+    box = toolbox_of(["search"], {"search": {"path": str(corpus), "results": 2, "passage_letters": 20}})
+    assert answer(box, "search", query="rhine").splitlines() == [
+        "[1] Rivers: Rhine, Rhine",
+        "[2] Bonn: Bonn lies on the Rhi",
+    ]
+    assert answer(box, "search", query="towers?").startswith("[1] Ulm: The minster")
+    assert answer(box, "search", query="zeppelin") == "nothing found"
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_query(query: str) -> None:
+    tool = SearchTool(str(Path(__file__).parents[2] / "docs"), results=1)
+    assert isinstance(tool.search(query), str)
+
+
+def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        SearchTool(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"no \.txt or \.md"):
+        SearchTool(str(tmp_path))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
+    with pytest.raises(ConfigError, match="with 'text'") as error:
+        SearchTool(str(tmp_path / "bad.jsonl"))
+    assert error.value.where.endswith(":2")
+    with pytest.raises(ConfigError, match="path"):
+        toolbox_of(["search"], {})
+
+
+# ---------------------------------------------------------------- python
+
+
+def test_python_in_a_sandbox() -> None:
+    from producers.sandbox import SandboxResult
+
+    results = {
+        "print(1)": SandboxResult(status="finished", stdout="1\n"),
+        "1/0": SandboxResult(status="finished", exit_code=1, stderr="ZeroDivisionError"),
+        "while 1: 0": SandboxResult(status="timeout", stdout="so far"),
+    }
+
+    async def arun(code: str, *, timeout_s: float | None) -> SandboxResult:
+        if code == "gone":
+            raise WorkError("internal", "no bubblewrap")
+        return results[code]
+
+    box = toolbox_of(["python"], {"python": {"timeout_s": 3}},
+                     sandbox=lambda: SimpleNamespace(arun=arun, close=lambda: None))  # fmt: skip
+    assert answer(box, "python", code="print(1)") == "1\n"
+    assert answer(box, "python", code="1/0") == "ZeroDivisionError\n[exit code 1]"
+    assert answer(box, "python", code="while 1: 0") == "so far\n[timeout]"
+    with pytest.raises(EnvironmentFailure, match="the sandbox: no bubblewrap"):
+        answer(box, "python", code="gone")
+
+
+def test_python_for_real() -> None:
+    from producers.sandbox import SandboxLimits, open_sandbox
+
+    box = toolbox_of(["python"], {}, sandbox=lambda: open_sandbox("none", SandboxLimits(timeout_s=60), workers=1))
+    assert answer(box, "python", 80.0, code="print(6 * 7)").strip() == "42"
+
+
+# ---------------------------------------------------------------- MCP
+
+SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("test")
+
+@server.tool()
+def double(number: int) -> str:
+    "Twice a number."
+    if number < 0:
+        raise ValueError("too small")
+    return str(2 * number)
+
+@server.tool()
+def leave() -> str:
+    "End the server."
+    import os
+    os._exit(3)
+
+server.run()
+"""
+
+
+def mcp_box(tmp_path: Path, source: str = SERVER, **settings: Any) -> Toolbox:
+    (tmp_path / "server.py").write_text(source)
+    mine = {"command": sys.executable, "args": [str(tmp_path / "server.py")], **settings}
+    return toolbox_of(["mcp:test", "calculator"], {"mcp": {"test": mine}})
+
+
+def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    box = mcp_box(tmp_path)
+
+    async def run() -> list[str]:
+        await box.open()
+        try:
+            calls = [ToolCall("double", {"number": 4}), ToolCall("double", {"number": -1}), ToolCall("double", {}),
+                     ToolCall("calculator", {"expression": "1+1"})]  # fmt: skip
+            return [await box.call(call, timeout_s=60) for call in calls]
+        finally:
+            await box.close()
+
+    right, wrong, missing, other = asyncio.run(asyncio.wait_for(run(), 120))
+    assert (right, other) == ("8", "2")
+    assert wrong.startswith("error:") and "double" in wrong
+    assert missing.startswith("error:")
+    double = box.schemas[1]["function"]
+    assert (double["name"], double["description"]) == ("double", "Twice a number.")
+    assert double["parameters"]["properties"]["number"]["type"] == "integer"
+
+
+def test_an_mcp_server_that_does_not_come_up_or_lacks_a_tool(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(asyncio.wait_for(mcp_box(tmp_path, "raise SystemExit(1)").open(), 120))
+    assert error.value.code == "config.environment"
+    with pytest.raises(ConfigError, match="needs settings"):
+        toolbox_of(["mcp:other"], {})
