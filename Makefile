@@ -10,14 +10,14 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long check unit chaos install clean redis bwrap bench bench-learner docs vllm test-vllm sglang test-sglang trl
+.PHONY: demo test test-again test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[learner,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[learner,dev,docs]"
 	touch $@
 
 # What a few tests need and every process would import: transformers does so with torchao (tests/aside.py).
@@ -56,17 +56,30 @@ test-again: redis bwrap $(ASIDE)
 test-long: redis bwrap $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 $(BIN)/python -m pytest -m long -n 0
 
+# The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.
+NODE_EXAMPLE = examples/reward-worker-js
+
+test-node: $(STAMP)
+	cd $(NODE_EXAMPLE) && timeout 300 npm ci --ignore-scripts --no-audit --no-fund
+	timeout --foreground -s INT -k 60 300 $(BIN)/python -m pytest -n 0 tests/contract/test_reward_worker_js.py
+
 # The long forms: more schedules, more faults, more kill points (about half an hour).
 chaos: redis
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python -m pytest -m chaos -s --figures benchmarks/results/chaos.txt
+
+# 500,000 damaged and hostile frames against the decoder and living services (a few minutes).
+fuzz: install
+	$(BIN)/python tests/security/fuzzing.py --frames 500000 --out benchmarks/results/fuzz.txt
 
 unit: install
 	$(BIN)/python -m pytest tests/unit
 
 bench: redis
+	$(BIN)/python benchmarks/bench_cli.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_wire.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_buffer.py
 	PATH="$(CURDIR)/.redis:$$PATH" $(BIN)/python benchmarks/bench_e2e.py
+	$(BIN)/python benchmarks/bench_rewards.py
 	$(BIN)/python benchmarks/bench_logprobs.py
 	$(BIN)/python benchmarks/bench_packing.py
 	$(BIN)/python benchmarks/bench_engines.py $(if $(wildcard .venv-vllm/bin/python),--vllm-python .venv-vllm/bin/python)
@@ -91,8 +104,28 @@ $(TRL_STAMP): constraints.txt
 bench-learner: $(STAMP) $(TRL_STAMP)
 	$(BIN)/python benchmarks/bench_learner.py --trl-python $(TRL_VENV)/bin/python
 
+# The contract of the trackers on the packages themselves, without a network, in an environment of their own.
+TRACKERS_VENV ?= .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+TRACKERS = wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic swanlab==0.10.3 trackio==0.43.0
+
+trackers: $(TRACKERS_STAMP)
+
+$(TRACKERS_STAMP): pyproject.toml
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	timeout 1200 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check $(TRACKERS) msgspec pyzmq xxhash \
+		blake3 tomli-w numpy pytest pytest-timeout
+	timeout 600 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps -e .
+	touch $@
+
+test-trackers: $(TRACKERS_STAMP)
+	timeout --foreground -s INT -k 60 600 $(TRACKERS_VENV)/bin/python -m pytest tests/trackers
+
 docs: install
 	$(BIN)/python docs/generate.py
+
+docs-site: docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The vllm engine has an environment of its own: vLLM pins its torch. Here the build for machines without a GPU; on a
 # GPU host: VLLM="vllm==0.33.0" make vllm. About 3 GB and 5 minutes.
@@ -153,5 +186,5 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 		tests/e2e/test_sglang_run.py -k real
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRL_VENV) $(TRACKERS_VENV) .redis runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

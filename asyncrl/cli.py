@@ -18,6 +18,7 @@ from asyncrl.commands import MODULES
 
 EXAMPLES = """examples:
   asyncrl demo                                    train a tiny model here, in a minute or two
+  asyncrl init                                    five questions, then a configuration
   asyncrl check my.toml                           what would start, and what is wrong
   asyncrl launch all my.toml                      the whole run on this machine
   asyncrl status runs/my                          how it goes

@@ -5,19 +5,16 @@ Called by the front door and by every role at its start. Guarantees:
 2. one value has one name, the TOML name, on its way to the decision; units are in the name (`_s`, `_bytes`);
 3. derived numbers are properties with their formula, never second settings;
 4. the structs are frozen and the resolved form (`dump`) reads back to the same value.
-It imports no role, no torch and no redis; files that the settings name are looked at by `asyncrl.check`.
+It imports no role, no torch and no redis; files that the settings name are looked at by `asyncrl.check`. The parts:
+`config_read` (TOML to a checked tree), `config_places` (lines), `config_names` (suggestions), `config_conflicts`.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-import tomllib
-import types
-import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import tomli_w
@@ -26,25 +23,48 @@ from msgspec import Meta, field
 from asyncrl import (
     algorithms,
     checkpoint_config,
+    cluster_config,
+    config_conflicts,
+    config_names,
+    config_read,
     environment_config,
     evaluation_config,
+    judge_config,
+    judge_models,
     modes,
     parallel,
-    presets,
     profile_config,
+    redis_secret,
     reward_names,
     sandbox_config,
+    tracker_config,
 )
 from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.cluster_config import ClusterConfig
+from asyncrl.config_places import Places
 from asyncrl.environment_config import EnvironmentConfig
-from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.evaluation_config import EvaluationConfig
-from asyncrl.lora import LoraConfig
-from asyncrl.profile_config import ProfileConfig
+from asyncrl.judge_config import JudgeConfig
+from asyncrl.learner_config import (
+    CompanionConfig,
+    CriticConfig,
+    LearnerConfig,
+    MegatronConfig,
+    OptimConfig,
+    ParallelConfig,
+    PreferenceConfig,
+    ProcessRewardConfig,
+)
 from asyncrl.sandbox_config import SandboxConfig
 from asyncrl.sections import Count, Positive, Seconds, Section, Share
+from asyncrl.tracker_config import TrackersConfig
 
-__all__ = ["AlgorithmConfig", "Config", "Section", "all_keys", "conflicts_of", "dump", "load", "parse", "schema"]
+__all__ = [
+    "AlgorithmConfig", "CompanionConfig", "Config", "CriticConfig", "LearnerConfig", "Loaded", "MegatronConfig",
+    "OptimConfig", "ParallelConfig", "PreferenceConfig", "ProcessRewardConfig", "Section", "all_keys", "conflicts_of",
+    "dump", "load", "load_all", "parse", "schema",
+]  # fmt: skip
 
 
 class RunConfig(Section, frozen=True):
@@ -55,6 +75,7 @@ class RunConfig(Section, frozen=True):
     seed: int = 0  # of the order of prompts and of sampling
     silent_timeout_s: Seconds = 10.0  # a process without a sign of life for this long is named (nothing is ended)
     hang_timeout_s: Seconds = 600.0  # no step for this long ends the run with a diagnosis (exit code 70)
+    start_timeout_s: Seconds = 600.0  # from a learner's start to its first step, where that is longer
 
 
 class ModelConfig(Section, frozen=True):
@@ -115,7 +136,7 @@ class BufferConfig(Section, frozen=True):
     max_reissue: Count = 3  # attempts of a prompt after a lost lease or a late drop
     lease_timeout_s: Seconds = 30.0  # a producer silent for this long loses its leases
     store: Literal["auto", "sqlite", "redis"] = "sqlite"  # auto: redis where a URL or a server is found
-    redis_url: str = ""  # empty with store = redis: a private server is started from the PATH
+    redis_url: str = ""  # empty with store = redis: a private server is started; a password is kept out of every dump
     redis_max_outage_s: Seconds = 60.0  # then the buffer ends with exit code 69
     fsync: Literal["never", "everysec", "always"] = "everysec"  # what a loss of power may cost; a crash costs nothing
     segment_bytes: Positive = 256 << 20  # size of one payload file
@@ -165,16 +186,22 @@ class ProducersConfig(Section, frozen=True):
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str  # module:name, path/file.py:name, builtin:name or an http address
-    name: str = ""  # empty: the function's name
+    function: str = ""  # module:name, path/file.py:name, builtin:name, an address; none where its judge is a model
+    name: str = ""  # empty: the function's name, or the judge's
     weight: float = 1.0  # factor in the sum
     data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
+
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Without a judge, which may be a model, there is nothing but a function."""
+        return () if "judge" in tree else ("function",)
 
     @property
     def label(self) -> str:
-        """The name in metrics: `name`, or the last part of `function`."""
-        return self.name or reward_names.label_of(self.function)
+        """The name in metrics: `name`, or the last part of `function`, or the judge's name."""
+        return self.name or reward_names.label_of(self.function) or self.judge
 
 
 class RewardWorkersConfig(Section, frozen=True):
@@ -188,116 +215,6 @@ class RewardWorkersConfig(Section, frozen=True):
     max_processes: Positive = 512  # that the functions of one worker may start; more is a failure of the sample
     max_failed_groups: Count = 64  # of the run; then it ends with the function's name
     restarts: Count = 5  # in 10 minutes
-
-
-class OptimConfig(Section, frozen=True):
-    """`[learner.optim]`."""
-
-    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"  # 8bit: of its moments; muon: for matrices of the layers
-    lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate
-    beta1: Share = 0.9  # of AdamW
-    beta2: Share = 0.999  # of AdamW
-    eps: Annotated[float, Meta(gt=0)] = 1e-8  # of AdamW
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # decoupled
-    momentum: Share = 0.95  # of Muon
-    warmup_steps: Count = 0  # linear from 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, to 0 at learner.steps
-    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # global gradient norm is clipped to it
-
-
-class CompanionConfig(OptimConfig, frozen=True):
-    """A model that trains beside the policy; its optimizer has the settings of `[learner.optim]`."""
-
-    export: bool = True  # at the end of the run, a folder of its own in that of the policy's export
-
-
-class CriticConfig(CompanionConfig, frozen=True):
-    """`[learner.critic]`: the value model of gae and vtrace; its optimizer has the settings of `[learner.optim]`."""
-
-    lr: Annotated[float, Meta(ge=0)] = 1e-5  # its learning rate
-    model: str = ""  # folder of its start weights, such as a trained reward model; empty: model.path
-    critic_warmup: Count = 0  # steps at the start of the run that train the critic alone
-    critic_warmup_until: Share = 0.0  # explained variance that ends them earlier; 0: none does
-    value_clip: Annotated[float, Meta(gt=0)] | Literal["off"] = 0.5  # how far a step moves a value
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # of the value loss
-    bootstrap: bool = False  # responses cut by max_new_tokens end with the value after them instead of 0
-
-
-class ProcessRewardConfig(CompanionConfig, frozen=True):
-    """`[learner.process_reward]`: the process reward model of prime, trained on outcomes in every step."""
-
-    lr: Annotated[float, Meta(ge=0)] = 1e-6  # its learning rate
-    model: str = ""  # folder of its start weights, a language model; empty: model.path
-    reference: str = ""  # folder of the frozen model that it is compared with; empty: its own start weights
-    beta: Annotated[float, Meta(gt=0)] = 0.05  # what a log-ratio to the reference counts
-    batch_norm: bool = True  # process rewards are divided by the largest sum of later ones in the batch
-    update: Literal["after", "before"] = "after"  # its update after or before it scores the same batch
-
-
-class PreferenceConfig(Section, frozen=True):
-    """`[learner.preference]`: learning from pairs (modes dpo and reward_model)."""
-
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # dpo: of the difference of log-ratios
-    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: how much a log-ratio to the reference counts
-    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs that are labelled wrongly
-    reference_free: bool = False  # dpo: no reference model
-    length_average: bool = False  # dpo with ipo: log-ratios are divided by the length of the answer
-    center_coeff: Annotated[float, Meta(ge=0)] = 0.0  # reward_model: weight of (chosen + rejected)^2
-    margin_key: str = ""  # reward_model: column with how much better the chosen answer is at least; empty: 0
-
-
-class ParallelConfig(Section, frozen=True):
-    """`[learner.parallel]`: how the ranks share a model; what they do not take divides the batch."""
-
-    replicate: Positive = 1  # groups of ranks that each hold all weights between them (HSDP)
-    tensor: Positive = 1  # ranks that split every matrix
-    sequence: Positive = 1  # ranks that split every packed row (Ulysses, arXiv 2309.14509)
-    pipeline: Positive = 1  # stages that the layers are split over (backend megatron)
-    expert: Positive = 1  # ranks that split the experts of a mixture-of-experts model
-
-
-class MegatronConfig(Section, frozen=True):
-    """`[learner.megatron]`: of the backend megatron."""
-
-    sequence_parallel: bool = False  # norms on slices of a row over the tensor places; needs TransformerEngine
-
-
-class LearnerConfig(Section, frozen=True):
-    """`[learner]`: the training gang."""
-
-    mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # by reward; or on rows as they are (docs/supervised.md)
-    backend: str = "fsdp2"  # fsdp2, megatron, or a name of the entry-point group asyncrl.backends
-    ranks: Positive = 1  # processes of the gang on this host
-    steps: Positive = 100  # optimizer batches of the whole run
-    micro_batch_tokens: Positive = 16384  # token budget of one packed row
-    packing: bool = True  # several samples in one row, without padding; false: padded rows
-    logprob_chunk_tokens: Positive = 1024  # tokens whose logits exist at once
-    threads: Positive = 1  # torch threads of one rank on a CPU
-    device: str = "auto"  # auto: the accelerator if there is one, else cpu
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
-    cpu_offload: bool = False  # parameters and optimizer state in host memory
-    reference_offload: bool = False  # the frozen reference model waits in host memory between its passes
-    load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by the files
-    liger: bool = False  # Liger's fused kernels for norms, rotary embeddings and gated MLPs; needs a CUDA device
-    compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps
-    checkpoint_every: Positive = 20  # steps
-    checkpoint_keep: Positive = 2  # the last so many stay
-    checkpoint_best: Count = 0  # and so many of the best by checkpoint_metric
-    checkpoint_metric: str = "reward_mean"  # of the learner's steps, or a figure of evaluations such as val-core/...
-    checkpoint_goal: Literal["max", "min"] = "max"  # which values of it are better
-    checkpoint_async: bool = False  # written beside the training, from a copy in host memory
-    checkpoint_failures: Positive = 3  # that many in a row (a full disk) end the learner
-    batch_timeout_s: Seconds = 600.0  # waiting for one batch
-    restarts: Count = 3  # in 10 minutes, when started by `launch all`
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    process_reward: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 class WeightSyncConfig(Section, frozen=True):
@@ -357,6 +274,9 @@ class Config(Section, frozen=True, kw_only=True):
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    judge: tuple[JudgeConfig, ...] = ()
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def total_groups(self) -> int:
@@ -377,41 +297,62 @@ class Config(Section, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- reading
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a TOML file with `key=value` overrides on top.
+class Loaded(NamedTuple):
+    """What was read, with its mistakes; `config` is None where these leave nothing to look at."""
+
+    config: Config | None
+    errors: list[AsyncRLError]
+    places: Places
+    doubtful: frozenset[str] = frozenset()  # settings whose value is not known, because of a mistake
+
+
+def load(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a TOML file, or of several from left to right, with `key=value` overrides on top.
 
     Raises:
         ConfigErrors: every mistake at once.
     """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigErrors([ConfigError("config.file", f"{error.strerror or error}", where=str(path))]) from None
-    return parse(text, file=str(path), overrides=overrides)
+    return _whole(load_all(path, overrides))
+
+
+def load_all(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
+    """Like `load`, with the mistakes instead of an exception, so that others can be found beside them."""
+    sources, errors = list[config_read.Source](), list[AsyncRLError]()
+    for file in [path] if isinstance(path, Path) else path:
+        try:
+            sources.append(config_read.Source(str(file), file.read_text(encoding="utf-8")))
+        except OSError as error:
+            errors.append(ConfigError("config.file", f"{error.strerror or error}", where=str(file)))
+        except UNREADABLE as error:
+            errors.append(ConfigError("config.file", f"it is no UTF-8 text: {error}", where=str(file)))
+    return Loaded(None, errors, Places()) if errors else _read(sources, overrides)
 
 
 def parse(text: str, *, file: str = "<toml>", overrides: Sequence[str] = ()) -> Config:
     """Like `load`, from text."""
+    return _whole(_read([config_read.Source(file, text)], overrides))
+
+
+def _whole(loaded: Loaded) -> Config:
+    if loaded.errors or loaded.config is None:
+        raise ConfigErrors(loaded.errors)
+    return loaded.config
+
+
+def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Loaded:
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigErrors([ConfigError("config.file", str(error), where=file)]) from None
-    lines = _Lines(file, text)
-    errors: list[AsyncRLError] = []
+        tree, places, errors, doubtful = config_read.read(Config, sources, overrides)
+    except ConfigErrors as error:
+        return Loaded(None, error.errors, Places())
     try:
-        tree, lines.preset = presets.with_preset(tree, dict(map(_split, overrides)))
-    except ConfigError as error:
-        raise ConfigErrors([error]) from None
-    for override in overrides:
-        _override(tree, override, lines, errors)
-    _walk(Config, tree, (), lines, errors)
-    if errors:
-        raise ConfigErrors(errors)
-    config = with_derived(msgspec.convert(tree, Config))
-    conflicts = list(conflicts_of(config, lines))
-    if conflicts:
-        raise ConfigErrors(conflicts)
-    return config
+        config = with_derived(msgspec.convert(tree, Config))
+    except msgspec.ValidationError:
+        if not errors:
+            raise
+        return Loaded(None, errors, places, doubtful)
+    if not doubtful & {"learner.mode", "producers.engine"}:  # nearly every rule depends on them
+        errors = errors + config_read.beside(conflicts_of(config, places), doubtful)
+    return Loaded(config, errors, places, doubtful)
 
 
 def with_derived(config: Config) -> Config:
@@ -421,251 +362,37 @@ def with_derived(config: Config) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML; `parse` gives it back."""
-    return tomli_w.dumps(msgspec.to_builtins(config))
+    """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
+    return tomli_w.dumps(msgspec.to_builtins(redacted(config)))
+
+
+def redacted(config: Config) -> Config:
+    """The configuration as it may be shown: `***` instead of the password of Redis."""
+    buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.without_password(config.buffer.redis_url))
+    return msgspec.structs.replace(config, buffer=buffer)
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the file, for editors."""
-    return msgspec.json.schema(Config)
+    """JSON schema of the file, for editors: with the meaning of every setting."""
+    from asyncrl.config_schema import schema_of
 
-
-class _Lines:
-    """Where a dotted key stands: `file:line`, or `--set`."""
-
-    def __init__(self, file: str, text: str) -> None:
-        self.file = file
-        self.overridden: set[str] = set()
-        self.preset: dict[str, Any] = {}  # what came from the preset
-        self._at: dict[str, int] = {}
-        table = ""
-        counts: dict[str, int] = {}
-        for number, line in enumerate(text.splitlines(), start=1):
-            if header := re.match(r"\s*(\[\[?)\s*([\w.\-\"]+)\s*\]", line):
-                table = header[2].replace('"', "")
-                if header[1] == "[[":
-                    index = counts.get(table, 0)
-                    counts[table] = index + 1
-                    table = f"{table}[{index}]"
-                self._at.setdefault(table, number)
-            elif key := re.match(r"\s*([\w.\-\"]+)\s*=", line):
-                name = key[1].replace('"', "")
-                self._at.setdefault(f"{table}.{name}" if table else name, number)
-
-    def where(self, path: Sequence[str]) -> str:
-        """The place of the key, or of the nearest table above it."""
-        dotted = _dotted(path)
-        if dotted in self.overridden:
-            return f"--set {dotted}"
-        if dotted not in self._at and self._in_preset(path):
-            return f"{self.file}, from its preset"
-        while dotted:
-            if dotted in self._at:
-                return f"{self.file}:{self._at[dotted]}"
-            dotted = dotted.rpartition(".")[0]
-        return self.file
-
-    def _in_preset(self, path: Sequence[str]) -> bool:
-        node: Any = self.preset
-        for key in path:
-            if not isinstance(node, dict) or key not in node:
-                return False
-            node = node[key]
-        return bool(path)
-
-
-def _split(override: str) -> tuple[str, Any]:
-    """The key and the value of `key=value`."""
-    key, _, text = override.partition("=")
-    try:
-        return key.strip(), tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), text.strip()  # a bare word is a string: buffer.store=redis
-
-
-def _override(tree: dict[str, Any], override: str, lines: _Lines, errors: list[AsyncRLError]) -> None:
-    key, value = _split(override)
-    if "=" not in override or not key:
-        errors.append(ConfigError("usage", f"{override!r} is not key=value", where="--set"))
-        return
-    *tables, leaf = key.split(".")
-    node: Any = tree
-    for table in tables:
-        node = node.setdefault(table, {})
-        if not isinstance(node, dict):
-            errors.append(ConfigError("config.unknown_key", f"{key}: {table} is not a table", where="--set"))
-            return
-    node[leaf] = value
-    lines.overridden.add(key)
-
-
-def _walk(
-    kind: type[Section], tree: dict[str, Any], path: tuple[str, ...], lines: _Lines, errors: list[AsyncRLError]
-) -> None:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    known = {item.name: item for item in msgspec.structs.fields(kind)}
-    for key, value in tree.items():
-        here = (*path, key)
-        if key not in known:
-            errors.append(_unknown(here, known, lines))
-        elif isinstance(value, str) and hints[key] == tuple[str, ...]:
-            tree[key] = [value]  # one is as good as a list of one: --set producers.url=http://host:port
-        else:
-            _check_value(hints[key], value, here, lines, errors)
-    for name, item in known.items():
-        if item.required and name not in tree:
-            dotted = _dotted((*path, name))
-            errors.append(ConfigError("config.missing", f"{dotted} is required", where=lines.where((*path, name))))
-
-
-def _check_value(hint: Any, value: Any, here: tuple[str, ...], lines: _Lines, errors: list[AsyncRLError]) -> None:
-    if isinstance(hint, type) and issubclass(hint, Section) and isinstance(value, dict):
-        _walk(hint, value, here, lines, errors)
-        return
-    item = get_args(hint)[0] if get_origin(hint) is tuple else None
-    if isinstance(item, type) and issubclass(item, Section) and isinstance(value, list):
-        for index, entry in enumerate(value):
-            if isinstance(entry, dict):
-                _walk(item, entry, (*here, f"[{index}]"), lines, errors)
-        return
-    try:
-        msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        expected = f"{_dotted(here)} = {value!r}: {error}{_choices(hint, value)}"
-        errors.append(ConfigError("config.type", expected, where=lines.where(here)))
-
-
-def _choices(hint: Any, value: Any) -> str:
-    options = [option for option in _literals(hint) if isinstance(option, str)]
-    if not options or not isinstance(value, str):
-        return ""
-    near = difflib.get_close_matches(value, options, n=1)
-    return f"; one of {', '.join(options)}" + (f"; did you mean {near[0]!r}?" if near else "")
-
-
-def _literals(hint: Any) -> Iterable[Any]:
-    if get_origin(hint) is Literal:
-        yield from get_args(hint)
-    elif get_origin(hint) in (typing.Union, types.UnionType):
-        for option in get_args(hint):
-            yield from _literals(option)
-
-
-def _unknown(here: tuple[str, ...], known: dict[str, Any], lines: _Lines) -> AsyncRLError:
-    near = difflib.get_close_matches(here[-1], known, n=1, cutoff=0.6)
-    elsewhere = [dotted for dotted in all_keys() if dotted.rpartition(".")[2] == here[-1]]
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    if elsewhere:
-        hint = f"; it belongs to {elsewhere[0]}"
-    return ConfigError("config.unknown_key", f"{_dotted(here)} is not a setting{hint}", where=lines.where(here))
-
-
-def _dotted(path: Sequence[str]) -> str:
-    return ".".join(path).replace(".[", "[")
+    return schema_of(Config)
 
 
 def all_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
     """Every dotted key, in order."""
-    keys: list[str] = []
-    hints = typing.get_type_hints(kind)
-    for item in msgspec.structs.fields(kind):
-        hint = hints[item.name]
-        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
-        if isinstance(inner, type) and issubclass(inner, Section):
-            keys += all_keys(inner, f"{prefix}{item.name}.")
-        else:
-            keys.append(f"{prefix}{item.name}")
-    return keys
+    return list(config_names.keys_of(kind, prefix))
 
 
-# ---------------------------------------------------------------- rules across fields
-
-MOST_PIECES = 256  # of one sample; the buffer takes twice as many
-
-
-def conflicts_of(config: Config, lines: _Lines | None = None) -> Iterable[AsyncRLError]:
+def conflicts_of(config: Config, places: Places | None = None) -> Iterable[AsyncRLError]:
     """Settings that contradict each other, with the arithmetic."""
-    where = lines or _Lines("<config>", "")
-    buffer, learner = config.buffer, config.learner
-
-    def conflict(code: str, message: str, *path: str) -> AsyncRLError:
-        return ConfigError(code, message, where=where.where(path))
-
-    if config.run.silent_timeout_s < 2 * config.log.heartbeat_s:
-        yield conflict(
-            "config.conflict",
-            f"run.silent_timeout_s = {config.run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
-            f"{2 * config.log.heartbeat_s:g}: everybody would be called silent", "run", "silent_timeout_s",
-        )  # fmt: skip
-    if buffer.depth > buffer.max_staleness:
-        yield conflict(
-            "config.conflict",
-            f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = {buffer.max_staleness}: "
-            "work that deep would be too old when its turn comes", "buffer", "pipeline_depth",
-        )  # fmt: skip
-    built_in = ("zero_variance", "accuracy_band")
-    wrong = [name for name in buffer.filters if name not in built_in and not re.fullmatch(r"[\w.]+:[\w.]+", name)]
-    for name in wrong:
-        what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
-        yield conflict("config.filter", what, "buffer", "filters")
-    if bool(config.data.path) == bool(config.data.source):
-        yield conflict("config.data", "set exactly one of data.path and data.source", "data")
-    for code, message, path in (*modes.conflicts(config), *_too_many_pieces(config)):
-        yield conflict(code, message, *path)
-    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
-        yield conflict("config.missing", "no [[reward]]: at least one reward function is needed", "reward")
-    for index, reward in enumerate(config.reward):
-        if not reward_names.kind_of(reward.function):
-            yield conflict(
-                "config.reward", f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
-                "reward", f"[{index}]", "function",
-            )  # fmt: skip
-    labels = [reward.label for reward in config.reward]
-    if len(set(labels)) < len(labels):
-        yield conflict("config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", "reward")
-    row, pair = modes.longest_row(config), modes.is_paired(config)
-    if row > learner.micro_batch_tokens:
-        yield conflict(
-            "config.conflict",
-            f"learner.micro_batch_tokens = {learner.micro_batch_tokens} is below {'2 * (' if pair else ''}"
-            f"data.max_prompt_tokens + sampling.max_new_tokens{')' if pair else ''} = {row}: the longest "
-            f"{'pair' if pair else 'sample'} would not fit", "learner", "micro_batch_tokens",
-        )  # fmt: skip
-    found = (*parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
-             *environment_config.problems(config),
+    where = places or Places()
+    found = (*config_conflicts.problems(config), *modes.conflicts(config),
+             *parallel.problems(config), *algorithms.problems(config), *evaluation_config.problems(config),
              *checkpoint_config.problems(config), *profile_config.problems(config),
-             *sandbox_config.problems(config))  # fmt: skip
+             *environment_config.problems(config), *judge_config.problems(config),
+             *judge_models.problems(config), *sandbox_config.problems(config),
+             *tracker_config.problems(config), *cluster_config.problems(config))  # fmt: skip
     for code, message, path in found:
-        yield conflict(code, message, *path)
-    for name in ("buffer", "weightsync"):
-        yield from _check_address(config, name, where)
-
-
-def _too_many_pieces(config: Config) -> Iterable[tuple[str, str, tuple[str, ...]]]:
-    every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
-    if every and longest > MOST_PIECES * every:
-        message = (
-            f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a sample of "
-            f"sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed"
-        )
-        yield "config.conflict", message, ("producers", "checkpoint_tokens")
-
-
-def _check_address(config: Config, name: str, where: _Lines) -> Iterable[AsyncRLError]:
-    from urllib.parse import urlparse
-
-    address = getattr(config.network, name)
-    if address == "auto":
-        return
-    parsed = urlparse(address)
-    place = where.where(("network", name))
-    if parsed.scheme not in ("tcp", "ipc"):
-        yield ConfigError("config.network", f"network.{name} = {address!r} is not auto, tcp:// or ipc://", where=place)
-    elif (
-        parsed.scheme == "tcp"
-        and parsed.hostname not in ("127.0.0.1", "localhost", "::1")
-        and not config.network.key_file
-        and not config.network.insecure_no_auth
-    ):
-        message = f"network.{name} = {address!r} is reachable from other hosts and network.key_file is empty"
-        yield ConfigError("config.network", message, where=place)
+        meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
+        yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
+from asyncrl import agent_config
+from asyncrl.agent_config import AgentConfig
 from asyncrl.modes import streams
 from asyncrl.sections import Count, Positive, Seconds, Section
 
@@ -26,7 +28,7 @@ SINGLE_TURN = "single_turn"
 class EnvironmentConfig(Section, frozen=True):
     """`[environment]`: several turns, tools, environments of one's own."""
 
-    name: str = SINGLE_TURN  # single_turn, chat, tools, gymnasium, verifiers, 'module:name', or an entry point's name
+    name: str = SINGLE_TURN  # single_turn, chat, tools, agent, gymnasium, verifiers, 'module:name', or an entry point
     args: dict[str, Any] = field(default_factory=dict)  # handed to the environment as keyword arguments
     max_turns: Positive = 8  # of the model; then the sample ends
     tools: tuple[str, ...] = ()  # calculator, python, search, mcp:NAME, 'module:function', or a .json with schemas
@@ -38,6 +40,7 @@ class EnvironmentConfig(Section, frozen=True):
     template: Literal["strict", "tail"] = "strict"  # tail: a chat template may show earlier answers otherwise than said
     step_timeout_s: Seconds = 60.0  # of one step or tool call
     episode_timeout_s: Seconds = 600.0  # of one sample
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
     @property
     def is_single_turn(self) -> bool:
@@ -48,6 +51,7 @@ class EnvironmentConfig(Section, frozen=True):
 def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Code, message and path of the key of every contradiction."""
     environment = config.environment
+    yield from agent_config.problems(config)
     if environment.is_single_turn:
         for key in ("args", "tools"):
             if getattr(environment, key):

@@ -59,11 +59,22 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "unsafe or impossible address", "bind to loopback, or set network.key_file for CURVE keys", EXIT_CONFIG
     ),
     "config.tokenizer": ErrorInfo("tokenizer cannot be used", "give model.path a tokenizer with an EOS", EXIT_CONFIG),
+    "plan.numbers": ErrorInfo(
+        "the forecast lacks numbers", "give --from RUN of a run with more steps, or --assume KEY=VALUE", EXIT_CONFIG
+    ),
+    "plan.stuck": ErrorInfo(
+        "the forecast does not come to its end", "raise buffer.late_timeout_s, or correct what was assumed", EXIT_CONFIG
+    ),
     "config.extra": ErrorInfo("an optional package is missing", "install the named extra", EXIT_CONFIG),
     # things outside
     "net.port_in_use": ErrorInfo("address already in use", "stop the other process or choose another", EXIT_CONFIG),
     "net.unreachable": ErrorInfo(
         "service does not answer", "check that it runs and that the address is right", EXIT_UNAVAILABLE
+    ),
+    "config.forbidden": ErrorInfo(
+        "this key does not allow it",
+        "use the server.key of the run: a join key is for producers and rewards",
+        EXIT_CONFIG,
     ),
     "store.unreachable": ErrorInfo(
         "store does not answer", "start Redis or correct buffer.redis_url", EXIT_UNAVAILABLE
@@ -103,6 +114,9 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
     "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "reward.judge": ErrorInfo(
+        "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
+    ),
     "sandbox.unavailable": ErrorInfo(
         "model-written code cannot be isolated on this host",
         "install bubblewrap 0.8 or later (apt-get install bubblewrap) and allow user namespaces, or give the address "
@@ -110,6 +124,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
         EXIT_CONFIG,
     ),
     "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
+    "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),
@@ -149,13 +164,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
 class AsyncRLError(Exception):
     """The root of the tree. `code` must stand in `CATALOGUE`."""
 
-    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> None:
         info = CATALOGUE[code]
         super().__init__(message)
         self.code = code
         self.message = message
         self.where = where
         self.remedy = remedy or info.remedy
+        self.suggestion = suggestion  # the name or value that was probably meant, alone
         self.exit_code = info.exit_code
 
     def render(self) -> str:
@@ -221,12 +237,12 @@ _KINDS: dict[str, type[AsyncRLError]] = {
 }
 
 
-def error_for(code: str, message: str, *, where: str = "", remedy: str = "") -> AsyncRLError:
+def error_for(code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> AsyncRLError:
     """The error of the right class for a code that arrived over the wire; unknown codes become `internal`."""
     if code not in CATALOGUE:
         return AsyncRLError("internal", f"{code}: {message}", where=where, remedy=remedy)
     kind = _KINDS.get(code.split(".", maxsplit=1)[0], WorkError)
-    return kind(code, message, where=where, remedy=remedy)
+    return kind(code, message, where=where, remedy=remedy, suggestion=suggestion)
 
 
 # What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,

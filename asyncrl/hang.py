@@ -1,8 +1,8 @@
 """Notices that a run makes no step, and says who is waited for.
 
 Called by `asyncrl.supervise` on behalf of the launcher that owns the learner. Guarantees:
-1. no step for `run.hang_timeout_s` (since the last one, or since the learner was last started) is a hang; so is a
-   learner that ended itself with code 70 when that time was all but over;
+1. no step for `run.hang_timeout_s` is a hang; from a learner's start to its first step `run.start_timeout_s` where that
+   is longer; so is a learner that ended itself with code 70 when that time was all but over;
 2. the diagnosis is the buffer's own, asked with a deadline; without its answer the silence is named, and so is every
    process of the run on this host that is stopped (SIGSTOP, a debugger). The counts of the queue stand in it;
 3. before anything is ended the stacks of all roles on this host go to their logs (SIGUSR1); a stopped one is woken for
@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.metrics import read_lines
+from asyncrl.metrics import JsonTail, read_lines
 from asyncrl.processes import descendants, send, state_of
-from asyncrl.progress import QUEUE_STATES, JsonTail
+from asyncrl.progress import QUEUE_STATES
 from asyncrl.rundir import RunDir, endpoint, run_keys
 from asyncrl.silence import STOPPED, below
 
@@ -50,12 +50,16 @@ class HangWatch:
         self._ask = ask
         self._clock = clock
         self._steps = JsonTail(run.metrics / "learner.jsonl")
+        self._steps.poll()  # those of an earlier start
         self._since = clock()
+        self._starting = True
         self._next_look = 0.0
 
     def learner_started(self) -> None:
         """Its clock begins anew: it has to load its model first."""
+        self._steps.poll()
         self._since = self._clock()
+        self._starting = True
 
     def look(self, *, learner_ended: bool = False) -> str:
         """Empty, or what to tell the user: the limit has passed. `learner_ended`: by itself, with code 70."""
@@ -65,14 +69,22 @@ class HangWatch:
         self._next_look = now + LOOK_S
         if self._steps.poll():
             self._since = now
-        limit = self._config.run.hang_timeout_s
+            self._starting = False
+        name, limit = self._limit()
         silent = now - self._since
         if silent <= limit * (NEARLY if learner_ended else 1.0):
             return ""
         if not learner_ended and self._evaluates():
             self._since = now  # an evaluation has a time limit of its own
             return ""
-        return f"no step for {silent:.0f} s (run.hang_timeout_s = {limit:g}). {self.diagnosis()}"
+        return f"no step for {silent:.0f} s ({name} = {limit:g}). {self.diagnosis()}"
+
+    def _limit(self) -> tuple[str, float]:
+        """The setting in force, and its seconds."""
+        run = self._config.run
+        if self._starting and run.start_timeout_s > run.hang_timeout_s:
+            return "run.start_timeout_s", run.start_timeout_s
+        return "run.hang_timeout_s", run.hang_timeout_s
 
     def _evaluates(self) -> bool:
         """Whether the learner has done its last step and waits for an evaluation that runs."""

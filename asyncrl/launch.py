@@ -19,24 +19,27 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from asyncrl import check as checks
-from asyncrl.config import Config, all_keys, dump, load
+from asyncrl import devices, redis_secret
+from asyncrl.config import Config, dump, load, redacted
+from asyncrl.config_diff import differences
 from asyncrl.engine_env import with_python
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
+from asyncrl.judge_config import judges_of, named
 from asyncrl.modes import roles_of
 from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
-from asyncrl.rundir import RunDir, run_keys, write_atomic
+from asyncrl.rundir import RunDir, beside, read_object, run_keys, write_atomic
 from asyncrl.silence import SilenceWatch
 from asyncrl.status import LAUNCHER_PREFIX
 from asyncrl.supervise import Grace, Outcome, Supervisor
 
-OWNERS = frozenset({"all", "buffer", "learner"})  # these write RUN/config.toml
+OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
 SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
 
 
@@ -51,6 +54,10 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     verbose: bool = False
     plain: bool = False
     report: bool = True
+    judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
+    insecure_no_auth: bool = False
+    node_rank: int = 0
+    head: str = ""
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -62,45 +69,110 @@ class Launched(msgspec.Struct, frozen=True):
     started: float = 0.0  # wall time
 
 
-def launch(config_path: Path, options: LaunchOptions) -> Launched:
+def launch(paths: Path | Sequence[Path], options: LaunchOptions) -> Launched:
     """Run the target to its end. Raises ConfigErrors before anything is started."""
+    config, checked = checked_files(paths, options)
+    config = absolute(config)
+    return _launch(joined(config, options.connect) if options.connect else config, checked, options)
+
+
+def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple[Config, checks.Checked]:
+    """The configuration of the command line. Raises ConfigErrors with every mistake."""
     overrides = list(options.overrides)
     if options.key:
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
-    config = absolute(checks.settled(load(config_path, overrides)))
-    return launch_config(config, options)
+    if options.insecure_no_auth:
+        overrides.append("network.insecure_no_auth=true")
+    config, checked = checks.check_files_of(paths, overrides, options.target, joining=bool(options.connect))
+    if checked.errors or config is None:
+        raise ConfigErrors(checked.errors)
+    return config, checked
 
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with the configuration in hand."""
-    roles = roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
-    checked = checks.check(config, roles, joining=bool(options.connect))
+    checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
+    return _launch(config, checked, options)
+
+
+def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
+    """The roles that the target starts here."""
+    return roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
+
+
+def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
+    roles = roles_here(config, options)
+    judge = _only_judge(config, options)
+    check_gang(config, roles, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
     locks, tag = _locks(run, options)
     try:
         if "buffer" in roles:
             run_keys(config, make=True)
+            redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
-        joining = Joining(connect=options.connect, key=options.key, takeover=options.takeover, tag=tag)
+        joining = Joining(
+            connect=options.connect, key=options.key, takeover=options.takeover, tag=tag, judge=judge,
+            node_rank=options.node_rank, head=options.head,
+        )  # fmt: skip
         homed = with_python(config) if "producer" in roles else config
-        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path())
+        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path(),
+                     devices=devices.found())  # fmt: skip
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
-        for note in checked.notes:
+        for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
-        if "learner" in roles:
+        leads = "learner" in roles and not options.node_rank
+        if leads:
             run.result.unlink(missing_ok=True)
         outcome = _supervise(run, config, plans, options)
     finally:
         for lock in locks:
             lock.close()
-    if "learner" in roles:
+    if leads:
         _conclude(run, config, outcome, options)
     if outcome.code and outcome.failed:
         _print_failure(outcome, run)
     return Launched(config, run, outcome, started)
+
+
+def _only_judge(config: Config, options: LaunchOptions) -> str | None:
+    """The judge whose workers are started; None: those of all. Raises where the run has no such judge."""
+    if not options.judge:
+        return None
+    if options.target != "rewards":
+        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
+    known = judges_of(config)
+    if named(options.judge) not in [judge.name for judge in known]:
+        names = ", ".join(judge.shown for judge in known) or "none"
+        raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
+    return named(options.judge)
+
+
+def joined(config: Config, connect: str) -> Config:
+    """The configuration with the services where they are reached from here."""
+    network = msgspec.structs.replace(
+        config.network, buffer=connect, weightsync=beside(config.network.weightsync, connect)
+    )
+    return msgspec.structs.replace(config, network=network)
+
+
+def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> None:
+    """A gang of several hosts needs to know which host this is and where the first one is."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1 or "learner" not in roles:
+        if options.head or options.node_rank:
+            raise ConfigError("usage", "--head and --node-rank are for a learner with cluster.learner_hosts above 1")
+        return
+    host, _, port = options.head.rpartition(":")
+    if options.target != "learner" or not host or not port.isdigit() or not 0 <= options.node_rank < hosts:
+        raise ConfigError(
+            "usage", f"cluster.learner_hosts = {hosts}: each host runs `asyncrl launch learner` with --head HOST:PORT "
+            f"and its own --node-rank 0 to {hosts - 1}", where="cluster.learner_hosts",
+            remedy="render the jobs: asyncrl launch all CONFIG --backend slurm --render DIR",
+        )  # fmt: skip
 
 
 def absolute(config: Config) -> Config:
@@ -127,7 +199,8 @@ def python_path() -> list[str]:
 
 def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
     """Hold what only one launcher may do; the tag for names of workers that join beside others."""
-    names = [f"launch-{role}" for role in TARGETS[options.target]]
+    node = f"-{options.node_rank}" if options.node_rank else ""
+    names = [f"launch-{role}{node}" for role in TARGETS[options.target]]
     held: list[IO[str]] = []
     try:
         for name in names:
@@ -153,7 +226,7 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
         write_atomic(path, text.encode())
         return path
     if run.config.exists():
-        for line in changes(run.config, config):
+        for line in changes(run.config, redacted(config)):
             _print(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config
@@ -165,19 +238,7 @@ def changes(path: Path, config: Config) -> list[str]:
         old = load(path)
     except AsyncRLError as error:
         return [f"the old {path.name} cannot be read: {error.message}"]
-    return [
-        f"{key}: {value_at(old, key)!r} -> {value_at(config, key)!r}"
-        for key in all_keys() if "." in key and not key.startswith("reward.")
-        and value_at(old, key) != value_at(config, key)
-    ] + ([] if old.reward == config.reward else ["reward: other functions"])  # fmt: skip
-
-
-def value_at(config: Config, dotted: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
+    return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
 
 
 # ---------------------------------------------------------------- the run itself
@@ -209,7 +270,7 @@ def _remove_staged(run: RunDir) -> None:
 
 
 def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:
-    from asyncrl.report.data import load_run, read_object, summary
+    from asyncrl.report.data import load_run, summary
 
     data = load_run(run)
     done = outcome.code == 0 and data.last_step >= config.learner.steps
@@ -238,18 +299,6 @@ def _print_failure(outcome: Outcome, run: RunDir) -> None:
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def check_command(config_path: Path, overrides: Sequence[str]) -> int:
-    """`asyncrl check`: the derived numbers, then every mistake; 0 or the first one's exit code."""
-    config = checks.settled(load(config_path, overrides))
-    checked = checks.check(config, roles_of(TARGETS["all"], config))
-    print(checks.render(checked))
-    if checked.errors:
-        sys.stdout.flush()
-        raise ConfigErrors(checked.errors)
-    print(f"{config_path}: no mistakes found")
-    return 0
 
 
 def require_target(name: str) -> None:

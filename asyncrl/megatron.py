@@ -32,8 +32,9 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield code, "backend 'megatron' has no loss scale for float16: use bfloat16", ("model", "dtype")
     if learner.cpu_offload:
         yield code, "backend 'megatron' has no cpu_offload: use fsdp2", ("learner", "cpu_offload")
-    if learner.reference_offload:
-        yield code, "backend 'megatron' has no reference_offload: use fsdp2", ("learner", "reference_offload")
+    for name in ("reference_offload", "offload_idle"):
+        if getattr(learner, name):
+            yield code, f"backend 'megatron' has no {name}: use fsdp2", ("learner", name)
     if learner.optim.name != "adamw":
         yield code, f"backend 'megatron' has no {learner.optim.name}: use adamw or fsdp2", ("learner", "optim", "name")
     if learner.liger:

@@ -1,14 +1,17 @@
 """The catalogue of metrics and the JSONL files they are written to.
 
-Called by every role. Guarantees:
+Called by every role that writes; whoever follows a run reads through `JsonTail`. Guarantees:
 1. a name that is not in `CATALOGUE` is an error where it is written, so that names cannot drift;
 2. a line is written whole or not at all (one `write` call of an append-only file) and carries the wall time;
-3. values are finite numbers; what is not finite is left out and named in `skipped`.
+3. values are finite numbers; what is not finite is left out and named in `skipped`;
+4. a `JsonTail` never raises because of the file: torn or damaged lines, a file that was put aside (rotation), cut, or
+   whose folder is away give what can be read, and the next look goes on.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +21,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE
 
-#: Families of names: a component of the reward, a lag, a number of tries, figures of evaluations.
-OPEN = ("reward/", "lag/", "pass_at/", "val-core/", "val-aux/")
+#: Families of names: a component of the reward, a judge, a lag, a number of tries, figures of evaluations.
+OPEN = ("reward/", "judge/", "lag/", "pass_at/", "val-core/", "val-aux/")
 
 
 class Metric(NamedTuple):
@@ -189,6 +192,14 @@ CATALOGUE: dict[str, Metric] = {
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
     "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
     "discarded_checkpoints": Metric("samples", "buffer", "begun elsewhere and not continued, since the start"),
+    "judge/default/waiting": Metric(
+        "samples",
+        "buffer",
+        "judge/<name>/waiting: samples that wait for a worker of this judge, likewise "
+        "leased: with one of its workers; scored, late (of these, after their lease had expired), failures and refused "
+        "(of a group that ended, or a second answer): since the service started",
+    ),
+    "judge/default/call_s": Metric("s", "buffer", "mean time of a call of its living workers in their last interval"),
     # buffer, one line per evaluation (metrics/evaluation.jsonl)
     "evaluation_prompts": Metric("prompts", "buffer", "held-out prompts of the evaluation: scored + failed + missing"),
     "evaluation_scored": Metric("prompts", "buffer", "those with all samples scored: the figures are of these alone"),
@@ -261,3 +272,142 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except UNREADABLE:
             continue
     return lines
+
+
+TAIL_BYTES = 1 << 20  # that one look takes at most
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far a tail has read: which file, and the end of its last whole line."""
+
+    inode: int = 0
+    offset: int = 0
+
+
+class JsonTail:
+    """New lines of a JSONL file that somebody else appends to.
+
+    `position`: where an earlier tail of the file stood, to go on there; else it begins at the end, with the whole lines
+    of the `last_bytes` before it, or at the start.
+    """
+
+    def __init__(
+        self, path: Path, *, from_end: bool = True, position: Position | None = None, last_bytes: int = 0
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.damaged = 0  # whole lines that are no JSON object
+        self._descriptor = -1
+        self._position = position or Position()
+        self._partial = b""
+        if last_bytes:
+            self._position = _near_end_of(path, last_bytes)
+        elif from_end and position is None:
+            self._position = _end_of(path)
+
+    @property
+    def position(self) -> Position:
+        """Up to where whole lines were given out."""
+        return msgspec.structs.replace(self._position, offset=self._position.offset - len(self._partial))
+
+    @property
+    def behind_bytes(self) -> int:
+        """What the file holds beyond that; 0 where it is away."""
+        found = self._stat(self.path)
+        if found is None:
+            return 0
+        return found.st_size - (self.position.offset if found.st_ino == self._position.inode else 0)
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The lines that were completed since the last call (of at most 1 MB)."""
+        try:
+            data = self._read()
+        except OSError:  # the folder is away; what comes back may be another file system
+            self.close()
+            return []
+        self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        return [line for text in whole if (line := self._decoded(text)) is not None]
+
+    def _read(self) -> bytes:
+        if self._descriptor < 0 and not self._open():
+            return b""
+        data = os.pread(self._descriptor, TAIL_BYTES, self._position.offset)
+        if data:
+            return data
+        now = self._stat(self.path)
+        if now is None:
+            return b""
+        if now.st_ino != self._position.inode or now.st_size < self._position.offset:
+            self.close()  # put aside, or cut: what was to be read of it has been read
+            return self._read() if self._open() else b""
+        return b""
+
+    def _open(self) -> bool:
+        """Open what the path names now: where it is the file of the position go on there, else at its start."""
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        found = os.fstat(self._descriptor)
+        if found.st_ino != self._position.inode or not self._ends_a_line(self.position.offset):
+            self._position, self._partial = Position(found.st_ino, 0), b""
+        return True
+
+    def _ends_a_line(self, offset: int) -> bool:
+        """Whether this can be the file that was read up to there: numbers of files are used again."""
+        return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
+
+    def _decoded(self, text: bytes) -> dict[str, Any] | None:
+        if not text:
+            return None
+        try:
+            line = msgspec.json.decode(text)
+        except UNREADABLE:
+            line = None
+        if not isinstance(line, dict):
+            self.damaged += 1
+            return None
+        return line
+
+    @staticmethod
+    def _stat(path: Path) -> os.stat_result | None:
+        try:
+            return path.stat()
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Let go of the file; a later look opens it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+def _end_of(path: Path) -> Position:
+    """After the last whole line of a file (of a line of more than 1 MB that is not whole yet: its start)."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            start = max(0, found.st_size - TAIL_BYTES)
+            data = os.pread(file.fileno(), found.st_size - start, start)
+    except OSError:
+        return Position()
+    return Position(found.st_ino, start + data.rfind(b"\n") + 1)
+
+
+def _near_end_of(path: Path, count: int) -> Position:
+    """The first line that begins in the last so many bytes."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_size <= count:
+                return Position(found.st_ino, 0)
+            file.seek(found.st_size - count - 1)
+            file.readline()  # bounded: a plain file
+            return Position(found.st_ino, file.tell())
+    except OSError:
+        return Position()

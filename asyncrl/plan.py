@@ -3,10 +3,11 @@
 Called by `asyncrl.launch`, `asyncrl.check` and tests. Guarantees:
 1. the same arguments give the same plan; nothing is started, looked up or written here;
 2. services come first, the learner last: the order in which they are started;
-3. secrets never stand in a command: keys travel as the path of their file.
+3. secrets never stand in a command: keys travel as the path of their file;
+4. onlookers (trackers) come last and go with the learner: what is launched without one has none.
 
 Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
-reward-0, learner (and torchrun around the learner's rank).
+reward-0, learner (and torchrun around the learner's rank). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.devices import Devices, environment_of, placed
+from asyncrl.judge_config import DEFAULT, judge_of, judges_of
 from asyncrl.rundir import endpoint
+from asyncrl.sockets import LOOPBACK
 
 #: What `asyncrl launch TARGET` starts, in order.
 TARGETS: dict[str, tuple[str, ...]] = {
     "all": ("buffer", "weightsync", "producer", "reward", "learner"),
+    "services": ("buffer", "weightsync"),
     "buffer": ("buffer",),
     "weightsync": ("weightsync",),
     "producers": ("producer",),
     "rewards": ("reward",),
     "learner": ("learner",),
 }
+NO_DEVICES = Devices()
 SERVICES = frozenset({"buffer", "weightsync"})
 MODULES = {
     "buffer": "buffers.server",
@@ -37,6 +43,8 @@ MODULES = {
     "reward": "producers.rewards.main",
     "learner": "learners.main",
 }
+#: Processes that look on: a run goes on without them (`asyncrl.supervise`).
+ONLOOKER = "tracker"
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class ProcessPlan:
     restarts: int = 0
     gang: bool = False  # started by torchrun: signals go to its workers, exit codes are read from its report
     ready: str = ""  # address that answers once a service is up
+    judge: str = ""  # whom a reward worker scores for
 
 
 @dataclass(frozen=True)
@@ -59,40 +68,75 @@ class Joining:
     connect: str = ""  # address of the buffer; empty: from the configuration
     key: str = ""
     takeover: bool = False
+    node_rank: int = 0  # of this host in a gang of several
+    head: str = ""  # host:port where such a gang meets: its first host
     tag: str = ""  # makes names unique where another launcher already works for the run
+    judge: str | None = None  # reward workers of this judge alone
 
 
 def plan(
     config: Config, roles: Sequence[str], *, config_path: Path, joining: Joining | None = None,
-    python: str = sys.executable, python_path: Sequence[str] = (),
+    python: str = sys.executable, python_path: Sequence[str] = (), devices: Devices = NO_DEVICES,
 ) -> list[ProcessPlan]:  # fmt: skip
-    """The processes of these roles, in the order in which they start."""
+    """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
     how = joining or Joining()
+    places = placed(config, roles, devices)
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
-        for name in names_of(role, config, tag=how.tag):
+        for number, (name, judge) in enumerate(_members(role, config, how)):
+            own = environment_of(number, places, devices) if role == "producer" else {}
             interpreter = config.producers.python if role == "producer" and config.producers.python else python
             plans.append(
                 ProcessPlan(
                     role=role,
                     name=name,
-                    argv=_command(interpreter, role, name, config=config, config_path=config_path, how=how),
-                    env=environment(threads_of(role, config), python_path),
-                    restarts=restarts_of(role, config),
+                    argv=_command(
+                        interpreter, role, name, config=config, config_path=config_path, how=how, judge=judge
+                    ),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config) | own,
+                    restarts=restarts_of(role, config, judge=judge),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
+                    judge=judge,
                 )
             )
+    if "learner" in roles:
+        plans += onlookers(config, config_path=config_path, python=python, python_path=python_path)
     return plans
 
 
-def names_of(role: str, config: Config, *, tag: str = "") -> list[str]:
+def onlookers(
+    config: Config, *, config_path: Path, python: str = sys.executable, python_path: Sequence[str] = ()
+) -> list[ProcessPlan]:
+    """Online trackers and the exporter for Prometheus, each a process of its own."""
+    modules = {f"tracker-{name}": "learners.tracking" for name in config.trackers.use}
+    if config.trackers.prometheus_port:
+        modules["tracker-prometheus"] = "asyncrl.prometheus"
+    return [
+        ProcessPlan(
+            role=ONLOOKER, name=name, argv=(python, "-m", module, "--config", str(config_path), "--name", name),
+            env=environment(1, python_path), restarts=config.learner.restarts,
+        )
+        for name, module in modules.items()
+    ]  # fmt: skip
+
+
+def names_of(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
     """`producer-0`, `producer-1`, ...; roles that exist once have the name of their role."""
-    counts = {"producer": config.producers.count, "reward": config.reward_workers.count}
-    if role not in counts:
-        return [role]
-    middle = f"-{tag}" if tag else ""
-    return [f"{role}{middle}-{number}" for number in range(counts[role])]
+    return [name for name, _ in _members(role, config, Joining(tag=tag, judge=judge))]
+
+
+def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
+    """The processes of a role: name, and the judge of a reward worker."""
+    middle = f"-{how.tag}" if how.tag else ""
+    if role == "producer":
+        return [(f"{role}{middle}-{number}", "") for number in range(config.producers.count)]
+    if role != "reward":
+        return [(role, "")]
+    return [
+        (f"{role}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
+        for judge in judges_of(config) if how.judge in (None, judge.name) for number in range(judge.count)
+    ]  # fmt: skip
 
 
 def threads_of(role: str, config: Config) -> int:
@@ -100,8 +144,15 @@ def threads_of(role: str, config: Config) -> int:
     return {"producer": config.producers.threads, "learner": config.learner.threads}.get(role, 1)
 
 
-def restarts_of(role: str, config: Config) -> int:
-    """Restarts in ten minutes: the role's own setting; services share the learner's."""
+def restarts_of(role: str, config: Config, *, judge: str = DEFAULT) -> int:
+    """Restarts in ten minutes: the role's own setting, or the judge's; services share the learner's.
+
+    A gang of several hosts has none: all its hosts have to begin again together, which their scheduler sees to.
+    """
+    if role == "learner" and config.cluster.learner_hosts > 1:
+        return 0
+    if role == "reward" and (found := judge_of(config, judge)) is not None:
+        return found.restarts
     own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
     return own.get(role, config.learner.restarts)
 
@@ -115,8 +166,34 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
     return env
 
 
-def _command(python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining) -> tuple[str, ...]:
+def _meeting(config: Config, how: Joining) -> list[str]:
+    """torchrun and where its hosts meet. One host meets nobody: in the memory of its torchrun, so that nothing listens
+    and the same command restarts as it is. Several meet at the head, by torchrun's static rendezvous, which keeps no
+    pickles as its elastic one does."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1:
+        return ["learners.local_gang"]
+    host, _, port = how.head.rpartition(":")
+    place = ["--nnodes", str(hosts), "--node-rank", str(how.node_rank), "--master-addr", host, "--master-port", port]
+    return ["torch.distributed.run", "--rdzv-backend", "static", *place]
+
+
+def interfaces(config: Config) -> dict[str, str]:
+    """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
+
+    They take whatever the host's name resolves to otherwise, and have no authentication.
+    """
+    alone = config.weightsync.collective_host in LOOPBACK and config.cluster.learner_hosts == 1
+    if not alone or not sys.platform.startswith("linux"):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def _command(
+    python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining, judge: str
+) -> tuple[str, ...]:
     words = [python, "-m", MODULES[role], "--config", str(config_path), "--name", name]
+    words += ["--judge", judge] if judge else []
     if how.connect and role not in SERVICES:
         words += ["--connect", how.connect]
     if how.key:
@@ -125,7 +202,6 @@ def _command(python: str, role: str, name: str, *, config: Config, config_path: 
         return tuple(words)
     if how.takeover:
         words.append("--takeover")
-    # c10d on a port of its own choice: nothing to collide with, and the same command restarts as it is.
-    gang = [python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0"]
+    gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.child", "--parent", "0", "--", *words)

@@ -12,18 +12,38 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from asyncrl.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
 
 
+class TrackerRun(msgspec.Struct, frozen=True):
+    """What a tracker is made with: `asyncrl.trackers` plugins are called with one of these."""
+
+    project: str
+    name: str  # of the run
+    id: str  # the same for every process of one run folder: a tracker that starts again goes on with its run
+    folder: Path  # for its own files; it exists
+    config: dict[str, Any] = {}  # the resolved configuration
+    options: dict[str, Any] = {}  # `trackers.options` of this tracker
+    secret: str = ""  # of `trackers.key_file`; empty: from the tracker's own variable
+    offline: bool = False  # nothing leaves this machine
+
+
 class Tracker(Protocol):
-    """Where metrics go beside the JSONL files."""
+    """Where metrics go beside the JSONL files. Names are tags: `health/lag_mean` (`asyncrl.metric_pages`).
+
+    A step may come again, after a restart of the tracker or of the learner: the last numbers count. Either call may
+    raise or take its time: it is made from a process of its own.
+    """
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step."""
+        """Numbers of one step, all of them finite."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -59,7 +79,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "qwen3": "producers.tools.parsers:hermes",
         "json": "producers.tools.parsers:plain_json",
     },
-    "asyncrl.trackers": {"tensorboard": "learners.trackers:TensorBoardTracker"},
+    "asyncrl.trackers": {
+        "tensorboard": "learners.tracker_tensorboard:TensorBoardTracker",
+        "wandb": "learners.tracker_wandb:WandbTracker",
+        "mlflow": "learners.tracker_mlflow:MlflowTracker",
+        "swanlab": "learners.tracker_swanlab:SwanLabTracker",
+        "trackio": "learners.tracker_trackio:TrackioTracker",
+    },
 }
 
 

@@ -45,7 +45,8 @@ def tree_of(name: str) -> Tree:
             raise ConfigError("config.preset", error.strerror or str(error), where=str(path)) from None
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError("config.preset", f"no preset {name!r}: one of {', '.join(names())}{hint}") from None
+        said = f"no preset {name!r}: one of {', '.join(names())}{hint}"
+        raise ConfigError("config.preset", said, suggestion=near[0] if near else "") from None
 
 
 def with_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:

@@ -12,12 +12,9 @@ import re
 import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any, TextIO
 
-import msgspec
-
-from asyncrl.errors import UNREADABLE
+from asyncrl.metrics import JsonTail
 from asyncrl.rundir import RunDir
 
 LOOK_S = 0.5
@@ -33,32 +30,6 @@ _LOUD = re.compile(r"\b(warning|warn|error|critical|fatal|traceback)\b|error\[|(
 def is_loud(line: str) -> bool:
     """A line that the terminal shows whoever wrote it."""
     return bool(_LOUD.search(line))
-
-
-class JsonTail:
-    """New lines of a JSONL file that somebody else appends to."""
-
-    def __init__(self, path: Path, *, from_end: bool = True) -> None:
-        self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
-        self._partial = b""
-
-    def poll(self) -> list[dict[str, Any]]:
-        """The lines that were completed since the last call (at most 1 MB)."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read(1 << 20)
-        self._offset += len(data)
-        *whole, self._partial = (self._partial + data).split(b"\n")
-        lines = []
-        for text in whole:
-            try:
-                lines.append(msgspec.json.decode(text))
-            except UNREADABLE:
-                continue
-        return [line for line in lines if isinstance(line, dict)]
 
 
 class RunView:

@@ -6,6 +6,7 @@ Called by `asyncrl.cli`. This module plans and judges; the training is `python -
 2. with unchanged settings the digest of every version is compared with the one that was committed; the answer is how
    many are bitwise equal, or the first that differs;
 3. changed settings are in force after `--from`, not before: what leads to it is replayed as it was, and compared;
+   with `--rewards` alone that is everything before the first step that has a group with other rewards;
 4. it waits for its process as long as that makes progress, `run.hang_timeout_s` at most between two steps.
 """
 
@@ -34,6 +35,7 @@ from asyncrl.modes import DATA_PREFIX
 from asyncrl.plan import MODULES, environment, plan
 from asyncrl.processes import kill_group
 from asyncrl.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
+from asyncrl.rescored import read_scores
 from asyncrl.rundir import RunDir, write_atomic
 
 RESULT, TEXT = "replay.json", "replay.txt"
@@ -48,11 +50,12 @@ CHANGEABLE = (
 
 
 def replay_command(
-    folder: Path, *, begin: int, end: int | None, overrides: Sequence[str], out: Path | None, as_json: bool
-) -> int:
+    folder: Path, *, begin: int, end: int | None, overrides: Sequence[str], out: Path | None, as_json: bool,
+    rewards: Path | None = None,
+) -> int:  # fmt: skip
     """Replay and report; 0 where everything that was to be equal is."""
     run = RunDir(folder).require()
-    todo = planned(run, begin=begin, end=end, overrides=overrides)
+    todo = planned(run, begin=begin, end=end, overrides=overrides, rewards=rewards)
     target = _folder(run, out)
     say: Callable[[str], None] = (lambda _: None) if as_json else _print
     started = time.monotonic()
@@ -69,7 +72,7 @@ def replay_command(
 # ---------------------------------------------------------------- the plan
 
 
-def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str]) -> Plan:
+def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str], rewards: Path | None = None) -> Plan:
     """What to replay, from the logs. Raises `replay.missing` where something it needs is not kept."""
     _check_overrides(run, overrides)
     reader = Reader()
@@ -91,10 +94,45 @@ def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str
     )
     if len(steps) != end - start:
         raise ConfigError("replay.missing", f"not every step of {start + 1} to {end} was committed")
+    since = max(begin, start)
+    others: dict[int, tuple[int, ...]] = {}
+    left: tuple[str, ...] = ()
+    if rewards is not None:
+        others, left = _other_rewards(run, rewards, [step for step in steps if step.step > since])
+        if not overrides:
+            since = min(others, default=end + 1) - 1
     return Plan(
-        run=str(run.root), start=start, since=max(begin, start), steps=steps, checkpoint=checkpoint,
+        run=str(run.root), start=start, since=since, steps=steps, checkpoint=checkpoint,
         start_digest=_digest(reader, start), overrides=tuple(overrides), final=_final(run, end, last),
+        rewards="" if rewards is None else str(rewards.resolve()), rescored=others, left=left,
     )  # fmt: skip
+
+
+def _other_rewards(
+    run: RunDir, path: Path, steps: Sequence[Step]
+) -> tuple[dict[int, tuple[int, ...]], tuple[str, ...]]:
+    """The trained groups whose rewards are others in the file, by step; and what the file does not say."""
+    head, groups = read_scores(path)
+    if Path(head.run).resolve() != run.root:
+        raise ConfigError("rescore.file", f"it is of the run {head.run}", where=str(path))
+    known = {(one.step, one.group): one for one in groups}
+    wanted = [(step.step, group) for step in steps for group in step.groups]
+    failed = [place for place in wanted if place in known and known[place].failed]
+    absent = [place for place in wanted if place not in known]
+    others: dict[int, tuple[int, ...]] = {}
+    for step, group in wanted:
+        if (step, group) in known and known[step, group].changed and not known[step, group].failed:
+            others[step] = (*others.get(step, ()), group)
+    left = []
+    for what, places in (("could not be scored", failed), ("are not in the file", absent)):
+        if places:
+            left.append(f"{len(places)} groups {what} and keep the rewards of the run: {_some(places)}")
+    return others, tuple(left)
+
+
+def _some(places: Sequence[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{group} of step {step}" for step, group in places[:8])
+    return shown + (" and others" if len(places) > 8 else "")
 
 
 def _check_overrides(run: RunDir, overrides: Sequence[str]) -> None:

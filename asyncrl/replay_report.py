@@ -34,11 +34,14 @@ class Plan(msgspec.Struct, frozen=True):
 
     run: str
     start: int  # version of the weights that it begins with
-    since: int  # `overrides` are in force after this step
+    since: int  # `overrides` are in force after this step, and other rewards
     steps: tuple[Step, ...]
     checkpoint: str = ""
     start_digest: str = ""
     overrides: tuple[str, ...] = ()
+    rewards: str = ""  # file of scores whose rewards are trained on
+    rescored: dict[int, tuple[int, ...]] = {}  # step -> groups with other rewards there
+    left: tuple[str, ...] = ()  # what that file does not say
     final: str = ""  # checkpoint or model.safetensors with the run's weights after the last step; empty: none is kept
 
 
@@ -93,6 +96,8 @@ class Replayed(msgspec.Struct):
     weights: dict[str, float]
     notes: list[str]
     wall_s: float
+    rewards: str = ""
+    rescored: dict[int, tuple[int, ...]] = {}
 
 
 def judge(plan: Plan, done: Sequence[Done], end: End, *, wall_s: float) -> Replayed:
@@ -101,14 +106,14 @@ def judge(plan: Plan, done: Sequence[Done], end: End, *, wall_s: float) -> Repla
     steps = []
     for old in plan.steps:
         new = by_step[old.step]
-        changed = bool(plan.overrides) and old.step > plan.since
+        changed = bool(plan.overrides or plan.rewards) and old.step > plan.since
         equal = None if not old.digest else old.digest == new.digest
         steps.append(Compared(old.step, changed, equal, new.digest, old.digest, _part(old.metrics), _part(new.metrics),
                               new.skipped))  # fmt: skip
     same = [step for step in steps if not step.changed]
     checked = [step for step in same if step.equal is not None]
     different = [step.step for step in checked if not step.equal]
-    notes = list(end.notes)
+    notes = [*end.notes, *plan.left]
     first = different[0] if different else None
     if plan.start_digest and plan.start_digest != end.start_digest:
         first = plan.start
@@ -117,11 +122,11 @@ def judge(plan: Plan, done: Sequence[Done], end: End, *, wall_s: float) -> Repla
         notes.append(f"bitwise equality is promised for one rank on a CPU, this was {end.ranks} x {end.device}")
     notes += [f"step {line.step}: groups {list(line.left_out)} broke here" for line in done if line.left_out]
     return Replayed(
-        ok=first is None and bool(checked or plan.overrides),
+        ok=first is None and bool(checked or plan.overrides or plan.rescored),
         run=plan.run, start=plan.start, checkpoint=plan.checkpoint, since=plan.since,
         last=plan.steps[-1].step, overrides=plan.overrides, checked=len(checked), equal=len(checked) - len(different),
         unknown=len(same) - len(checked), first_different=first, steps=steps, weights=end.weights, notes=notes,
-        wall_s=round(wall_s, 3),
+        wall_s=round(wall_s, 3), rewards=plan.rewards, rescored=plan.rescored,
     )  # fmt: skip
 
 
@@ -141,16 +146,29 @@ def render(found: Replayed) -> str:
         lines.append(f"the first that differs is version {found.first_different}{words}")
     if found.unknown:
         lines.append(f"{found.unknown} versions have no digest in the run's log")
-    if not found.checked and not found.overrides:
+    if found.rewards:
+        lines += _rescored(found)
+    if not found.checked and not found.overrides and not found.rescored:
         lines.append("nothing could be compared: this proves nothing")
-    if found.overrides:
+    if found.overrides or found.rescored:
         lines += _what_if(found)
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
+def _rescored(found: Replayed) -> list[str]:
+    groups = sum(len(numbers) for numbers in found.rescored.values())
+    lines = [f"rewards of {found.rewards}: {groups} groups have others than the run, in {len(found.rescored)} steps"]
+    for step, numbers in list(found.rescored.items())[:SHOWN_STEPS]:
+        lines.append(f"  step {step}: groups {', '.join(map(str, numbers))}")
+    if len(found.rescored) > SHOWN_STEPS:
+        lines.append(f"  and {len(found.rescored) - SHOWN_STEPS} steps more")
+    return lines
+
+
 def _what_if(found: Replayed) -> list[str]:
     changed = [step for step in found.steps if step.changed]
-    lines = [f"what if, from step {found.since + 1} on: {', '.join(found.overrides)}", ""]
+    what = [*found.overrides, *(["rewards of the file"] if found.rescored else [])]
+    lines = [f"what if, from step {found.since + 1} on: {', '.join(what)}", ""]
     lines.append("  step  " + "  ".join(f"{COMPARED[name] + ' old -> new':>24}" for name in SHOWN_COLUMNS))
     every = max(1, -(-len(changed) // SHOWN_STEPS))
     for place, step in enumerate(changed):

@@ -4,7 +4,8 @@ Called by the `main` of each role. Guarantees:
 1. SIGTERM or SIGINT asks for a graceful stop; the second one ends the process at once (exit code 130);
 2. the process ends with its parent (Linux), so a killed launcher leaves no orphan;
 3. SIGUSR1 prints the stacks of all threads to the log;
-4. an `AsyncRLError` ends the process with its text and exit code, without a traceback; anything else is a bug: exit 70.
+4. an `AsyncRLError` ends the process with its text and exit code, without a traceback; anything else is a bug: exit 70;
+5. files that it writes are readable by their owner alone.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class RoleArgs(argparse.Namespace):
     connect: str  # buffer address; empty: from the configuration
     key: str
     takeover: bool
+    judge: str  # of a reward worker: whom it scores for; empty: the default judge
 
 
 def arguments(role: str, argv: Sequence[str] | None) -> RoleArgs:
@@ -69,6 +71,7 @@ def arguments(role: str, argv: Sequence[str] | None) -> RoleArgs:
     parser.add_argument("--connect", default="", help="address of the buffer")
     parser.add_argument("--key", default="", help="key file")
     parser.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    parser.add_argument("--judge", default="", help="of a reward worker: the judge that it scores for")
     return parser.parse_args(argv, namespace=RoleArgs())
 
 
@@ -104,6 +107,7 @@ def key_of(args: RoleArgs, config: Config) -> Keys | None:
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:
     """Run a role to its end and return its exit code."""
     args = arguments(role, argv)
+    os.umask(0o077)  # what a role writes is its owner's, also where the run folder was made for everybody
     die_with_parent()
     stop = Stop()
     install_signals(stop)

@@ -14,12 +14,15 @@ import socket
 import time
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlparse
 
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.sockets import Keys, ipc_address, read_keys, write_keys
+
+WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: nobody can connect to it by that name
 
 
 class RunDir:
@@ -34,6 +37,7 @@ class RunDir:
         self.evaluations = self.root / "evaluations"  # every scored sample of held-out prompts, one file per step
         self.metrics = self.root / "metrics"  # learner, roles, buffer, weightsync, evaluation: .jsonl
         self.tensorboard = self.root / "tensorboard"
+        self.trackers = self.root / "trackers"  # of online trackers: their own files, and how far each is
         self.logs = self.root / "logs"  # one file per process
         self.alive = self.root / "alive"  # signs of life: one small file per role
         self.sockets = self.root / "sockets"
@@ -99,10 +103,32 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file, empty where there is none."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def endpoint(config: Config, service: str) -> str:
     """Address of `buffer` or `weightsync`: the setting, or a socket in the run folder where it says auto."""
     address = str(getattr(config.network, service))
     return ipc_address(RunDir(config.run_dir).sockets, service) if address == "auto" else address
+
+
+def beside(address: str, connect: str) -> str:
+    """The address of a service as somebody elsewhere reaches it, who reached the other one at `connect`.
+
+    >>> beside("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
+    'tcp://10.0.0.7:5556'
+    """
+    listens, reached = urlparse(address), urlparse(connect)
+    if listens.scheme != "tcp" or listens.hostname not in WILDCARDS or reached.scheme != "tcp" or not reached.hostname:
+        return address
+    host = f"[{reached.hostname}]" if ":" in reached.hostname else reached.hostname
+    return f"tcp://{host}:{listens.port}"
 
 
 def run_keys(config: Config, *, make: bool = False) -> Keys | None:

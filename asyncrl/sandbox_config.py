@@ -36,3 +36,14 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for path in sandbox.paths:
         if not Path(path).is_absolute():
             yield "config.type", f"sandbox.paths: {path!r} is not an absolute path", ("sandbox", "paths")
+    own = {judge.name: judge.timeout_s for judge in config.judge}
+    for index, reward in enumerate(config.reward):
+        limit_s = own.get(reward.judge) or config.reward_workers.timeout_s
+        asked = reward.args.get("timeout_s")
+        program_s = asked if isinstance(asked, int | float) else sandbox.timeout_s
+        if reward.function == "builtin:code" and program_s >= limit_s:
+            message = (
+                f"a program may take {program_s:g} s and its call {limit_s:g} s: an endless program would be a failed "
+                "reward and no 0; lower sandbox.timeout_s or raise reward_workers.timeout_s"
+            )
+            yield "config.conflict", message, ("reward", f"[{index}]")

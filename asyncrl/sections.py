@@ -5,7 +5,8 @@ Called by `asyncrl.config` and `asyncrl.algorithm_config`. It holds no setting.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -18,3 +19,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all sections."""
+
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Fields that what the user wrote makes necessary, beside those without a default."""
+        return ()

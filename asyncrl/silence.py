@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncrl.metrics import JsonTail
 from asyncrl.processes import children_of, state_of
-from asyncrl.progress import JsonTail
 from asyncrl.rundir import RunDir
 from asyncrl.signs import read_signs
 

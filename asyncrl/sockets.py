@@ -8,7 +8,9 @@ an application answer. Guarantees:
 2. every wait ends: at the deadline `net.unreachable` names the address and the time waited;
 3. a frame that does not decode is answered with `Refused` where its sender can be told, and counted; it never raises;
    an asker who is told so sends again, and believes it at the third time: the frame may have been damaged under way;
-4. an `ipc://` socket is only the owner's (mode 0600 in a 0700 folder); beyond loopback needs CURVE keys.
+4. an `ipc://` socket is only the owner's (mode 0600 in a 0700 folder); beyond loopback needs CURVE keys, or says every
+   minute that it has none;
+5. with keys a service knows by the sender's key, not by its words, whether it may lead the run (`config.forbidden`).
 It does not know what messages mean.
 """
 
@@ -35,7 +37,8 @@ import msgspec
 import zmq
 import zmq.auth
 
-from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, Unavailable, WireError, error_for
+from asyncrl.errors import AsyncRLError, ConfigError, Unavailable, WireError, error_for
+from asyncrl.keys import OWNER, Keys, read_keys, write_keys
 from asyncrl.wire import (
     COPY_THRESHOLD_BYTES,
     REPLY,
@@ -52,10 +55,16 @@ from asyncrl.wire import (
     request_of,
 )  # fmt: skip
 
+__all__ = [
+    "AsyncRequester", "Call", "Keys", "Requester", "Responder", "check_bind", "damaged", "ipc_address", "is_exposed",
+    "keep_memory", "raise_refused", "read_keys", "remove_unused", "write_keys",
+]  # fmt: skip
+
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 MAX_IPC_PATH = 100  # sun_path holds 108 bytes
 UNUSED_S = 60.0  # a younger temporary folder may be one in which a service is about to listen
 RETRY_S = 0.1  # pause after a send that found no connection
+WARN_S = 60.0  # between two warnings of a socket that is open to everybody
 LOOK_S = 0.25  # how often a wait for an answer asks whether to go on
 #: What a service says of a frame that may have been damaged under way; believed when it is said `BELIEVED` times.
 DAMAGED = frozenset({"wire.prefix", "wire.schema", "wire.size", "wire.checksum"})
@@ -83,39 +92,6 @@ def keep_memory() -> None:
         return
     mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
     mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 8)
-
-
-class Keys(msgspec.Struct, frozen=True):
-    """CURVE keys of a run, Z85 text. A key file holds all four: whoever can read it may join the run."""
-
-    server_public: str
-    server_secret: str
-    client_public: str
-    client_secret: str
-
-
-def write_keys(path: Path) -> Keys:
-    """Make the keys of a run in a file that only its owner can read."""
-    server_public, server_secret = zmq.curve_keypair()
-    client_public, client_secret = zmq.curve_keypair()
-    keys = Keys(*(text.decode() for text in (server_public, server_secret, client_public, client_secret)))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(keys))
-    return keys
-
-
-def read_keys(path: Path) -> Keys:
-    """The keys of a file. Raises `config.network` where it is missing, damaged or readable by others."""
-    try:
-        mode = path.stat().st_mode & 0o077
-        keys = msgspec.json.decode(path.read_bytes(), type=Keys)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError("config.network", f"key file: {error}", where=str(path)) from None
-    if mode:
-        remedy = f"chmod 600 {path}"
-        raise ConfigError("config.network", "key file is readable by others", where=str(path), remedy=remedy)
-    return keys
 
 
 def ipc_address(folder: Path, name: str) -> str:
@@ -170,11 +146,19 @@ def _listens(path: Path) -> bool:
 
 def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> None:
     """Refuse to listen beyond this host without keys (`config.network`)."""
-    parsed = urlparse(address)
-    if parsed.scheme not in ("ipc", "tcp", "inproc"):
+    if urlparse(address).scheme not in ("ipc", "tcp", "inproc"):
         raise ConfigError("config.network", f"{address!r} is not ipc:// or tcp://", where="network")
-    if parsed.scheme == "tcp" and parsed.hostname not in LOOPBACK and keys is None and not insecure:
+    if is_exposed(address) and keys is None and not insecure:
         raise ConfigError("config.network", f"{address} is reachable from other hosts and has no keys", where="network")
+    if keys is not None and not keys.server_secret:
+        raise ConfigError("config.network", f"{address}: a join key cannot serve", where="network",
+                          remedy="give services and the learner the server.key of the run")  # fmt: skip
+
+
+def is_exposed(address: str) -> bool:
+    """Whether other hosts can reach what listens there."""
+    parsed = urlparse(address)
+    return parsed.scheme == "tcp" and parsed.hostname not in LOOPBACK
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
@@ -260,6 +244,17 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Buffer]:
         frame = socket.recv(_NOBLOCK, copy=False)
         frames.append(frame.buffer)
         if not frame.more:
+            return frames
+
+
+def _receive_known(socket: zmq.Socket[bytes]) -> list[Buffer]:
+    """Like `_receive`, with the public key of the sender in front: what ZAP admitted it by, not what it says it is."""
+    frames: list[Buffer] = [b""]
+    while True:
+        frame = socket.recv(_NOBLOCK, copy=False)
+        frames.append(frame.buffer)
+        if not frame.more:
+            frames[0] = str(frame.get("User-Id")).encode()
             return frames
 
 
@@ -378,8 +373,12 @@ def raise_refused(packet: Packet) -> Packet:
 class _Pump:
     """Moves a ZeroMQ socket by its edge-triggered descriptor on the running event loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[list[Buffer]]], None]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_frames: Callable[[list[list[Buffer]]], None], *,
+        receive: Callable[[zmq.Socket[bytes]], list[Buffer]] = _receive,
+    ) -> None:  # fmt: skip
         self._socket = socket
+        self._receive = receive
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
@@ -401,7 +400,7 @@ class _Pump:
         batch: list[list[Buffer]] = []
         try:
             while len(batch) < DRAIN_LIMIT:
-                batch.append(_receive(self._socket))
+                batch.append(self._receive(self._socket))
             self.wake()
         except zmq.Again:  # empty: the descriptor tells when there is more
             pass
@@ -563,11 +562,17 @@ class AsyncRequester:
 
 
 class Call:
-    """One request at a service. Answer it once with `reply`, at once or later; `peer` is stable while connected."""
+    """One request at a service. Answer it once with `reply`, at once or later; `peer` is stable while connected.
 
-    __slots__ = ("_many", "_responder", "checksum", "header", "message", "payloads", "peer", "received", "request")
+    `user` is what the sender's key makes it: `owner` or `join`; empty where the service has no keys.
+    """
 
-    def __init__(self, responder: Responder, peer: bytes, packet: Packet) -> None:
+    __slots__ = (
+        "_many", "_responder", "checksum", "header", "message", "payloads", "peer", "received", "request", "user",
+    )  # fmt: skip
+
+    def __init__(self, responder: Responder, peer: bytes, packet: Packet, *, user: str = "") -> None:
+        self.user = user
         self._responder = responder
         self._many = packet.kind == REQUEST_MANY
         self.peer = peer
@@ -590,14 +595,17 @@ class Call:
 class Responder:
     """Answers requests on a ROUTER socket. `handler` gets the decoded requests of one drain (at most 16) together.
 
-    `counters`: received, bad_frames, gone_peers. Made and used on one event loop.
+    `restricted` names messages that only the owner of the run may send, where the service has keys. `counters`:
+    received, bad_frames, gone_peers, forbidden. Made and used on one event loop.
     """
 
     def __init__(
         self, address: str, handler: Callable[[list[Call]], None], *, keys: Keys | None = None,
-        max_bytes: int = 1 << 30, insecure: bool = False,
+        max_bytes: int = 1 << 30, insecure: bool = False, restricted: Callable[[Message], bool] = lambda _: False,
     ) -> None:  # fmt: skip
         check_bind(address, keys=keys, insecure=insecure)
+        self._known = {} if keys is None else {public.encode(): name for public, name in keys.known.items()}
+        self._restricted = restricted
         self.counters: Counter[str] = Counter()
         self._handler = handler
         self._together: dict[bytes, list[tuple[int, Message]]] | None = None  # answers of the drain under way
@@ -616,14 +624,30 @@ class Responder:
             socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.server_secret)
             socket.setsockopt_string(zmq.ZAP_DOMAIN, "asyncrl")
         self.address = _bind(socket, address)
-        self._pump = _Pump(socket, self._take)
+        self._pump = _Pump(socket, self._take if keys is None else self._take_known,
+                           receive=_receive if keys is None else _receive_known)  # fmt: skip
+        self._warning: asyncio.TimerHandle | None = None
+        if keys is None and is_exposed(address):
+            self._warn()
 
-    def _take(self, batch: list[list[Buffer]]) -> None:
+    def _warn(self) -> None:
+        """Once a minute, for as long as it lasts."""
+        print(f"warning: {self.address} is open to everybody who reaches this host: it has no keys", flush=True)
+        self._warning = asyncio.get_running_loop().call_later(WARN_S, self._warn)
+
+    def _take_known(self, batch: list[list[Buffer]]) -> None:
+        self._take([frames for _, *frames in batch], [self._known.get(bytes(key), "") for key, *_ in batch])
+
+    def _take(self, batch: list[list[Buffer]], users: Sequence[str] = ()) -> None:
         calls: list[Call] = []
-        for peer, *frames in batch:
+        for (peer, *frames), user in zip(batch, users or itertools.repeat(""), strict=False):
             self.counters["received"] += 1
             try:
-                calls.append(Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes)))
+                call = Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes), user=user)
+                if self._known and user != OWNER and self._restricted(call.message):
+                    self._forbid(call)
+                else:
+                    calls.append(call)
             except WireError as error:
                 self.counters["bad_frames"] += 1
                 number = request_of(frames)
@@ -642,6 +666,11 @@ class Responder:
                 else:
                     packed = tuple((number, encode_header(message)) for number, message in answers)
                     self._send(peer, 0, Replies(packed), ())
+
+    def _forbid(self, call: Call) -> None:
+        self.counters["forbidden"] += 1
+        what = f"{type(call.message).__name__} is not for holders of a join key"
+        call.refuse(ConfigError("config.forbidden", what, where=self.address))
 
     def reply(
         self, peer: bytes, request: int, message: Message, payloads: Sequence[Buffer] = (), *, many: bool = False
@@ -663,6 +692,8 @@ class Responder:
 
     def close(self) -> None:
         """Stop answering. Replies that were queued get half a second to leave."""
+        if self._warning is not None:
+            self._warning.cancel()
         self._pump.close(500)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -675,21 +706,21 @@ class Responder:
 class _Admission:
     """Answers ZAP's question from memory: a folder of keys would outlive a process that is killed."""
 
-    def __init__(self, client_public: bytes) -> None:
-        self._client_public = client_public
+    def __init__(self, keys: Keys) -> None:
+        self._known = [public.encode() for public in keys.known]
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether the peer holds the run's client key."""
-        return hmac.compare_digest(key, self._client_public)
+        """Whether the peer holds one of the run's keys."""
+        return any(hmac.compare_digest(key, public) for public in self._known)
 
 
 def _authenticate(context: zmq.Context[Any], keys: Keys) -> Any:
-    """A ZAP handler in a thread that admits the run's client key alone."""
+    """A ZAP handler in a thread that admits the run's keys alone, under a domain of that name ("*" admits nobody)."""
     from zmq.auth.thread import ThreadAuthenticator
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback("asyncrl", _Admission(keys.client_public.encode()))
+    authenticator.configure_curve_callback("asyncrl", _Admission(keys))
     return authenticator
 
 

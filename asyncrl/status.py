@@ -20,10 +20,12 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.live.state import SCHEMA
+from asyncrl.metrics import JsonTail
 from asyncrl.modes import streams
 from asyncrl.processes import reachable, send, state_of
 from asyncrl.progress import QUEUE_STATES, number
-from asyncrl.rundir import RunDir, endpoint, run_keys
+from asyncrl.rundir import RunDir, endpoint, read_object, run_keys
 from asyncrl.signs import read_signs
 from asyncrl.silence import STOPPED
 from asyncrl.sockets import Keys, read_keys
@@ -31,6 +33,7 @@ from asyncrl.sockets import Keys, read_keys
 ASK_TIMEOUT_S = 3.0
 SILENT_S = 10.0  # where no configuration says
 STOP_POLL_S = 0.2
+LAST_BYTES = 1 << 20  # of a file of metrics: its newest lines
 LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-PID.lock
 
 
@@ -38,9 +41,8 @@ def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool
     """Print the state; 0 where the buffer answered, 69 where it did not."""
     if (folder is None) == (not connect):
         raise ConfigError("usage", "give a run folder or --connect URL")
-    state: dict[str, Any]
     if folder is None:
-        state = {"buffer": buffer_status(connect, read_keys(Path(key)) if key else None)}
+        state = connect_status(connect, read_keys(Path(key)) if key else None)
     else:
         state = run_status(RunDir(folder).require(), key=key)
     if as_json:
@@ -54,22 +56,46 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
     """What both services say and where the files stand."""
     config = load(run.config)
     keys = read_keys(Path(key)) if key else run_keys(config)
-    from asyncrl.report.data import load_run
-
-    data = load_run(run)
+    steps, queue, beats = (_last_lines(run.metrics / f"{name}.jsonl") for name in ("learner", "buffer", "roles"))
     return {
+        "schema": SCHEMA,
+        "at": time.time(),
         "run": str(run.root),
+        "name": config.run.name,
         "steps": config.learner.steps,
         "silent_timeout_s": config.run.silent_timeout_s,
         "launchers": [{"target": target, "pid": pid} for target, pid in launchers(run)],
-        "last_step": data.steps[-1] if data.steps else {},
-        "result": data.result,
-        "queue": data.buffer[-1] if data.buffer else {},
-        "workers": {name: lines[-1] for name, lines in sorted(data.roles.items())},
+        "last_step": next((line for line in reversed(steps) if "step" in line), {}),
+        "result": read_object(run.result),
+        "queue": queue[-1] if queue else {},
+        "workers": {str(line["name"]): line for line in sorted(beats, key=_name_and_time) if "name" in line},
         "alive": _alive(run),
         "buffer": buffer_status(endpoint(config, "buffer"), keys),
         **({} if streams(config) else {"weightsync": weightsync_status(endpoint(config, "weightsync"), keys)}),
     }
+
+
+def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """What the buffer at an address says, and the weight-sync service that it names."""
+    buffer = buffer_status(address, keys)
+    learner = buffer.get("learner") or {}
+    state = {"schema": SCHEMA, "at": time.time(), "name": str(buffer.get("run_id", "")).partition("@")[0],
+             "last_step": dict(learner.get("stats") or {}), "buffer": buffer}  # fmt: skip
+    place = str((buffer.get("endpoints") or {}).get("weightsync", ""))
+    return state | ({"weightsync": weightsync_status(place, keys)} if place else {})
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines in the last part of a file."""
+    tail = JsonTail(path, last_bytes=LAST_BYTES)
+    try:
+        return tail.poll()
+    finally:
+        tail.close()
+
+
+def _name_and_time(line: dict[str, Any]) -> tuple[str, float]:
+    return str(line.get("name")), float(line.get("t", 0.0))
 
 
 def _alive(run: RunDir) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,8 @@
 Called by `asyncrl.launch` from the main thread (the kernel ties children to the thread that starts them). Guarantees:
 1. a child that ends with a code outside `FINAL_EXIT_CODES`, or by a signal, is started again after 0.5 s, 1 s, 2 s ..
    10 s, at most `ProcessPlan.restarts` times in 10 minutes; then everything is stopped and the run has its exit code.
-   A producer or reward worker is given up instead while another one of its role is at work here: the run goes on;
+   A producer or reward worker is given up instead while another one of its role is at work here: the run goes on, as
+   it does without an onlooker (a tracker), whatever its code says;
 2. the first SIGINT or SIGTERM stops in order: learner, producers, rewards, weight sync, buffer, each with a deadline;
    the second one kills everything at once;
 3. when `run` returns, no child is left; when the launcher is killed, the kernel kills the children (`asyncrl.child`);
@@ -38,7 +39,7 @@ import msgspec
 from asyncrl.child_process import Child, exit_code_of
 from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLError
 from asyncrl.hang import HangWatch
-from asyncrl.plan import SERVICES, ProcessPlan
+from asyncrl.plan import ONLOOKER, SERVICES, ProcessPlan
 from asyncrl.processes import kill_group, reachable
 from asyncrl.silence import SilenceWatch
 
@@ -200,7 +201,7 @@ class Supervisor:
             return
         if code in FINAL_EXIT_CODES or len(child.restarted) >= child.plan.restarts:
             why = "is final" if code in FINAL_EXIT_CODES else f"came after {len(child.restarted)} restarts"
-            if code not in FINAL_EXIT_CODES and self._others(child):
+            if child.plan.role == ONLOOKER or (code not in FINAL_EXIT_CODES and self._others(child)):
                 self._give_up(child, code, why)
             else:
                 self._begin_stop(code, f"{name} ended with code {code}, which {why}", failed=child)
@@ -214,7 +215,8 @@ class Supervisor:
     def _others(self, child: Child) -> list[str]:
         """Workers of the same role that are at work here, or will be again."""
         role = child.plan.role
-        alike = [other for other in self.children if other is not child and other.plan.role == role]
+        mine = (role, child.plan.judge)  # the workers of another judge are no substitute
+        alike = [one for one in self.children if one is not child and (one.plan.role, one.plan.judge) == mine]
         return [other.plan.name for other in alike if not other.over] if role in REPLACEABLE else []
 
     def _give_up(self, child: Child, code: int, why: str) -> None:
@@ -222,8 +224,9 @@ class Supervisor:
         name = child.plan.name
         self._given_up[name] = code
         self._event("given up", name=name, role=child.plan.role, code=code)
-        self._say("launch", f"error: {name} ended with code {code}, which {why}: it is given up, the run goes on with "
-                  f"{', '.join(self._others(child))}; see {child.log}")  # fmt: skip
+        others = ", ".join(self._others(child))
+        self._say("launch", f"error: {name} ended with code {code}, which {why}: it is given up, the run goes on "
+                  f"{f'with {others}' if others else 'without'}; see {child.log}")  # fmt: skip
 
     def _schedule(self, child: Child, wait_s: float) -> None:
         child.restart_at = time.monotonic() + wait_s
@@ -232,7 +235,8 @@ class Supervisor:
 
     def _wanted(self) -> bool:
         """Somebody other than the services is still at work."""
-        return any(not child.over for child in self.children if child.plan.role not in SERVICES)
+        idle = {*SERVICES, ONLOOKER}
+        return any(not child.over for child in self.children if child.plan.role not in idle)
 
     def _look_for_the_end(self) -> None:
         learners = [child for child in self.children if child.plan.role == "learner"]

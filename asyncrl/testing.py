@@ -1,12 +1,15 @@
-"""Contract tests for what users write, for their own test suites: `check_environment`.
+"""Contract tests for what users write, for their own test suites: `assert_reward`, `check_environment`.
 
-Called by authors of environments, and (`run_contract`) by the command `test-env`. Guarantee: it imports what it tests,
-and what that needs, only when it is called.
+    from asyncrl.testing import assert_reward, check_environment
 
-Example, in a test of one's own:
+    def test_my_reward():
+        assert_reward("my_rewards:exact", [{"prompt": "2+2=", "answer": "4"}])
 
-    from asyncrl.testing import check_environment
-    assert all(found.kept for found in check_environment("my_envs:Guess", row={"prompt": "guess"}))
+    def test_my_environment():
+        assert all(found.kept for found in check_environment("my_envs:Guess", row={"prompt": "guess"}))
+
+Called by authors, and (`run_contract`) by the command `test-env`. Guarantees: nothing heavy is imported before a helper
+is called; `assert_reward` raises AssertionError with the whole report; functions run in the worker's child process.
 """
 
 from __future__ import annotations
@@ -20,6 +23,28 @@ from typing import Any
 
 from asyncrl.errors import EXIT_FAILED
 from asyncrl.plugins import load_object
+
+
+def check_reward(
+    function: str, rows: Sequence[Mapping[str, Any]], *, args: Mapping[str, Any] | None = None, response_key: str = "",
+    prompt_key: str = "prompt", timeout_s: float = 10.0, memory_bytes: int = 2 << 30, sandbox: str = "bubblewrap",
+) -> Any:  # fmt: skip
+    """The report on a reward function: `ok`, `checks` (verdict, text, remedy), `outcomes`, `render()`.
+
+    `function` and `args` are as in `[[reward]]`; the module must be importable (its folder on PYTHONPATH). Raises
+    `config.reward` where it cannot be used.
+    """
+    check = load_object("producers.rewards.author:check_reward", code="config.extra")
+    return check(
+        function, rows, args=args, response_key=response_key, prompt_key=prompt_key, timeout_s=timeout_s,
+        memory_bytes=memory_bytes, sandbox=sandbox,
+    )  # fmt: skip
+
+
+def assert_reward(function: str, rows: Sequence[Mapping[str, Any]], **options: Any) -> None:
+    """Raise AssertionError with the report where the function does not keep the contract."""
+    report = check_reward(function, rows, **options)
+    assert report.ok, f"\n{report.render()}"
 
 
 def check_environment(

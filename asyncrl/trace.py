@@ -62,6 +62,17 @@ class Sample(msgspec.Struct):
     reward_version: str = ""
     scored_at: float = 0.0
     given_up: str = ""  # why the sample was given up with its group's restart
+    judged: list[Judgement] = []  # what each judge said, where there are several
+
+
+class Judgement(msgspec.Struct):
+    """What one judge said about a sample."""
+
+    judge: str
+    reward: float
+    worker: str
+    version: str
+    at: float
 
 
 class Training(msgspec.Struct):
@@ -241,6 +252,13 @@ def _score(story: Story, event: Event) -> None:
             sample.scored_at = event["t"]
 
 
+def _judged(story: Story, event: Event) -> None:
+    for sample in story.samples:
+        if sample.index == event["i"]:
+            sample.judged = [*sample.judged, Judgement(event["judge"], event["reward"], event["worker"],
+                                                       event.get("version", ""), event["t"])]  # fmt: skip
+
+
 def _unscored(story: Story, event: Event) -> None:
     story.state, story.unscored_at = "unscored", event["t"]
 
@@ -296,7 +314,7 @@ def _dead(story: Story, event: Event) -> None:
 _HANDLERS = {
     "issue": _issue, "lease": _lease, "lost": _lost, "sample": _sample, "score": _score, "unscored": _unscored,
     "ready": _ready, "cancel": _cancel, "claim": _claim, "commit": _commit, "register": _register, "retire": _retire,
-    "drop": _drop, "dead": _dead, "continue": _continue, "discard": _discard,
+    "drop": _drop, "dead": _dead, "continue": _continue, "discard": _discard, "judged": _judged,
 }  # fmt: skip
 
 

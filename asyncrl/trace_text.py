@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import load
+from asyncrl.judge_config import shown
 from asyncrl.rundir import RunDir
 from asyncrl.trace import Letter, Sample, Story, Training, dead_groups, letters_of, step_of, stories_of, story_of
 
@@ -114,7 +115,11 @@ def _reward(sample: Sample) -> str:
     text = "; not scored yet" if sample.reward is None else f"; reward {sample.reward:.4g}"
     if sample.parts:
         text += " (" + ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items()) + ")"
-    if sample.worker:
+    if sample.judged:
+        said = (f"{shown(one.judge)} {one.reward:.4g} by {one.worker}"
+                + (f", version {one.version}" if one.version else "") for one in sample.judged)  # fmt: skip
+        text += f": {'; '.join(said)}"
+    elif sample.worker:
         text += f" by {sample.worker}" + (f", version {sample.reward_version}" if sample.reward_version else "")
     return text + (f"; given up: {sample.given_up}" if sample.given_up else "")
 

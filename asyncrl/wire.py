@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Union
+from typing import Annotated, Any, Final, Union
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import Meta
 
 from asyncrl.errors import UNREADABLE, WireError
 from asyncrl.versions import Runs
@@ -42,6 +43,9 @@ MAX_HEADER_BYTES: Final = 16 << 20
 #: A sending copy is cheaper than pyzmq's release bookkeeping below this size (measured crossover 84 KB to 1 MB).
 COPY_THRESHOLD_BYTES: Final = 256 << 10
 
+LARGEST: Final = 1 << 62  # what comes after it still fits where 64 bits are all there is
+Whole = Annotated[int, Meta(ge=0, le=LARGEST)]
+Version = Annotated[int, Meta(ge=-1, le=LARGEST)]  # -1: none yet
 Buffer = bytes | bytearray | memoryview
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -59,12 +63,12 @@ class Hello(Message, frozen=True, tag=1):
 
     role: str  # producer | reward | learner | observer
     name: str
-    pid: int
+    pid: Whole
     host: str
     run_id: str = ""  # empty: accept any run
     fingerprint: str = ""  # model fingerprint; empty: not checked
     schema: int = SCHEMA
-    evaluation_rows: int = 0  # prompts of an evaluation, as this producer reads them; 0: it has not looked
+    evaluation_rows: Whole = 0  # prompts of an evaluation, as this producer reads them; 0: it has not looked
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -105,7 +109,7 @@ class Heartbeat(Message, frozen=True, tag=5):
 
     role: str
     name: str
-    pid: int
+    pid: Whole
     host: str
     waiting_for: str  # empty while it works; else what it waits for
     stats: dict[str, float] = {}
@@ -145,7 +149,7 @@ class Tune(Message, frozen=True, tag=10):
 
     changes: str
     author: str
-    undo_to: int = -1
+    undo_to: Version = -1
 
 
 class Tuned(Message, frozen=True, tag=11):
@@ -163,8 +167,8 @@ class LeaseRequest(Message, frozen=True, tag=20):
     """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`."""
 
     producer: str
-    engine_version: int
-    max_groups: int
+    engine_version: Version
+    max_groups: Whole
     wait_s: float
 
 
@@ -248,7 +252,7 @@ class Samples(Message, frozen=True, tag=22):
     group: int
     token: int
     samples: tuple[SampleHead, ...]
-    digests: dict[int, str]  # version -> digest of the weights that this engine loaded for it
+    digests: dict[Whole, str]  # version -> digest of the weights that this engine loaded for it
     fields: tuple[Field, ...]
     row: str  # JSON of the prompt's row: data_source, ground_truth, extra_info; at the first answer of a lease
     prompt_tokens: int
@@ -304,7 +308,7 @@ class Pieces(Message, frozen=True, tag=28):
     group: int
     token: int
     samples: tuple[Piece, ...]
-    digests: dict[int, str]  # version -> digest of the weights that this engine loaded for it
+    digests: dict[Whole, str]  # version -> digest of the weights that this engine loaded for it
     fields: tuple[Field, ...]
 
 
@@ -336,8 +340,9 @@ class RewardRequest(Message, frozen=True, tag=30):
     """Ask for up to `max_samples` unscored samples; waits up to `wait_s`. Answer: `RewardWork` + one payload each."""
 
     worker: str
-    max_samples: int
+    max_samples: Whole
     wait_s: float
+    judge: str = ""  # samples that this judge has to score; empty: the default one
 
 
 class RewardItem(Message, frozen=True):
@@ -352,6 +357,7 @@ class RewardItem(Message, frozen=True):
     row: str  # JSON
     finish: str
     fields: tuple[Field, ...]
+    judge: str = ""  # by whom it is to be scored
     rows: tuple[tuple[int, int], ...] = ()
 
 
@@ -391,6 +397,7 @@ class Scores(Message, frozen=True, tag=32):
     scores: tuple[Score, ...]
     failures: tuple[RewardFailure, ...] = ()
     reward_version: str = ""
+    judge: str = ""  # for whom the worker scores: one message is of one judge
 
 
 class ScoresReply(Message, frozen=True, tag=33):
@@ -410,13 +417,13 @@ class Register(Message, frozen=True, tag=40):
     """
 
     name: str
-    pid: int
+    pid: Whole
     host: str
-    step: int
+    step: Whole
     ledger: str  # JSON of buffers.groups.Ledger as it was saved in the checkpoint
     takeover: bool = False
     fingerprint: str = ""
-    digests: dict[int, str] = {}
+    digests: dict[Whole, str] = {}
     once: int = 0  # random: a copy that arrives late is known by it and registers nothing
 
 
@@ -436,9 +443,9 @@ class Claim(Message, frozen=True, tag=42):
     Idempotent: the same step gives the same groups in the same order.
     """
 
-    epoch: int
-    step: int
-    version: int
+    epoch: Whole
+    step: Whole
+    version: Version
     wait_s: float
     by_place: bool = False  # answer with places in the segment files instead of payload frames
 
@@ -483,9 +490,9 @@ class Commit(Message, frozen=True, tag=45):
     the step: where the recorded batch is another one, the service has lost something and says so (`buffer.lost_state`).
     """
 
-    epoch: int
-    step: int
-    version: int
+    epoch: Whole
+    step: Whole
+    version: Whole
     digest: str = ""
     groups: tuple[int, ...] | None = None  # None: not said
 
@@ -493,8 +500,8 @@ class Commit(Message, frozen=True, tag=45):
 class Quarantine(Message, frozen=True, tag=46):
     """Groups of a claimed step that the learner cannot use (validation, packer, loss). Answer: `Ok`; they are DEAD."""
 
-    epoch: int
-    step: int
+    epoch: Whole
+    step: Whole
     groups: tuple[int, ...]
     reason: str
 
@@ -502,8 +509,8 @@ class Quarantine(Message, frozen=True, tag=46):
 class LedgerRequest(Message, frozen=True, tag=47):
     """Ask for the ledger to store in a checkpoint of `step`. Answer: `LedgerReply`."""
 
-    epoch: int
-    step: int
+    epoch: Whole
+    step: Whole
 
 
 class LedgerReply(Message, frozen=True, tag=48):
@@ -515,17 +522,17 @@ class LedgerReply(Message, frozen=True, tag=48):
 class Checkpointed(Message, frozen=True, tag=49):
     """A checkpoint that contains `step` is durable: groups trained up to it are RETIRED. Answer: `Ok`."""
 
-    epoch: int
-    step: int
+    epoch: Whole
+    step: Whole
 
 
 class Goodbye(Message, frozen=True, tag=50):
     """The learner ends; `done` when the run is complete. Answer: `Ok`."""
 
-    epoch: int
+    epoch: Whole
     done: bool
     reason: str = ""
-    step: int = 0  # steps in its weights: a service that knows fewer has lost some
+    step: Whole = 0  # steps in its weights: a service that knows fewer has lost some
 
 
 class EvaluationsRequest(Message, frozen=True, tag=51):
@@ -562,7 +569,7 @@ class Manifest(Message, frozen=True):
     `adapter` is its configuration as JSON, and both enter `digest`.
     """
 
-    version: int
+    version: Whole
     plan: str
     bucket_bytes: tuple[int, ...]
     bucket_digests: tuple[str, ...]
@@ -570,12 +577,13 @@ class Manifest(Message, frozen=True):
     encoding: str = "full"
     base: str = ""
     adapter: str = ""
+    signature: str = ""  # by the key of the run, where it has one: of all the other fields
 
 
 class Hop(Message, frozen=True):
     """A lossless step from one version to the next: `nbytes[k]` encoded bytes turn bucket k of `base` into the next."""
 
-    base: int
+    base: Whole
     base_digest: str
     nbytes: tuple[int, ...]
 
@@ -592,7 +600,7 @@ class Publish(Message, frozen=True, tag=60):
     """The learner offers `manifest` on the transports of `offers` (name -> address). Answer: `Published`."""
 
     publisher: str
-    epoch: int
+    epoch: Whole
     manifest: Manifest
     offers: dict[str, str]
     tensors: tuple[Tensor, ...] = ()  # sent once per layout
@@ -610,8 +618,8 @@ class Published(Message, frozen=True, tag=61):
 class RoundRequest(Message, frozen=True, tag=62):
     """The publisher asks how a round stands, waits up to `wait_s` for a change. Answer: `RoundReply`."""
 
-    epoch: int
-    round: int
+    epoch: Whole
+    round: Whole
     wait_s: float
     seen: str = ""  # state that the asker already knows
     transport_done: str = ""  # "" | sent | failed:<why>
@@ -636,13 +644,13 @@ class MemberPoll(Message, frozen=True, tag=64):
     """A generator reports where it stands and asks what to do; doubles as its heartbeat. Answer: `Instruction`."""
 
     member: str
-    pid: int
+    pid: Whole
     host: str
     fingerprint: str
     state: str  # joining | stale | prepared | serving
-    version: int
+    version: Version
     digest: str
-    round: int
+    round: Whole
     wait_s: float
     transports: tuple[str, ...] = ()
     has_plan: str = ""

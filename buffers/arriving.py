@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.judge_config import data_source_of
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Pieces, Samples, SamplesReply
 from buffers.judging import Verdict
@@ -114,6 +115,8 @@ class Arriving(Leasing):
         self._out(group)
         number, at, rewards = len(group.records), self._stamp(now), head.rewards
         group.records.append(record)
+        if self.settings.judges and head.row and group.source is None:
+            group.source = data_source_of(head.row)
         oldest_of_all = math.inf
         mine, digests, token, producer, events = group.samples, {-1: ""}, head.token, head.producer, self._events
         for item in head.samples:
@@ -145,6 +148,8 @@ class Arriving(Leasing):
         if self.settings.over_issue:
             self._cancel(group, "complete", now)
         self._forget_underway(group)
+        if self.settings.judges and group.source is None:
+            group.source = ""  # nobody sent a row
         group.state, group.holder, group.unscored = State.UNSCORED, "", now + self.wall_offset
         self._event(now, "unscored", g=group.id)
         return self._ready_if_scored(group, now)

@@ -19,9 +19,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.judge_config import DEFAULT, judges_for
 from buffers.admission import Plan
+from buffers.judged import open_judges
 from buffers.ledger import COMPETING, Batch, Budget, Change, Ended, Group, IdSet, Meta, Record, Settings, State
-from buffers.notes import Cancelled, Event, RewardLease, Taken, Worker
+from buffers.notes import Cancelled, Event, Taken, Worker
+from buffers.score_queue import ScoreQueue
 from buffers.tuning import Tuning
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,15 +67,15 @@ class Book:
         self.pending: dict[int, None] = {}  # leased to nobody: they wait for a producer
         self.held: dict[str, set[int]] = {}
         self.barred: dict[str, tuple[int, float]] = {}  # producer -> (version that it holds wrongly, until when)
-        self.named: dict[int, float] = {}  # leased group, token of a reward lease -> when its holder last named it
-        self.to_score: dict[tuple[int, int], None] = {}
-        self.reward_leases: dict[tuple[int, int], RewardLease] = {}
-        self.scoring: dict[str, set[tuple[int, int]]] = {}
+        self.named: dict[int, float] = {}  # leased group -> when its holder last named it
+        self.scores_due = ScoreQueue()
+        self.judge_counts: Counter[tuple[str, str]] = Counter()  # (judge, what), since the service started
         self.workers: dict[tuple[str, str], Worker] = {}
         self.used_order: list[tuple[int, int, int]] = []  # the same of trained groups that may be trained again
         self.cancelled: dict[str, dict[tuple[int, int], Cancelled]] = {}  # by producer: leases that it is to stop
         self.fault: tuple[str, str] | None = None  # (code, message): the run ends with it
         self.generation = 0  # counts edits: polls are looked at again when it moves
+        self._judges: dict[str, tuple[str, ...]] = {}  # data source -> who is asked
         self._token = epoch << 24
         self._stamped = (math.nan, 0.0)
         self._proved = -math.inf  # when `settle` last looked at everything
@@ -213,17 +216,18 @@ class Book:
         elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
             bisect.insort(self.used_order, (group.deadline or 0, group.sequence, group.id))
         if group.state in (State.LEASED, State.UNSCORED):
+            judges = self.judges_of(group)
             for index, sample in group.samples.items():
-                if sample.reward is None and (group.id, index) not in self.reward_leases:
-                    self.to_score[group.id, index] = None
+                if sample.reward is None:
+                    for judge in open_judges(sample, judges):
+                        self.scores_due.offer((group.id, index, judge))
 
     def _forget_samples(self, group: Group) -> None:
         """Drop what arrived of a group: its payloads are free, its reward leases void."""
-        for index in group.samples if self.to_score or self.reward_leases else ():
-            self.to_score.pop((group.id, index), None)
-            lease = self.reward_leases.pop((group.id, index), None)
-            if lease is not None:
-                self.scoring[lease.worker].discard((group.id, index))
+        judges = self.judges_of(group) if self.scores_due else ()
+        for index in group.samples if judges else ():
+            for judge in judges:
+                self.scores_due.release((group.id, index, judge))
         self._freed.extend(group.records)
         self._forget_underway(group)
         group.samples, group.records = {}, []
@@ -290,6 +294,33 @@ class Book:
         self.retired.add(group.id)
         self._touch(f"g{group.id}")
         self._touch("retired")
+
+    # ------------------------------------------------------------ judges
+
+    def judges_of(self, group: Group) -> tuple[str, ...]:
+        """Who is asked about its samples; nobody yet while its row has not arrived."""
+        if not self.settings.judges:
+            return (DEFAULT,)
+        return () if group.source is None else self.judges_of_source(group.source)
+
+    def judges_of_source(self, source: str) -> tuple[str, ...]:
+        """Who is asked about rows of this data source."""
+        if not self.settings.judges:
+            return (DEFAULT,)
+        found = self._judges.get(source)
+        if found is None:
+            rules = [(rule.name, rule.data_sources) for rule in self.settings.judges]
+            found = self._judges[source] = judges_for(source, rules)
+        return found
+
+    def judge_names(self) -> tuple[str, ...]:
+        """Every judge of the run."""
+        return tuple(rule.name for rule in self.settings.judges) or (DEFAULT,)
+
+    def retries_of(self, judge: str) -> int:
+        """How often a failure of this judge is tried again."""
+        own = [rule.retries for rule in self.settings.judges if rule.name == judge]
+        return own[0] if own else self.settings.reward_retries
 
     # ------------------------------------------------------------ counts
 
@@ -361,6 +392,8 @@ class Book:
             raise AsyncRLError("internal", "the pending groups disagree with the rows")
         if {key: ids for key, ids in fresh.held.items() if ids} != {key: ids for key, ids in self.held.items() if ids}:
             raise AsyncRLError("internal", "the lease holders disagree with the rows")
+        if fresh.scores_due.keys() != self.scores_due.keys():
+            raise AsyncRLError("internal", "the samples to score disagree with the rows")
         for batch in self.batches.values():
             if any(batch.step not in self.groups[number].uses for number in batch.groups):
                 raise AsyncRLError("internal", f"the batch of step {batch.step} disagrees with its groups")

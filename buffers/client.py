@@ -235,9 +235,16 @@ class RewardClient(_AsyncClient):
 
     role = "reward"
 
+    def __init__(
+        self, address: str, *, name: str, judge: str = "", keys: Keys | None = None, max_bytes: int = MAX_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
+        self.judge = judge  # for whom it scores
+
     async def work(self, *, max_samples: int, wait_s: float) -> tuple[list[RewardTask], bool]:
         """Samples to score, and whether the run is complete."""
-        packet = await self._ask(wire.RewardRequest(self.name, max_samples, wait_s), wait_s=wait_s)
+        packet = await self._ask(wire.RewardRequest(self.name, max_samples, wait_s, self.judge), wait_s=wait_s)
         work: wire.RewardWork = packet.message
         tasks = []
         for item, payload in zip(work.items, packet.payloads, strict=True):
@@ -251,7 +258,7 @@ class RewardClient(_AsyncClient):
     ) -> wire.ScoresReply:
         """Rewards, and failures with their reason."""
         reply: wire.ScoresReply = (
-            await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version))
+            await self._ask(wire.Scores(self.name, tuple(scores), tuple(failures), reward_version, self.judge))
         ).message
         return reply
 

@@ -8,8 +8,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -38,8 +39,12 @@ class Poll(msgspec.Struct):
 class Desk:
     """See the module."""
 
-    def __init__(self, config: Config, *, groups: Groups, store: Store, evaluations: Evaluations) -> None:
+    def __init__(
+        self, config: Config, *, groups: Groups, store: Store, evaluations: Evaluations,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.config = config
+        self._clock = clock  # monotonic seconds; the simulator injects its own
         self.groups = groups
         self.evaluations = evaluations
         self.store = store
@@ -155,6 +160,17 @@ class Desk:
             number, changed, note = self.groups.tune(changes, author=ask.author, now=now)
         self._answer(call, wire.Tuned(number, msgspec.json.encode(changed).decode(), note))
 
+    def _of_judges(self) -> dict[str, float]:
+        """The numbers of every judge."""
+        values: dict[str, float] = {}
+        for one in self.groups.judges_now(self._clock()):
+            family = f"judge/{one['judge']}"
+            values |= {f"{family}/{name}": one[name] for name in ("waiting", "leased", "scored", "late", "failures")}
+            values[f"{family}/refused"] = sum(one["refused"].values())
+            if one["call_s"] is not None:
+                values[f"{family}/call_s"] = one["call_s"]
+        return values
+
     def write_metrics(self, **labels: Any) -> None:
         """One line of metrics/buffer.jsonl."""
         values = {
@@ -166,5 +182,6 @@ class Desk:
             "bad_frames": self.bad_frames,
             "discarded_checkpoints": sum(self.groups.discarded.values()),
             **self._lengths.values(),
+            **self._of_judges(),
         }
         self._buffer_log.write(values, **labels)

@@ -19,7 +19,7 @@ from asyncrl.config import Config
 from asyncrl.evaluation import METRICS, is_evaluation
 from asyncrl.metrics import MetricsLog, read_lines
 from asyncrl.rundir import RunDir
-from asyncrl.wire import Scores, ScoresReply
+from asyncrl.wire import RewardRequest, Scores, ScoresReply
 from buffers.evaluation import Evaluations
 from buffers.groups import Groups
 from buffers.scoring import ToScore
@@ -82,9 +82,10 @@ def take_scores(groups: Groups, evaluations: Evaluations, message: Scores, *, no
 
 
 def reward_items(
-    groups: Groups, evaluations: Evaluations, *, worker: str, max_samples: int, request: int, now: float
+    groups: Groups, evaluations: Evaluations, *, ask: RewardRequest, request: int, now: float
 ) -> list[ToScore]:
     """Samples to score: those of training first, then those of an evaluation, at least its share of `max_samples`."""
-    items = groups.reward_lease(worker, max_samples=max_samples, request=request, now=now)
-    share = max(1, int(evaluations.config.share * max_samples), max_samples - len(items))
-    return items + evaluations.reward_lease(worker, max_samples=share, request=request, now=now)
+    room, judge = ask.max_samples, ask.judge
+    items = groups.reward_lease(ask.worker, max_samples=room, request=request, now=now, judge=judge)
+    share = max(1, int(evaluations.config.share * room), room - len(items))
+    return items + evaluations.reward_lease(ask.worker, max_samples=share, request=request, now=now, judge=judge)

@@ -19,9 +19,11 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation import MARK, NO_SOURCE
+from buffers.judged import Judged, open_judges
 from buffers.leasing import Leasing
 from buffers.ledger import Change, Record
-from buffers.notes import RewardLease, Worker
+from buffers.notes import Worker
+from buffers.score_queue import ScoreQueue
 
 
 class HeldOut(msgspec.Struct, array_like=True, gc=False):
@@ -36,8 +38,9 @@ class HeldOut(msgspec.Struct, array_like=True, gc=False):
     reward: float | None = None
     parts: dict[str, float] = {}
     answer: str = ""  # by which a majority is counted
-    failures: int = 0
+    failures: int = 0  # in rows of before judges had names; now in `judged`
     failed_by: tuple[str, ...] = ()
+    judged: dict[str, Judged] = {}  # what judges said, until all have answered
 
 
 class Prompt(msgspec.Struct, array_like=True, gc=False):
@@ -105,10 +108,8 @@ class EvaluationBook:
         self.ended: list[dict[str, Any]] = []  # every evaluation that ended, in order
         self.held: dict[str, set[int]] = {}
         self.pending: set[int] = set()  # leased to nobody, not complete
-        self.to_score: dict[tuple[int, int], None] = {}
-        self.reward_leases: dict[tuple[int, int], RewardLease] = {}
-        self.scoring: dict[str, set[tuple[int, int]]] = {}
-        self.named: dict[int, float] = {}  # leased prompt, token of a reward lease -> when its holder last named it
+        self.scores_due = ScoreQueue()
+        self.named: dict[int, float] = {}  # leased prompt -> when its holder last named it
         self.over = 0  # prompts scored or failed
         self.generation = 0
         self._dirty: dict[str, None] = {}
@@ -185,9 +186,14 @@ class EvaluationBook:
             self.held.setdefault(prompt.holder, set()).add(prompt.id)
         elif not self._whole(prompt):
             self.pending.add(prompt.id)
+        judges = self.judges_of(prompt)
         for index, sample in prompt.samples.items():
-            if sample.reward is None and (prompt.id, index) not in self.reward_leases:
-                self.to_score[prompt.id, index] = None
+            for judge in open_judges(sample, judges):
+                self.scores_due.offer((prompt.id, index, judge))
+
+    def judges_of(self, prompt: Prompt) -> tuple[str, ...]:
+        """Who is asked about its samples: by the data source of its row, which comes with the first of them."""
+        return self.groups.judges_of_source("" if prompt.source == NO_SOURCE else prompt.source)
 
     def _out(self, prompt: Prompt) -> None:
         """Take it out of the indexes, to be edited; `_in` puts it back."""
@@ -204,17 +210,15 @@ class EvaluationBook:
 
     def _forget_samples(self, prompt: Prompt) -> None:
         """Its payloads are free, its reward leases void. What was scored stays."""
-        for index in prompt.samples:
-            self._release_score((prompt.id, index))
+        self._withdraw(prompt)
         self._freed.extend(prompt.records)
         prompt.records = []
 
-    def _release_score(self, key: tuple[int, int]) -> None:
-        lease = self.reward_leases.pop(key, None)
-        if lease is not None:
-            self.scoring[lease.worker].discard(key)
-            self.named.pop(lease.token, None)
-        self.to_score.pop(key, None)
+    def _withdraw(self, prompt: Prompt) -> None:
+        """None of its samples is to be scored, by anybody."""
+        for index in prompt.samples:
+            for judge in self.groups.judge_names():
+                self.scores_due.release((prompt.id, index, judge))
 
     def _seen(self, role: str, name: str, now: float) -> Worker:
         """The worker; after a restart of the service everybody starts anew."""
@@ -223,10 +227,11 @@ class EvaluationBook:
     def check(self) -> None:
         """Every derived index against the rows. Raises `internal` where they disagree."""
         fresh = EvaluationBook(self.whole, self.groups)
-        fresh.reward_leases = self.reward_leases
         for prompt in self.prompts.values():
             fresh._index(prompt)
-        for name in ("pending", "to_score", "over"):
+        if fresh.scores_due.keys() != self.scores_due.keys():
+            raise AsyncRLError("internal", "evaluation: the samples to score disagree with the rows")
+        for name in ("pending", "over"):
             if getattr(fresh, name) != getattr(self, name):
                 raise AsyncRLError(
                     "internal", f"evaluation: {name} is {getattr(self, name)}, the rows say {getattr(fresh, name)}"

@@ -8,7 +8,8 @@ no filter and no deadline version, and nothing here counts towards a budget that
 2. a lost lease keeps the samples that arrived; the missing ones are leased again, at most `max_reissue` times, then the
    prompt has failed with the reason;
 3. an answer under an old token is refused, the same answer twice is acknowledged and changes nothing;
-4. a reward that fails is tried again, elsewhere where another worker lives, then the prompt has failed: never a 0.
+4. a reward that fails is tried again, elsewhere where another worker of its judge lives, then the prompt has failed:
+   never a 0; with several judges a sample has its reward when all that are asked about it have answered.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import math
 from collections.abc import Callable
 
 from asyncrl.evaluation import group_of, place_of, seed_of, source_of
+from asyncrl.judge_config import DEFAULT, shown
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation_book import EvaluationBook, HeldOut, Prompt, Round
+from buffers.judged import Judged, said_by, take_answer, take_failure
 from buffers.leasing import GRACEFUL
 from buffers.ledger import Record
-from buffers.notes import Cancelled, RewardLease
+from buffers.notes import Cancelled
+from buffers.score_queue import Key
 from buffers.scoring import ToScore
 
 ANSWER_CHARS = 200  # longer answers are told apart by a digest
@@ -58,11 +62,12 @@ class EvaluationWork(EvaluationBook):
         self, role: str, name: str, *, pid: int, holds: tuple[tuple[int, int], ...] | None, now: float
     ) -> None:
         """A process is alive; with `holds` only what it names is its own, after a while."""
-        if role == "reward":
-            self._lose_unnamed_scores(name, holds, now)
+        limit = self.groups.settings.lease_timeout_s
+        if role == "reward" and holds is not None:
+            self.generation += self.scores_due.lose_unnamed(name, holds, now=now, limit_s=limit)
         if role != "producer":
             return
-        limit, named = self.groups.settings.lease_timeout_s, self.named
+        named = self.named
         for number in sorted(self.held.get(name, ())):
             prompt = self.prompts[number]
             if prompt.pid not in (0, pid):
@@ -71,17 +76,6 @@ class EvaluationWork(EvaluationBook):
                 named[number] = now
             elif now - named.setdefault(number, now) > limit:
                 self._lose(prompt, "unnamed", now, counts=False)
-
-    def _lose_unnamed_scores(self, name: str, holds: tuple[tuple[int, int], ...] | None, now: float) -> None:
-        limit, named = self.groups.settings.lease_timeout_s, self.named
-        for key in sorted(self.scoring.get(name, ()) if holds is not None else ()):
-            token = self.reward_leases[key].token
-            if (key[0], token) in (holds or ()):
-                named[token] = now
-            elif now - named.setdefault(token, now) > limit:
-                self._release_score(key)
-                self.to_score[key] = None
-                self.generation += 1
 
     def expire(self, now: float) -> None:
         """Take the work from workers that were silent for `lease_timeout_s`."""
@@ -92,15 +86,12 @@ class EvaluationWork(EvaluationBook):
                     prompt = self.prompts[number]
                     self._tell_holder(prompt, now)
                     self._lose(prompt, "silent", now)
-        for name in [name for name, keys in self.scoring.items() if keys]:
+        for name in self.scores_due.busy():
             if now - self._seen("reward", name, now).seen > limit:
                 self._lose_scoring(name)
 
     def _lose_scoring(self, name: str) -> None:
-        for key in sorted(self.scoring.pop(name, ())):
-            del self.reward_leases[key]
-            self.to_score[key] = None
-            self.generation += 1
+        self.generation += self.scores_due.lose(name)
 
     def _tell_holder(self, prompt: Prompt, now: float) -> None:
         """Whoever generates it is to stop."""
@@ -251,7 +242,8 @@ class EvaluationWork(EvaluationBook):
     def _accept(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record, now: float) -> None:
         self._out(prompt)
         prompt.records.append(record)
-        if head.row:
+        if head.row and prompt.source != source_of(head.row):
+            self._withdraw(prompt)  # others may be asked about it
             prompt.source = source_of(head.row)
         for item in head.samples:
             if item.index in accepted:
@@ -275,32 +267,30 @@ class EvaluationWork(EvaluationBook):
 
     # ------------------------------------------------------------ scores
 
-    def reward_lease(self, name: str, *, max_samples: int, request: int, now: float) -> list[ToScore]:
+    def reward_lease(
+        self, name: str, *, max_samples: int, request: int, now: float, judge: str = DEFAULT
+    ) -> list[ToScore]:
         """Samples for this worker, oldest first. The same request again gets the same samples."""
         worker = self._seen("reward", name, now)
-        held = self.scoring.setdefault(name, set())
-        again = [key for key in sorted(held) if self.reward_leases[key].request == request]
+        worker.judge = judge
+        again = self.scores_due.again(name, request)
         if again or request <= worker.answered:
             return [self._item(key) for key in again]
-        others = {
-            other.name for (role, _), other in self.groups.workers.items()
-            if role == "reward" and now - other.seen <= self.groups.settings.lease_timeout_s
-        } - {name}  # fmt: skip
-        taken: list[tuple[int, int]] = []
-        for key in self.to_score:
-            if len(taken) == max_samples:
-                break
-            failed_by = self.prompts[key[0]].samples[key[1]].failed_by
-            if name not in failed_by or not others - set(failed_by):
-                taken.append(key)
-        for key in taken:
-            del self.to_score[key]
-            held.add(key)
-            self.reward_leases[key] = RewardLease(self.groups._new_token(), name, request)
+        others = self.groups.living_workers(judge, now) - {name}
+
+        def may(key: Key) -> bool:
+            failed_by = said_by(self.prompts[key[0]].samples[key[1]], judge).failed_by
+            return name not in failed_by or not others - set(failed_by)
+
+        taken = self.scores_due.grant(
+            name, judge, request=request, max_samples=max_samples, may=may, new_token=self.groups._new_token
+        )
         return [self._item(key) for key in taken]
 
-    def _item(self, key: tuple[int, int]) -> ToScore:
-        return ToScore(*key, self.reward_leases[key].token, self.prompts[key[0]].samples[key[1]].failures)
+    def _item(self, key: Key) -> ToScore:
+        number, index, judge = key
+        tried = said_by(self.prompts[number].samples[index], judge).failures
+        return ToScore(number, index, self.scores_due.leases[key].token, tried, judge)
 
     def scores(self, message: Scores, *, now: float) -> tuple[int, dict[str, str]]:
         """Take scores and failures: how many were taken, and by `group:index` why others were not."""
@@ -308,38 +298,54 @@ class EvaluationWork(EvaluationBook):
         accepted = 0
         items: list[Score | RewardFailure] = [*message.scores, *message.failures]
         for item in items:
-            why = self._score(item, message.worker, now)
+            why = self._score(item, message, now)
             accepted += not why
             if why:
                 refused[f"{item.group}:{item.index}"] = why
         return accepted, refused
 
-    def _score(self, item: Score | RewardFailure, worker: str, now: float) -> str:
+    def _score(self, item: Score | RewardFailure, message: Scores, now: float) -> str:
+        judge, worker = message.judge, message.worker
         prompt = self.prompts.get(item.group)
         sample = prompt.samples.get(item.index) if prompt is not None else None
         if prompt is None or sample is None or prompt.failed:
             return "gone: its evaluation has ended" if prompt is None else f"gone: {prompt.failed or 'unknown sample'}"
-        if sample.reward is not None:
+        said = said_by(sample, judge)
+        if sample.reward is not None or said.reward is not None:
             return "already scored"
-        lease = self.reward_leases.get((item.group, item.index))
-        if (lease is not None and lease.token != item.token) or item.token <= sample.token:
+        if judge not in self.judges_of(prompt):
+            return f"judge: {shown(judge)} is not asked about this row"
+        lease = self.scores_due.leases.get((item.group, item.index, judge))
+        newest = item.token if lease is None else lease.token  # a late score counts, a late failure does not
+        known = item.token == newest or (isinstance(item, Score) and item.token < newest)
+        oldest = max(sample.token, said.failed_token) if isinstance(item, RewardFailure) else sample.token
+        if not known or item.token <= oldest:
             return "token: the reward lease was lost"
         if isinstance(item, Score) and not all(map(math.isfinite, (item.reward, *item.parts.values()))):
             item = RewardFailure(item.group, item.index, item.token, "not_finite", f"reward {item.reward}")
-        self._release_score((item.group, item.index))
+        self.scores_due.release((item.group, item.index, judge))
         if isinstance(item, Score):
-            self._out(prompt)
-            self._scored(prompt, sample, item, worker=worker, now=now)
-            self._in(prompt)
-            self._end_if_scored(prompt)
-        elif sample.failures >= self.groups.settings.reward_retries:
+            self._answered(prompt, sample, item, message, now=now)
+        elif said.failures >= self.groups.retries_of(judge):
             self._fail(prompt, "reward_failed", now, f"{item.reason}: {item.detail}")
         else:
             self._out(prompt)
-            sample.failures += 1
-            sample.failed_by = tuple(sorted({*sample.failed_by, worker}))
+            take_failure(sample, judge, worker, item.token)
             self._in(prompt)
         return ""
+
+    def _answered(self, prompt: Prompt, sample: HeldOut, score: Score, message: Scores, *, now: float) -> None:
+        """A judge's score: the sample has its reward where it was the last one."""
+        self._out(prompt)
+        judges = self.judges_of(prompt)
+        said = Judged(score.reward, dict(score.parts), version=message.reward_version, answer=score.answer)
+        answers = {**sample.judged, message.judge: said}
+        if take_answer(sample, judges, message.judge, said):
+            answer = next((answers[name].answer for name in judges if answers[name].answer), "")
+            whole = Score(prompt.id, score.index, 0, sample.reward or 0.0, sample.parts, answer, score.text)
+            self._scored(prompt, sample, whole, worker=message.worker, now=now)
+        self._in(prompt)
+        self._end_if_scored(prompt)
 
     def _scored(self, prompt: Prompt, sample: HeldOut, score: Score, *, worker: str, now: float) -> None:
         sample.reward, sample.parts = score.reward, dict(score.parts)

@@ -62,6 +62,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from asyncrl.judge_config import shown
 from asyncrl.wire import SampleHead, Samples
 from buffers.ledger import Record, State
 from buffers.notes import Worker
@@ -78,6 +79,7 @@ class Groups(Reconciling):
     def note_start(self, now: float) -> None:
         """The service starts: a learner that is registered gets its time to be heard from."""
         self._event(now, "service", service_epoch=self.service_epoch)
+        self.settle_judges(now)
         if self.meta.learner[0]:
             self.saw_learner(now)
 
@@ -138,13 +140,22 @@ class Groups(Reconciling):
         if self.pending:
             parts.append(f"{len(self.pending)} waiting for a producer")
         if self.counts[State.UNSCORED]:
-            busy = Counter({name: len(keys) for name, keys in self.scoring.items() if keys})
-            by = ", ".join(
+            busy = Counter({name: len(keys) for name, keys in self.scores_due.held.items() if keys})
+            by = [
                 f"{number} samples at {name} ({self._last_seen_words('reward', name, now)})"
                 for name, number in sorted(busy.items())
-            )
-            parts.append(f"{self.counts[State.UNSCORED]} unscored" + (f" ({by})" if by else ""))
+            ] + self._unheard_judges(now)
+            parts.append(f"{self.counts[State.UNSCORED]} unscored" + (f" ({', '.join(by)})" if by else ""))
         return parts
+
+    def _unheard_judges(self, now: float) -> list[str]:
+        """Judges that samples wait for while none of their workers is alive."""
+        alive = self.living_judges(now)
+        silent = [name for name in self.judge_names() if self.scores_due.waits(name) and name not in alive]
+        return [
+            f"{self.scores_due.waits(name)} samples wait for judge {shown(name)}, of which no worker is alive"
+            for name in silent
+        ]
 
     def _nobody(self, now: float) -> str:
         producers = [worker for (role, _), worker in self.workers.items() if role == "producer"]
@@ -160,7 +171,8 @@ class Groups(Reconciling):
         """The workers of a role for the status."""
         return [
             {"name": worker.name, "pid": worker.pid, "host": worker.host, "age_s": round(now - worker.seen, 3),
-             "waiting_for": worker.waiting_for, "waiting_s": waited_s(worker, now), "stats": worker.stats}
+             "waiting_for": worker.waiting_for, "waiting_s": waited_s(worker, now), "stats": worker.stats,
+             **({"judge": shown(worker.judge)} if role == "reward" else {})}
             for (kind, _), worker in sorted(self.workers.items()) if kind == role
         ]  # fmt: skip
 

@@ -58,7 +58,11 @@ class Leasing(HandingOut):
         worker.waits(waiting_for, now)
         worker.stats = stats or {}
         if holds is not None:
-            (self._lose_unnamed if role == "producer" else self._lose_unnamed_scores)(name, frozenset(holds), now)
+            if role == "producer":
+                self._lose_unnamed(name, frozenset(holds), now)
+            elif role == "reward":
+                limit = self.settings.lease_timeout_s
+                self.generation += self.scores_due.lose_unnamed(name, holds, now=now, limit_s=limit)
 
     def _lose_unnamed(self, name: str, holds: frozenset[tuple[int, int]], now: float) -> None:
         """Leases that their living holder does not know of: the grant never arrived, or a store that went back forgot
@@ -71,20 +75,6 @@ class Leasing(HandingOut):
             elif now - self.named.setdefault(number, now) > self.settings.lease_timeout_s:
                 self._lose(group, "unnamed", now, counts=False)
 
-    def _lose_unnamed_scores(self, name: str, holds: frozenset[tuple[int, int]], now: float) -> None:
-        """The same for samples that are with a reward worker."""
-        for key in sorted(self.scoring.get(name, ())):
-            token = self.reward_leases[key].token
-            if (key[0], token) in holds:
-                self.named[token] = now
-            elif now - self.named.setdefault(token, now) > self.settings.lease_timeout_s:
-                del self.reward_leases[key], self.named[token]
-                self.scoring[name].discard(key)
-                self.to_score[key] = None
-                self.generation += 1
-        if len(self.named) > 2 * (len(self.groups) + len(self.reward_leases)) + 1000:
-            self.named.clear()  # tokens of leases that ended; the others count from their next heartbeat on
-
     def saw(self, role: str, name: str, now: float) -> Worker:
         """The worker of that name, seen now."""
         worker = self.workers.setdefault((role, name), Worker(name))
@@ -92,9 +82,7 @@ class Leasing(HandingOut):
         return worker
 
     def _lose_scoring(self, name: str) -> None:
-        for key in sorted(self.scoring.pop(name, ())):
-            del self.reward_leases[key]
-            self.to_score[key] = None
+        self.scores_due.lose(name)
         self.generation += 1
 
     def expire(self, now: float) -> None:
@@ -108,9 +96,21 @@ class Leasing(HandingOut):
             if now - self._last_seen("producer", name, now) > limit:
                 for number in sorted(self.held[name]):
                     self._lose(self.groups[number], "silent", now)
-        for name in [name for name, keys in self.scoring.items() if keys]:
+        for name in self.scores_due.busy():
             if now - self._last_seen("reward", name, now) > limit:
                 self._lose_scoring(name)
+
+    def living_workers(self, judge: str, now: float) -> set[str]:
+        """Reward workers of this judge that were heard from."""
+        limit = self.settings.lease_timeout_s
+        return {
+            worker.name for (role, _), worker in self.workers.items()
+            if role == "reward" and worker.judge == judge and now - worker.seen <= limit
+        }  # fmt: skip
+
+    def living_judges(self, now: float) -> set[str]:
+        """Judges with a living worker."""
+        return {judge for judge in self.judge_names() if self.living_workers(judge, now)}
 
     def _last_seen(self, role: str, name: str, now: float) -> float:
         worker = self.workers.get((role, name))

@@ -19,8 +19,10 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.judge_config import DEFAULT, judges_of
 from asyncrl.modes import bound_of
 from asyncrl.versions import Runs
+from buffers.judged import Judged
 
 
 class State(enum.IntEnum):
@@ -38,6 +40,14 @@ class State(enum.IntEnum):
 
 #: States whose groups still compete for a place in a batch: `n(u)` of staleness.md counts them.
 COMPETING = (State.LEASED, State.UNSCORED, State.READY)
+
+
+class JudgeRule(msgspec.Struct, frozen=True):
+    """A judge: how often its failures are tried again, and the rows it is asked about (none named: all)."""
+
+    name: str
+    retries: int
+    data_sources: tuple[str, ...] = ()
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -70,6 +80,7 @@ class Settings(msgspec.Struct, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"
     fresh_first: bool = True
     priority_exponent: float = 1.0
+    judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
 
 
 def settings_of(config: Config) -> Settings:
@@ -87,8 +98,15 @@ def settings_of(config: Config) -> Settings:
         steps=config.learner.steps, max_reuse=buffer.max_reuse, over_issue=config.sampling.over_issue,
         max_filtered_rate=buffer.max_filtered_rate, replay_order=buffer.replay_order, fresh_first=buffer.fresh_first,
         priority_exponent=buffer.priority_exponent,
-        algorithm=msgspec.to_builtins(config.learner.algorithm),
+        algorithm=msgspec.to_builtins(config.learner.algorithm), judges=_rules_of(config),
     )  # fmt: skip
+
+
+def _rules_of(config: Config) -> tuple[JudgeRule, ...]:
+    judges = judges_of(config)
+    if [judge.name for judge in judges] in ([], [DEFAULT]):
+        return ()
+    return tuple(JudgeRule(judge.name, judge.retries, judge.data_sources) for judge in judges)
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -111,8 +129,9 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     finish: str
     reward: float | None = None
     parts: dict[str, float] = {}
-    failures: int = 0
+    failures: int = 0  # in rows of before judges had names; now in `judged`
     failed_by: tuple[str, ...] = ()
+    judged: dict[str, Judged] = {}  # what judges said, until all have answered
 
 
 class Underway(msgspec.Struct, array_like=True, gc=False):
@@ -153,6 +172,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     uses: list[int] = []  # steps of the batches it is in, ascending; after a checkpoint also of those it was in
     max_uses: int = 1  # steps that may train it; fixed when it is issued
     underway: dict[int, Underway] = {}  # checkpoints of missing samples
+    source: str | None = None  # data source of its row, where judges are chosen by it; None: not known yet
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -1,4 +1,4 @@
-"""Small records of the state machine that are not persisted: events, workers, leases of samples, cancelled leases.
+"""Small records of the state machine that are not persisted: events, workers, cancelled leases.
 
 Called by `buffers.book` and the layers above it. They hold values and decide nothing.
 """
@@ -47,6 +47,7 @@ class Worker(msgspec.Struct):
     stats: dict[str, float] = {}
     answered: int = 0  # last request for work that was answered
     waiting_since: float | None = None  # it waits without a break since then
+    judge: str = ""  # for whom a reward worker scores, as its last request said
 
     def waits(self, what: str, now: float) -> None:
         """What its heartbeat says that it waits for; empty while it works."""
@@ -63,11 +64,3 @@ class Cancelled(msgspec.Struct, gc=False):
 
     since: float
     told: bool = False
-
-
-class RewardLease(msgspec.Struct, frozen=True, gc=False):
-    """Who scores a sample. Not persisted: after a restart the sample is handed out again."""
-
-    token: int
-    worker: str
-    request: int

@@ -98,7 +98,9 @@ def reward_reply(
         fields, data = pack_arrays(
             {"prompt": arrays["prompt"]} | {name: arrays[name][start : start + sample.length] for name in names}
         )
-        work.append(RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, rows))
+        work.append(
+            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows)
+        )
         payloads.append(data)
     return tuple(work), payloads, sorted(damaged)
 
@@ -131,6 +133,7 @@ def status_json(groups: Groups, now: float, extra: dict[str, Any]) -> str:
             "batch_groups": groups.plan.size(groups.frontier + 1),
         },
         "producers": groups.workers_of("producer", now), "rewards": groups.workers_of("reward", now),
+        "judges": groups.judges_now(now),
         "waiting_for": groups.diagnosis(now) if groups.asked_since else "", **extra,
     }  # fmt: skip
     return msgspec.json.encode(status).decode()

@@ -22,6 +22,7 @@ from typing import Any
 
 import uvloop
 
+from asyncrl.authority import needs_owner
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
@@ -192,6 +193,7 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
         keys=keys,
         max_bytes=network.max_message_bytes,
         insecure=network.insecure_no_auth,
+        restricted=needs_owner,
     )
     counts = service.groups.ledger_counts()
     print(

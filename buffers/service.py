@@ -22,6 +22,7 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError, error_for
 from asyncrl.evaluation import is_due, is_evaluation
 from asyncrl.failpoints import failpoint
+from asyncrl.judge_config import shown
 from asyncrl.rundir import RunDir, run_id
 from asyncrl.sockets import Call
 from asyncrl.wire import Buffer
@@ -49,13 +50,13 @@ class BufferService(Desk):
         process_gone: Callable[[int, str], bool], clock: Callable[[], float] = time.monotonic,
         evaluations: Evaluations | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, groups=groups, store=store, evaluations=evaluations or Evaluations(config, groups))
+        held_out = evaluations or Evaluations(config, groups)
+        super().__init__(config, groups=groups, store=store, evaluations=held_out, clock=clock)
         self.segments = segments
         self.history = history
         self.stop_reason = ""
         self._process_gone = process_gone
         self._dead = DeadLetters(RunDir(config.run_dir).dead)
-        self._clock = clock  # monotonic seconds; the simulator injects its own
         self._claim_poll: Poll | None = None
         self._registering: Call | None = None
         self._seen_generation = (-1, -1)
@@ -194,9 +195,7 @@ class BufferService(Desk):
 
     def _look_at_reward(self, name: str, poll: Poll, now: float, ended: bool) -> None:
         ask: wire.RewardRequest = poll.call.message
-        items = reward_items(
-            self.groups, self.evaluations, worker=name, max_samples=ask.max_samples, request=poll.call.request, now=now
-        )
+        items = reward_items(self.groups, self.evaluations, ask=ask, request=poll.call.request, now=now)
         if items or ended or now >= poll.until:
             del self._reward_polls[name]
             self.groups.workers["reward", name].answered = poll.call.request
@@ -342,6 +341,7 @@ class BufferService(Desk):
 
     def _reward_request(self, call: Call, now: float) -> None:
         ask: wire.RewardRequest = call.message
+        self._check_judge(ask)
         self.groups.saw("reward", ask.worker, now)
         waiting = self._reward_polls.get(ask.worker)
         if waiting is not None and waiting.call.request > call.request:
@@ -351,7 +351,13 @@ class BufferService(Desk):
         self._reward_polls[ask.worker] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
         self._seen_generation = (-1, -1)
 
+    def _check_judge(self, ask: wire.RewardRequest | wire.Scores) -> None:
+        if ask.judge not in (names := self.groups.judge_names()):
+            known = ", ".join(map(shown, names))
+            raise error_for("reward.judge", f"{ask.worker} scores for judge {shown(ask.judge)!r}: this run has {known}")
+
     def _scores(self, call: Call, now: float) -> None:
+        self._check_judge(call.message)
         self._answer(call, take_scores(self.groups, self.evaluations, call.message, now=now))
 
     # ------------------------------------------------------------ learner

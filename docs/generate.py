@@ -1,7 +1,11 @@
-"""Writes the reference pages (configuration, errors, metrics, wire) from the code: `make docs`. A test checks drift."""
+"""Writes the reference pages (configuration, errors, metrics, wire, commands) from the code: `make docs`.
+
+A test checks drift.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import typing
@@ -9,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl import algorithms, config, errors, metrics, presets, wire
+from asyncrl import algorithms, cli, config, errors, metrics, presets, wire
+from asyncrl.config_schema import meanings_of
+from asyncrl.explain import error_texts
 
 FOLDER = Path(__file__).parent
 
@@ -24,7 +30,7 @@ def configuration() -> str:
     for path, kind in sections(config.Config, ""):
         title = (kind.__doc__ or "").strip().splitlines()[0]
         parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        comments = comments_of(kind)
+        comments = meanings_of(kind)
         hints = typing.get_type_hints(kind)
         for item in msgspec.structs.fields(kind):
             if is_section(hints[item.name]):
@@ -52,12 +58,6 @@ def is_section(hint: object) -> type | None:
     return inner if isinstance(inner, type) and issubclass(inner, config.Section) else None
 
 
-def comments_of(kind: type) -> dict[str, str]:
-    """field -> the comment on its line."""
-    inherited = comments_of(kind.__base__) if kind.__base__ and issubclass(kind.__base__, config.Section) else {}
-    return inherited | dict(re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
-
-
 def type_name(hint: object) -> str:
     """A short name of a type."""
     if typing.get_origin(hint) is typing.Literal:
@@ -77,13 +77,60 @@ def show(item: msgspec.structs.FieldInfo) -> str:
 
 def error_codes() -> str:
     """The table of codes."""
-    rows = ["# Errors", "", "Generated from `asyncrl/errors.py`. Exit codes 0, 2, 75 and 78 are final; a supervisor",
-            "restarts after the others within a budget.", "", "| code | meaning | what to do | exit code |",
-            "| --- | --- | --- | --- |"]  # fmt: skip
+    rows = ["# Errors", "", "Generated from `asyncrl/errors.py` and `asyncrl/error_texts.toml`; `asyncrl explain CODE`",
+            "prints the same. Exit codes 0, 2, 75 and 78 are final; a supervisor restarts after the others within a",
+            "budget.", "", "| code | meaning | what to do | exit code |", "| --- | --- | --- | --- |"]  # fmt: skip
     rows += [
         f"| `{code}` | {info.title} | {info.remedy} | {info.exit_code} |" for code, info in errors.CATALOGUE.items()
     ]
+    for code, text in error_texts().items():
+        rows += ["", f"## `{code}`: {errors.CATALOGUE[code].title}", "", text.cause, "", "```", text.example, "```", "",
+                 text.do]  # fmt: skip
     return "\n".join(rows) + "\n"
+
+
+def command_line() -> str:
+    """Every command with its arguments, options and example."""
+    rows = [
+        "# Command line", "", "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same.", "",
+        "Mistakes are text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 69 something outside",
+        "does not answer, 70 an internal error or a hang, 75 another process has taken over, 78 the peers do not fit",
+        "([errors](errors.md)).", "", "| command | what it does |", "| --- | --- |",
+    ]  # fmt: skip
+    commands = subcommands(cli.parser())
+    rows += [f"| [`asyncrl {name}`](#asyncrl-{name}) | {cell(text)} |" for name, (_, text) in commands.items()]
+    for name, (one, _) in commands.items():
+        usage = " ".join(one.format_usage().removeprefix("usage: ").replace("[-h] ", "").split())
+        rows += ["", f"## `asyncrl {name}`", "", one.description or "", "", "```", usage, "```", ""]
+        rows += ["| argument | meaning |", "| --- | --- |"]
+        rows += [
+            f"| {argument(action)} | {cell(action.help or '')} |" for action in one._actions if action.dest != "help"
+        ]
+        rows += ["", "```", *(line.rstrip() for line in (one.epilog or "").strip().splitlines()), "```"]
+    return "\n".join(rows) + "\n"
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """Name -> its parser and what it says of itself in one line."""
+    [group] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    texts = {choice.dest: choice.help or "" for choice in group._choices_actions}
+    return {name: (one, texts[name]) for name, one in group.choices.items()}
+
+
+def argument(action: argparse.Action) -> str:
+    """`--set KEY=VALUE`, or the name of a positional argument."""
+    value = action.metavar if isinstance(action.metavar, str) else ""
+    if not action.option_strings:
+        return f"`{value or action.dest}`"
+    if action.nargs == 0:
+        return ", ".join(f"`{option}`" for option in action.option_strings)
+    shown = value or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper())
+    return ", ".join(f"`{option} {shown}`" for option in action.option_strings)
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return text.replace("%%", "%").replace("|", "\\|")
 
 
 def metric_names() -> str:
@@ -106,11 +153,11 @@ def wire_messages() -> str:
         "- header: msgpack array `[tag, field, field, ...]` in the order below; surplus fields are refused;",
         "- payload: field-major arrays, little-endian, each start aligned to 64 bytes, named in the header.",
         "", "A reply carries the request's number. A request may be sent again with the same number: services are",
-        "idempotent. Conformance vectors (msgpack of one example each): `tests/unit/golden_messages.json`.",
+        "idempotent. Conformance vectors for other languages: `tests/vectors/wire.json` (other-languages.md).",
     ]  # fmt: skip
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
-        comments = comments_of(kind)
+        comments = meanings_of(kind)
         for item in msgspec.structs.fields(kind):
             note = f": {comments[item.name]}" if item.name in comments else ""
             parts.append(f"- `{item.name}` ({plain(item.type)}){note}")
@@ -169,12 +216,21 @@ def option_data() -> str:
 def plain(hint: object) -> str:
     """A type as text without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 
+def status_schema() -> str:
+    """`docs/status.schema.json`: the form of `asyncrl status --json`."""
+    from asyncrl.live.state import schema_text
+
+    return schema_text()
+
+
 PAGES = {
+    "status.schema.json": status_schema,
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
-    "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names,
+    "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names, "cli.md": command_line,
 }  # fmt: skip
 
 if __name__ == "__main__":

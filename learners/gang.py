@@ -3,13 +3,14 @@
 Called by `learners.main` and `learners.loop`. Rank 0 alone talks to services; the others follow its orders. Guarantees:
 1. orders and batches are msgpack and raw arrays on CPU tensors over Gloo, never pickled objects;
 2. every wait has the process group's timeout, which is longer than the longest wait for a batch;
-3. without torchrun a process is a gang of one on a free port of loopback;
+3. a gang of one opens no port, ranks on one host meet on loopback alone;
 4. batches are handed out by share and sums count once per share, whatever the layout (`learners.topology`).
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config import Config
 from asyncrl.device import Device
+from asyncrl.sockets import LOOPBACK
 from learners.topology import Topology
+
+
+def _store(rank: int, size: int, *, timeout_s: float) -> Any:
+    """Where the ranks of one host meet: in memory where there is one, else on a port of loopback and nowhere else.
+
+    None where they are on several hosts, or torchrun brings a store of its own: then torch connects them.
+    """
+    known: Any = dist
+    if size == 1:
+        return known.HashStore()
+    host, shared = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared or host not in LOOPBACK:
+        return None
+    port, timeout = int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
+    if rank:
+        return known.TCPStore(host, port, size, False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(128)
+    return known.TCPStore(
+        host, port, size, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class Gang:
@@ -63,10 +89,8 @@ class Gang:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         plain = anywhere and size == 1
         topology = Topology(rank, size) if plain else Topology.of(config.learner.parallel, rank=rank, size=size)
-        alone = "MASTER_PORT" not in os.environ and size == 1
-        store: dict[str, Any] = {}
-        if alone:
-            store = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        found = None if "MASTER_PORT" not in os.environ and size > 1 else _store(rank, size, timeout_s=longest)
+        store = {"store": found, "rank": rank, "world_size": size} if found is not None else {}
         dist.init_process_group(device.group_string, timeout=timedelta(seconds=longest), **store)
         return Gang(rank, size, device, topology)
 

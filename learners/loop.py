@@ -33,7 +33,7 @@ from asyncrl.failpoints import failpoint
 from asyncrl.metrics import read_lines
 from asyncrl.modes import streams
 from asyncrl.rundir import RunDir, write_atomic
-from learners import checkpoint
+from learners import checkpoint, shown
 from learners.backends.base import Backend
 from learners.coefficients import Coefficients
 from learners.gang import Gang
@@ -257,6 +257,11 @@ class Learner:
         failpoint("learner.after_commit")
 
     def _record(self, batch: ClaimedBatch | None, result: StepResult, values: dict[str, float]) -> None:
+        """Collective: the samples that are kept lie on any rank."""
+        kept: dict[int, list[float]] = {}
+        if count := self._config.log.samples_per_step:
+            mine = result.log.logprobs() if result.log is not None else {}
+            kept = shown.gather(self._gang, mine, shown.places(batch, count) if batch is not None else [])
         if self._services is None or batch is None:
             return
         values = self._trial.stats | result.metrics | self._saver.stats | values | {
@@ -265,7 +270,7 @@ class Learner:
             "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
         }  # fmt: skip
         self._look_at_gap(values)
-        self._services.record(values, batch, self._trial.groups_log(batch, result))
+        self._services.record(values, batch, self._trial.groups_log(batch, result), logprobs=kept)
         self._saver.note(values, self._services.evaluated)
 
     def _look_at_gap(self, values: Mapping[str, float]) -> None:

@@ -61,11 +61,13 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 
     ticker.waits = services.waits_for if services is not None else str
     watchdog = Watchdog(config.run.hang_timeout_s, diagnosis=diagnosis)
+    lost = False
     try:
         learner = Learner(config, gang=gang, backend=backend, services=services, progress=watchdog.progress)
         reason = learner.run()
     except RuntimeError as error:
         if lost_peer(error):
+            lost = True
             what = f"rank {gang.rank} of {gang.size} lost another rank: {str(error).splitlines()[0]}"
             print(f"learner: {what}", flush=True)  # at once: torchrun kills what takes long to close its connections
             raise AsyncRLError("role.failed", what) from error
@@ -73,7 +75,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     finally:
         watchdog.stop()
         if services is not None:
-            services.close()
+            services.close(hurry=lost)
     if gang.lead and reason:
         print(f"learner: ended early: {reason}", flush=True)
     gang.leave()
@@ -83,7 +85,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
     from asyncrl.fingerprint import model_fingerprint
     from asyncrl.modes import streams
-    from asyncrl.rundir import endpoint
+    from asyncrl.rundir import beside, endpoint
     from buffers.client import LearnerClient
     from learners.services import Heart, Services, Silence
     from weightsync.publisher import Publisher
@@ -107,7 +109,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     leaving = threading.Event()
     pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())
     welcome = buffer.hello(fingerprint)
-    address = welcome.endpoints.get("weightsync", "") if args.connect else ""
+    address = beside(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
     publisher: Any = NoGenerators()
     if not streams(config):
         publisher = Publisher(
@@ -150,7 +152,7 @@ class NoGenerators:
         """Nobody holds a version."""
         return -1
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         """Nothing is held."""
 
 

@@ -4,7 +4,8 @@ Started by `asyncrl replay` as `python -m learners.replay --config OUT/config.to
 OUT/plan.json says what to do; OUT/steps.jsonl and OUT/end.json say what came of it. Guarantees:
 1. every step trains the groups that the run's weights hold, under the configuration and the tuned settings of that
    step, by the code of `learners.trial`: with unchanged settings on a CPU the same bits;
-2. `--set` wins over both, from the step after `since` on;
+2. `--set` wins over both, from the step after `since` on, and so do the rewards of a file of scores, for the groups
+   that it scored whole: a group is trained on the rewards of one of the two, never on a mixture;
 3. the run's folder is only read; settings that the model is built with are changed by a save and a load, as a restart
    of the learner does it.
 """
@@ -24,10 +25,12 @@ from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
 from asyncrl.replay_report import END, LINES, PLAN, Done, End, Plan, Step
+from asyncrl.rescored import GroupScores, content_of, read_scores
 from asyncrl.role import RoleArgs, Stop, run
 from asyncrl.rundir import RunDir, write_atomic
 
 if TYPE_CHECKING:
+    from buffers.batches import GroupData
     from buffers.client import ClaimedBatch
     from learners.backends.base import Backend
     from learners.gang import Gang
@@ -73,6 +76,7 @@ class Replay:
         self._backend: Any = None
         self._trial: Trial | None = None
         self._left_out: list[int] = []
+        self._scores: dict[tuple[int, int], GroupScores] = {}
 
     def run(self, stop: Stop) -> None:
         """All steps, then the distance of the weights."""
@@ -86,7 +90,7 @@ class Replay:
             if fresh:
                 end.start_digest = self._digest(step.step - 1)
             self._step(step, batch)
-        if self._plan.overrides:
+        if self._plan.overrides or self._plan.rescored:
             end.weights, end.notes = self._distance()
         if self._gang.lead:
             write_atomic(self._out / END, msgspec.json.encode(end))
@@ -100,7 +104,7 @@ class Replay:
             from learners.archive import recorded
 
             batch, meta = recorded(self._archive, step.step)
-            batch = self._trained(batch, step)
+            batch = self._rescored(self._trained(batch, step))
             text = msgspec.msgpack.encode(Order(meta.config, batch.tuning))
         return msgspec.msgpack.decode(self._gang.share(text), type=Order), batch
 
@@ -113,6 +117,19 @@ class Replay:
             raise AsyncRLError("replay.missing", f"the archive of step {step.step} does not hold group {missing[0]}, "
                                "which the run trained in it", where="replay")  # fmt: skip
         return msgspec.structs.replace(batch, groups=groups)
+
+    def _rescored(self, batch: ClaimedBatch) -> ClaimedBatch:
+        """With the rewards of the file, for the groups that have others there."""
+        wanted = self._plan.rescored.get(batch.step, ())
+        if not wanted:
+            return batch
+        if not self._scores:
+            self._scores = {(one.step, one.group): one for one in read_scores(Path(self._plan.rewards))[1]}
+        groups = [
+            _with_rewards(group, self._scores[batch.step, group.group]) if group.group in wanted else group
+            for group in batch.groups
+        ]
+        return msgspec.structs.replace(batch, groups=tuple(groups))
 
     def _use(self, order: Order, step: int) -> None:
         """Put the settings of a step in force."""
@@ -239,6 +256,17 @@ class Replay:
             other = Path(self._gang.share(folder.encode()).decode())
             self._backend.export_hf(other)
             return (distance(_saved(export), _saved(other)) if self._gang.lead else {}), ()
+
+
+def _with_rewards(group: GroupData, scores: GroupScores) -> GroupData:
+    if content_of(one.response for one in group.samples) != scores.content:
+        raise AsyncRLError("rescore.file", f"the scores of group {group.group} are of other samples than the archive "
+                           "holds: score it again", where=f"step {scores.step}")  # fmt: skip
+    samples = tuple(
+        msgspec.structs.replace(one, reward=scores.rewards[one.index], parts=scores.parts.get(one.index, {}), turns=())
+        for one in group.samples
+    )
+    return msgspec.structs.replace(group, samples=samples)
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -18,9 +18,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -35,17 +35,20 @@ from asyncrl.modes import streams
 from asyncrl.role import Stop
 from asyncrl.rundir import RunDir
 from asyncrl.wire import NotYet
+from learners import shown
 from learners.account import Account, EpochMark
 from learners.archive import Archive
-from learners.batch import group_lag, unusable
+from learners.batch import unusable
 from learners.evaluations import LastEvaluations
 
 if TYPE_CHECKING:
-    from buffers.client import ClaimedBatch, GroupData
+    from buffers.client import ClaimedBatch
 
 POLL_S = 2.0
 SAY_EVERY_S = 10.0
 SILENT_S = 5.0  # then the service that does not answer is named
+#: Numbers of the newest step that the heartbeats carry, for whoever watches without the run's folder.
+TOLD = ("reward_mean", "lag_mean", "lag_max", "bound_max", "tokens_per_s", "step_s", "wait_s")
 LEAVE_S = 3.0  # how long a request may stay without an answer once the process was asked to end
 
 Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
@@ -76,7 +79,7 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, plan: Any, chunks: Weights, *, base: str = "", adapter: str = "") -> Any: ...
     def stage_base(self, version: int, plan: Any, chunks: Weights) -> Any: ...
     def settle(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, hurry: bool = False) -> None: ...
 
 
 class AdapterPlan(NamedTuple):
@@ -119,7 +122,7 @@ class Services:
         self._log = MetricsLog(run.metrics / "learner.jsonl")
         self._samples = run.samples
         self._groups = run.metrics / "groups.jsonl"
-        self._tracker = _tracker(config, run.tensorboard)
+        self._tracker = _tracker(config, run)
         self._archive = Archive(config, say=_say) if config.log.archive else None
         self._evaluations = LastEvaluations(
             config, ask=lambda seen: buffer.evaluations(seen=seen),
@@ -191,11 +194,11 @@ class Services:
                 self._tell(lambda: self.buffer.goodbye(done=done, reason=reason))
             self.raise_trouble()
 
-    def close(self) -> None:
-        """Stop the heart, close connections and files."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Stop the heart, close connections and files. `hurry`: wait for no generator that still takes a version."""
         if self._heart is not None:
             self._heart.stop()
-        self.publisher.close()
+        self.publisher.close(hurry=hurry)
         self.buffer.close()
         self._log.close()
         if self._tracker is not None:
@@ -307,21 +310,24 @@ class Services:
     # ------------------------------------------------------------ records
 
     def record(
-        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None
+        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None, *,
+        logprobs: Mapping[int, list[float]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """The step's line of metrics, its samples, the tracker, and one line on the terminal."""
+        """The step's line of metrics, its samples, the tracker, and one line on the terminal. `logprobs`: the learner's
+        of the samples that are kept, by their place in the batch."""
         step, values = batch.step, values | batch.lengths | self.publisher.stats
         self._evaluations.between_steps()
         try:
-            self._write_records(values, batch, groups)
+            self._write_records(values, batch, groups, logprobs)
         except OSError as error:
             self._lost_lines += 1
             print(
                 f"learner: ERROR: the records of step {step} are lost ({self._lost_lines} so far): {error}", flush=True
             )
         if self._heart is not None:
-            self._heart.stats = {"step": float(step), "version": float(step),
-                                 "busy_share": 1 - values["wait_s"] / max(values["step_s"], 1e-9)}  # fmt: skip
+            told = {name: values[name] for name in TOLD if name in values}
+            busy = 1 - values["wait_s"] / max(values["step_s"], 1e-9)
+            self._heart.stats = {**told, "step": float(step), "version": float(step), "busy_share": busy}
         wait = 100 * values["wait_s"] / max(values["step_s"], 1e-9)
         bound = self._config.buffer.max_staleness
         print(
@@ -334,16 +340,17 @@ class Services:
         )
 
     def _write_records(
-        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None
+        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None,
+        logprobs: Mapping[int, list[float]],
     ) -> None:  # fmt: skip
         if groups is not None:
             with self._groups.open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode({"t": time.time(), **groups}) + b"\n")
         self._log.write(values, groups_of_step=[group.group for group in batch.groups])
         if self._tracker is not None:
-            self._tracker.log(values, step=batch.step)
+            self._tracker.log({**batch.ledger, **values}, step=batch.step)
         with self._samples.open("ab", buffering=0) as file:
-            for line in sample_lines(batch, self._config.log.samples_per_step, self._decode):
+            for line in shown.lines(batch, self._config.log.samples_per_step, self._decode, logprobs):
                 file.write(msgspec.json.encode(line) + b"\n")
 
     def waits_for(self) -> str:
@@ -366,34 +373,18 @@ def _exhausted(weights: Weights) -> Iterator[Iterator[tuple[str, npt.NDArray[np.
             pass
 
 
-def sample_lines(batch: ClaimedBatch, count: int, decode: Any) -> list[dict[str, Any]]:
-    """The best and the worst samples of the batch as lines of samples.jsonl, `count` in all."""
-    every = [(group, sample) for group in batch.groups for sample in group.samples]
-    every.sort(key=lambda pair: (-pair[1].reward, pair[0].group, pair[1].index))
-    half = -(-count // 2)
-    chosen = every[:half] + every[max(half, len(every) - (count - half)) :]
-    return [_sample_line(batch, group, sample, decode) for group, sample in chosen[:count]]
-
-
-def _sample_line(batch: ClaimedBatch, group: GroupData, sample: Any, decode: Any) -> dict[str, Any]:
-    return {
-        "step": batch.step, "group": group.group, "index": sample.index, "lag": group_lag(group, batch.version),
-        "prompt": decode(group.prompt_ids.tolist()), "response": decode(sample.response.tolist()),
-        "reward": sample.reward, "parts": sample.parts, "length": int(sample.response.size), "finish": sample.finish,
-        "runs": sample.runs,
-    }  # fmt: skip
-
-
 def _say(text: str) -> None:
     print(f"learner: {text}", flush=True)
 
 
-def _tracker(config: Config, folder: Path) -> Any:
+def _tracker(config: Config, run: RunDir) -> Any:
+    """Curves in the run folder; online trackers have processes of their own (`learners.tracking`)."""
     if not config.log.tensorboard:
         return None
-    from asyncrl.plugins import find
+    from asyncrl.plugins import TrackerRun, find
 
-    return find("asyncrl.trackers", "tensorboard")(folder)
+    given = TrackerRun(project=config.trackers.project, name=config.run.name, id="", folder=run.tensorboard)
+    return find("asyncrl.trackers", "tensorboard")(given)
 
 
 class Silence:

@@ -430,7 +430,7 @@ def make_warm_start(
     options = dict(model_options or {})
     digest = recipe_hash(task, seed=seed, stages=plan, model=options)
     target = Path(out_dir)
-    if _is_current(target, digest):
+    if is_current(target, digest):
         say(f"{task}: {target} is up to date")
         return target
     (target / MARKER).unlink(missing_ok=True)
@@ -448,7 +448,7 @@ def make_warm_start(
         )  # fmt: skip
     save_model(target, model)
     seconds = time.monotonic() - started
-    _write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})
+    write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})
     say(f"{task}: saved to {target} after {seconds:.1f} s")
     return target
 
@@ -471,7 +471,8 @@ def _silent(line: str) -> None:
     return None
 
 
-def _is_current(target: Path, digest: str) -> bool:
+def is_current(target: Path, digest: str) -> bool:
+    """Whether a folder holds the whole checkpoint that this recipe makes."""
     try:
         marker = json.loads((target / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -480,7 +481,8 @@ def _is_current(target: Path, digest: str) -> bool:
     return marker.get("hash") == digest and all((target / name).is_file() for name in files)
 
 
-def _write_marker(target: Path, content: Mapping[str, Any]) -> None:
+def write_marker(target: Path, content: Mapping[str, Any]) -> None:
+    """Say that a folder is finished."""
     partial = target / (MARKER + ".partial")
     partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
     partial.replace(target / MARKER)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,13 +43,14 @@ class StepLog:
         self._table: Tensor | None = None
         self._ratio_max: Tensor | None = None
         self._weights: list[tuple[Sequence[int], Tensor]] = []
+        self._logprobs: list[tuple[Sequence[int], Tensor, Tensor]] = []  # samples, tokens of each, log-probs
 
     @torch.no_grad()
     def note(
         self, number: int, micro: Micro, *, current: Tensor, proximal: Tensor, correction: Correction,
-        result: TokenLoss,
+        result: TokenLoss, learner: Tensor,
     ) -> None:  # fmt: skip
-        """Take a micro-batch."""
+        """Take a micro-batch. `learner`: log-probs that a forward pass of the learner gave."""
         lags = torch.zeros(micro.scales.numel(), dtype=torch.int64, device=micro.lags.device)
         lags = lags.scatter_reduce(0, micro.sequences, torch.where(micro.mask, micro.lags, 0), "amax")
         table = correction_table(
@@ -65,11 +67,15 @@ class StepLog:
             weights = masked(correction.weights, micro.mask)
             sums = weights.new_zeros(count).index_add_(0, micro.sequences, weights)
             tokens = weights.new_zeros(count).index_add_(0, micro.sequences, micro.mask.to(weights.dtype))
-            self._weights.append((self._part.micro[number].samples.tolist(), sums / tokens.clamp(min=1)))
+            numbers = self._part.micro[number].samples.tolist()
+            self._weights.append((numbers, sums / tokens.clamp(min=1)))
+            sizes = torch.bincount(micro.sequences, minlength=count)
+            self._logprobs.append((numbers, sizes, learner.detach()))
 
     def join(self, other: StepLog) -> None:
         """Take what another one holds."""
         self._weights += other._weights
+        self._logprobs += other._logprobs
         if other._table is not None and other._ratio_max is not None:
             self._table = other._table if self._table is None else self._table + other._table
             mine = self._ratio_max
@@ -94,3 +100,11 @@ class StepLog:
                 for number, value in zip(numbers, means.tolist(), strict=True)}  # fmt: skip
         parts = (msgspec.msgpack.decode(part, type=dict[int, float]) for part in gang.gather_shares(_encode(mine)))
         return {number: value for part in parts for number, value in part.items()}
+
+    def logprobs(self) -> dict[int, npt.NDArray[np.float32]]:
+        """The learner's log-probs of every sample of this rank `[T]`, by its place in the batch."""
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for numbers, sizes, values in self._logprobs:
+            cuts = np.cumsum(sizes.cpu().numpy())[:-1]
+            found.update(zip(numbers, np.split(values.float().cpu().numpy(), cuts), strict=True))
+        return found

@@ -54,6 +54,7 @@ class StepResult(NamedTuple):
     skipped: int
     broken: str = ""
     weights: Mapping[int, float] = {}  # mean importance weight of a sample, by its place in the batch; on every rank
+    log: StepLog | None = None  # what the updates of this rank have noted
 
 
 class Terms(NamedTuple):
@@ -124,7 +125,8 @@ def loss_function(
             value = value + positive_lm(logprobs, micro.mask, micro.right[micro.sequences], tokens=terms.right,
                                         coeff=algorithm.positive_coeff)  # fmt: skip
         if log is not None:
-            log.note(number, micro, current=logprobs, proximal=proximal,
+            ours = proximal if algorithm.proximal == "recompute" else logprobs
+            log.note(number, micro, current=logprobs, proximal=proximal, learner=ours,
                      correction=correction._replace(weights=weights), result=result)  # fmt: skip
         sums["entropy_sum"] = masked(entropy.detach(), micro.mask).sum()
         return value, sums
@@ -203,7 +205,7 @@ def train_step(
     metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
     metrics |= beside.metrics()
     metrics |= _of_the_start(ready, algorithm)
-    return StepResult(metrics, skipped, weights=kept.weights(gang))
+    return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
 
 
 def _terms(

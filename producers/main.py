@@ -351,7 +351,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     tasks: list[asyncio.Task[None]] = []
     try:
         welcome = await patience.ask(lambda: client.hello(engine.fingerprint(), evaluation_rows=held_out.rows))
-        sync = welcome.endpoints.get("weightsync", "") if args.connect else ""
+        sync = rundir.beside(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
         producer, receiver = parts_of(
             config, args, client=client, engine=engine, patience=patience, held_out=held_out, sync=sync, keys=keys
         )

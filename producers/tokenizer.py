@@ -77,6 +77,10 @@ class Tokenizer:
             ids = self._fast.encode(text, add_special_tokens=False).ids
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.end_id]
 
+    def has_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(self._transformers().chat_template)
+
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text as it stands in the middle of a sequence: nothing is added."""
         if self._fast is None:

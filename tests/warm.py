@@ -43,7 +43,8 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers", "zmq.asyncio",
     "buffers.client", "buffers.groups", "buffers.server", "buffers.stores.sqlite", "weightsync.service",
     "weightsync.publisher", "weightsync.receiver", "producers.engines.hf", "producers.main", "producers.rewards.main",
-    "learners.loop", "learners.main", "learners.backends.fsdp2", "asyncrl.cli", "asyncrl.launch", "asyncrl.report",
+    "learners.local_gang", "learners.loop", "learners.main", "learners.backends.fsdp2", "asyncrl.cli",
+    "asyncrl.launch", "asyncrl.report",
 )  # fmt: skip
 ORDER_BYTES = 100_000
 plain_popen = subprocess.Popen
@@ -385,7 +386,7 @@ class Embryo:
 
 def prepare(words: list[str]) -> None:
     """The ranks of torchrun, if this is to be torchrun."""
-    if words[:2] != ["-m", "torch.distributed.run"] or not alone():
+    if words[:2] not in (["-m", "torch.distributed.run"], ["-m", "learners.local_gang"]) or not alone():
         return
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 

@@ -12,7 +12,8 @@ what changed since the version before (`weightsync.hops`). Guarantees:
 3. a service that does not answer or has forgotten everything is told again, for as long as this object is open;
 4. an error that trying again cannot mend (`fenced`, `handshake.mismatch`) is raised by the next call;
 5. every wait has a deadline;
-6. the base of adapters stays in its slot while adapters of it are published, and is offered beside each.
+6. the base of adapters stays in its slot while adapters of it are published, and is offered beside each;
+7. with keys every manifest is signed (`weightsync.signature`).
 Memory: two copies of the weights (of adapters: and one of their base); with deltas three, and less than one more for
 the hops; up to four while older ones are read.
 """
@@ -41,6 +42,7 @@ from weightsync.facts import WANTED, mark
 from weightsync.hops import Chain, Staged
 from weightsync.outboxes import Outboxes
 from weightsync.plan import Plan
+from weightsync.signature import signed
 from weightsync.staging import SLOTS, Chunks, Staging
 from weightsync.transports.base import TransportError
 from weightsync.transports.catalogue import outbox
@@ -118,6 +120,7 @@ class Publisher:
         whole = whole_digest(digests, base=base, adapter=adapter)
         encoding = "adapter" if base else full.NAME
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole, encoding, base, adapter)
+        manifest = signed(manifest, self._keys)
         with self._changed:
             self.digests[version] = manifest.digest
             self.stats["publish_bytes"] = float(plan.nbytes)
@@ -133,6 +136,7 @@ class Publisher:
         self._raise_error()
         slot, digests = self._staging.fill(plan, chunks)
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole_digest(digests))
+        manifest = signed(manifest, self._keys)
         self._pin(Staged(manifest, plan, self._staging, slot, slot.order, ready=True))
         return manifest
 
@@ -182,17 +186,19 @@ class Publisher:
             return 0
         return sum(state == "serving" for state in self._reply.members.values())
 
-    def close(self) -> None:
-        """Stop the threads and remove the staged versions."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Stop the threads and remove the staged versions. `hurry`: without waiting for a request or a round that is
+        under way, for a process that ends now."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._chain is not None:
             self._chain.stop()
         for thread in self._threads:
-            thread.join(REQUEST_S + HOLD_S + self._config.timeout_s)
+            thread.join(0.0 if hurry else REQUEST_S + HOLD_S + self._config.timeout_s)
         self._requester.close()
-        self._outboxes.close()
+        if not any(thread.is_alive() for thread in self._threads):  # else they are in use, until the process ends
+            self._outboxes.close()
         self._staging.close()
 
     def _raise_error(self) -> None:

@@ -14,7 +14,8 @@ Runs on a producer's event loop beside generation. Guarantees:
    "joining") in a poll of its own before the engine is touched, and gets no deltas and no adapters;
 6. versions that came over a network are kept and served to others (`weightsync.relay_fanout`), an old one until the
    new one is committed;
-7. blocking transport work runs in threads; every wait has a deadline. A service that is silent for `max_outage_s` ends
+7. with keys, nothing is loaded that the learner did not sign;
+8. blocking transport work runs in threads; every wait has a deadline. A service that is silent for `max_outage_s` ends
    `run` with `net.unreachable`; a shorter silence costs nothing but fresh weights.
 Bucket bytes are checked after the engine copied them: what a writer overwrites meanwhile cannot pass (it never writes
 the old bytes again).
@@ -39,6 +40,7 @@ from weightsync.attest import EVERY_S, SHARE, held_digest
 from weightsync.held import HeldVersion
 from weightsync.intake import HopsUseless, Intake
 from weightsync.plan import check_layout
+from weightsync.signature import is_genuine
 from weightsync.transports.base import InboxMaker, Outbox, TransportError
 from weightsync.transports.catalogue import inboxes, outbox
 
@@ -249,6 +251,8 @@ class Receiver:
 
     def _refusal(self, instruction: Instruction, manifest: Manifest) -> str:
         """Why this instruction cannot be followed; empty where it can."""
+        if not is_genuine(manifest, self._keys):
+            return f"version {manifest.version} is not signed by this run's key"
         if instruction.transport not in self._transports or manifest.encoding not in KINDS:
             return f"cannot receive {manifest.encoding!r} by {instruction.transport or 'nothing'}"
         if manifest.encoding == "adapter" and self._in_place:

@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from asyncrl import role
+from asyncrl.authority import needs_owner
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.failpoints import failpoint
@@ -77,7 +78,7 @@ class Service:
         self._sign_s = config.log.heartbeat_s
         self._responder = Responder(
             address, self._handle, keys=keys, max_bytes=config.network.max_message_bytes,
-            insecure=config.network.insecure_no_auth,
+            insecure=config.network.insecure_no_auth, restricted=needs_owner,
         )  # fmt: skip
         self.address = self._responder.address
 

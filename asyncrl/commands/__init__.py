@@ -5,4 +5,17 @@ it runs: `--help` and the shell's completion stay fast. Guarantee: nothing but t
 """
 
 #: In the order of `asyncrl --help`.
-MODULES = ("launching", "configuration", "environments", "watching", "log_tools", "results")
+MODULES = (
+    "launching",
+    "configuration",
+    "keys",
+    "live",
+    "watching",
+    "log_tools",
+    "results",
+    "outside",
+    "author_tools",
+    "machine",
+    "environments",
+    "planning",
+)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from asyncrl.commands.options import Commands, add_config, add_folder, add_output, add_set, command
+from asyncrl.commands.options import Commands, add_configs, add_folder, add_output, add_set, command
 
-TARGETS = ("all", "buffer", "producers", "rewards", "learner", "weightsync")
+TARGETS = ("all", "services", "buffer", "producers", "rewards", "learner", "weightsync")
 LAUNCH_EXAMPLES = """targets:
   all         everything on this machine
+  services    buffer and weight sync
   buffer, weightsync, learner     one of each per run
   producers, rewards              as many launchers as you like, on any host
 
 examples:
   asyncrl launch all my.toml --set learner.steps=20
-  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key run.key     (on another host)
+  asyncrl launch all base.toml more.toml          (more.toml wins)
+  asyncrl launch all my.toml --dry-run            (nothing starts)
+  asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
+  asyncrl launch all my.toml --backend slurm --render jobs                         (writes the jobs of a cluster)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.
 """
@@ -34,10 +39,20 @@ def _add_launch(commands: Commands) -> None:
     one = command(commands, "launch", "start the roles of a run; the same command again resumes it",
                    epilog=LAUNCH_EXAMPLES)  # fmt: skip
     one.add_argument("target", metavar="TARGET", choices=TARGETS, help=f"what to start here: {', '.join(TARGETS)}")
-    add_config(one)
+    add_configs(one)
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
+    one.add_argument("--judge", default="", metavar="NAME", help="target rewards: only workers of this judge")
+    one.add_argument("--insecure-no-auth", action="store_true", help="listen beyond this host without keys (services "
+                     "say so every minute)")  # fmt: skip
+    one.add_argument("--node-rank", type=int, default=0, metavar="N", help="number of this host in a gang of several")
+    one.add_argument("--head", default="", metavar="HOST:PORT", help="where a gang of several hosts meets: on host 0")
+    one.add_argument("--backend", choices=("slurm", "k8s", "ray"), help="with --render: scheduler of the jobs")
+    one.add_argument("--render", type=Path, metavar="DIR", help="start nothing: write the jobs of [cluster] there")
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    one.add_argument("--dry-run", action="store_true", help="print what would start (commands, files, environment), "
+                     "and start nothing")  # fmt: skip
+    one.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     add_output(one)
     one.set_defaults(run=_launch)
 
@@ -55,13 +70,37 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    import os
+
     from asyncrl.launch import LaunchOptions, launch
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
-        takeover=args.takeover, verbose=args.verbose, plain=args.plain,
+        takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
+        insecure_no_auth=args.insecure_no_auth,
+        node_rank=args.node_rank, head=args.head,
     )  # fmt: skip
-    return launch(args.config, options).outcome.code
+    if args.dry_run:
+        from asyncrl.dry_run import dry_run
+
+        return dry_run(args.configs, options, as_json=args.json)
+    if args.json:
+        from asyncrl.errors import ConfigError
+
+        raise ConfigError("usage", "--json is of --dry-run", where="launch")
+    os.umask(0o077)
+    if args.render or args.backend:
+        return _render(args)
+    return launch(args.configs, options).outcome.code
+
+
+def _render(args: argparse.Namespace) -> int:
+    from asyncrl.clusters import render_command
+    from asyncrl.errors import ConfigError
+
+    if not (args.render and args.backend) or args.target != "all":
+        raise ConfigError("usage", "--backend and --render go together, with the target all")
+    return render_command(args.configs, args.overrides, backend=args.backend, folder=args.render)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -20,8 +20,9 @@ def command(
     )  # fmt: skip
 
 
-def add_config(one: argparse.ArgumentParser) -> None:
-    one.add_argument("config", metavar="CONFIG.toml", type=Path, help="the run's configuration")
+def add_configs(one: argparse.ArgumentParser) -> None:
+    one.add_argument("configs", metavar="CONFIG.toml", nargs="+", type=Path, help="the run's configuration; of several "
+                     "files each wins over those before it")  # fmt: skip
     add_set(one)
 
 

@@ -7,14 +7,21 @@ from pathlib import Path
 
 from asyncrl.commands.options import Commands, add_folder, command
 
+REPORT_EXAMPLES = """examples:
+  asyncrl report runs/my                          RUN/report.html
+  asyncrl report runs/my --out report.html
+  asyncrl report runs/a runs/b runs/c             ./comparison.html
+"""
+
 
 def add(commands: Commands) -> None:
     """Declare them."""
     _add_export(commands)
-    one = command(commands, "report", "write the run's report: one HTML file",
-                   example="asyncrl report runs/my --out report.html")  # fmt: skip
+    one = command(commands, "report", "write the run's report, or a comparison of several: one HTML file",
+                   epilog=REPORT_EXAMPLES)  # fmt: skip
     add_folder(one)
-    one.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html")
+    one.add_argument("others", metavar="RUN", nargs="*", type=Path, help="runs to compare it with")
+    one.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html, or ./comparison.html")
     one.set_defaults(run=_report)
 
 
@@ -31,10 +38,11 @@ def _add_export(commands: Commands) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from asyncrl.report import write_report
+    from asyncrl.report import write_comparison, write_report
     from asyncrl.rundir import RunDir
 
-    print(write_report(RunDir(args.folder).require(), out=args.out))
+    runs = [RunDir(folder).require() for folder in (args.folder, *args.others)]
+    print(write_comparison(runs, out=args.out) if args.others else write_report(runs[0], out=args.out))
     return 0
 
 

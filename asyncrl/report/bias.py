@@ -9,7 +9,7 @@ from html import escape
 
 from asyncrl.lengths import Bucket
 from asyncrl.report.data import RunData
-from asyncrl.report.sections import card, table
+from asyncrl.report.parts import card, table
 from asyncrl.report.svg import Line, legend, line_chart
 
 SERIES = (("made", "s1"), ("trained", "s3"), ("dropped", "s2"), ("dead", "s6"))

@@ -16,10 +16,11 @@ import msgspec
 
 from asyncrl.audit import Audit, audit_run
 from asyncrl.config import Config, load
-from asyncrl.errors import UNREADABLE, AsyncRLError
+from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation_figures import ALL
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir
+from asyncrl.report.history import Recovery, StepLags, events_of, story
+from asyncrl.rundir import RunDir, read_object
 from asyncrl.supervise import Outcome
 
 Line = dict[str, Any]
@@ -50,6 +51,20 @@ class RunData(msgspec.Struct):
     history: list[Line]  # events that the fault log shows
     result: Line
     evaluations: list[Line] = []  # metrics/evaluation.jsonl
+    every_step: list[Line] = []  # metrics/learner.jsonl, also of steps that were trained again
+    lags: list[StepLags] = []
+    recoveries: list[Recovery] = []
+
+    @property
+    def name(self) -> str:
+        """What the run calls itself."""
+        return self.config.run.name if self.config else self.run.root.name
+
+    @property
+    def wall_s(self) -> float:
+        """From the first to the last time that any file names."""
+        start, end = self.span_of_time()
+        return end - start
 
     @property
     def last_step(self) -> int:
@@ -101,19 +116,24 @@ def load_run(run: RunDir) -> RunData:
     roles: dict[str, list[Line]] = defaultdict(list)
     for line in _lines(run.metrics / "roles.jsonl"):
         roles[str(line.get("name", "?"))].append(line)
-    kept = ("service", "register", "lost", "cancel", "drop", "dead", "tune", "end")
+    learner, events = _lines(run.metrics / "learner.jsonl"), _lines(run.logs / "launch.jsonl")
+    rounds = _lines(run.metrics / "weightsync.jsonl")
+    told = story(events_of(run.history), events, rounds)
     return RunData(
         run=run,
         config=config,
         audit=audit_run(run.root),
-        steps=surviving(_lines(run.metrics / "learner.jsonl")),
+        steps=surviving(learner),
+        every_step=learner,
         roles=dict(roles),
         buffer=_lines(run.metrics / "buffer.jsonl"),
-        rounds=_lines(run.metrics / "weightsync.jsonl"),
+        rounds=rounds,
         processes=_lines(run.processes),
         samples=_lines(run.samples),
-        events=_lines(run.logs / "launch.jsonl"),
-        history=[line for line in _lines(run.history) if line.get("e") in kept],
+        events=events,
+        history=told.notes,
+        lags=told.lags,
+        recoveries=told.recoveries,
         result=read_object(run.result),
         evaluations=_lines(run.metrics / "evaluation.jsonl"),
     )
@@ -133,15 +153,6 @@ def surviving(lines: list[Line]) -> list[Line]:
             kept.pop()
         kept.append(line)
     return kept
-
-
-def read_object(path: Path) -> Line:
-    """A JSON object of a file, empty where there is none."""
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except (OSError, *UNREADABLE):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _lines(path: Path) -> list[Line]:

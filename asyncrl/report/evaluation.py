@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.evaluation_figures import ALL
 from asyncrl.report.data import RunData
-from asyncrl.report.sections import card, table
+from asyncrl.report.parts import card, table
 from asyncrl.report.svg import Line, legend, line_chart, short
 
 COLOURS = ("s1", "s2", "s3", "s4", "s5", "s6")

@@ -3,8 +3,8 @@
 Called by `asyncrl.report.sections`. Guarantees:
 1. pure functions of their arguments; every text is escaped; colours are CSS classes (`s1`..`s8`), so that the page's
    theme decides them;
-2. charts carry their values in `data-chart`, from which the page's script shows a tooltip; without the script they
-   are complete drawings;
+2. charts carry their values in `data-chart`, from which the page's script shows a tooltip and smooths; without the
+   script they are complete drawings, smoothed by `SMOOTHING`;
 3. at most `MAX_POINTS` points are drawn per line: longer ones keep the first, the last and evenly spaced others.
 """
 
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
 MAX_POINTS = 400
+SMOOTHING = 0.6  # weight of what came before, in lines that may be smoothed
+SMOOTHED_FROM = 20  # points; shorter lines are drawn as they are
 LEFT, RIGHT, TOP = 46, 10, 10
 BOTTOM, BOTTOM_NAMED = 24, 40  # below the axis: ticks; ticks and the name of the axis
 
@@ -94,18 +96,19 @@ def short(value: float) -> str:
 
 def line_chart(
     lines: Sequence[Line], *, width: int = 540, height: int = 200, x_label: str = "step", floor: float | None = None,
-    bars: bool = False,
+    bars: bool = False, smooth: bool = False, title: str = "",
 ) -> str:  # fmt: skip
-    """Lines over a common x axis. `floor` is a value that the y axis must show."""
+    """Lines over a common x axis. `floor` is a value that the y axis must show. `smooth`: a smoothed line over each."""
     drawn = [line for line in lines if line.points]
     if not drawn:
         return '<p class="none">nothing was measured</p>'
     every_y = [y for line in drawn for _, y in line.points] + [y for line in drawn for pair in line.band for y in pair]
     frame = _frame([x for line in drawn for x, _ in line.points], every_y, floor, width, height, named=bool(x_label))
     parts = [_axes(frame, x_label)]
-    for line in drawn:
-        parts.append(_line(frame, line, bars=bars))
-    return _svg(frame, parts, _tooltip(frame, drawn))
+    for place, line in enumerate(drawn):
+        over = smooth and not line.dashed and not bars and len(line.points) >= SMOOTHED_FROM
+        parts.append(_line(frame, line, bars=bars, number=place if over else None))
+    return _svg(frame, parts, _tooltip(frame, drawn, x_label), title or ", ".join(line.name for line in drawn))
 
 
 def stacked_chart(lines: Sequence[Line], *, limit: Line | None = None, width: int = 540, height: int = 200,
@@ -128,7 +131,8 @@ def stacked_chart(lines: Sequence[Line], *, limit: Line | None = None, width: in
         base = top
     if limit is not None:
         parts.append(_line(frame, limit, bars=False))
-    return _svg(frame, parts, _tooltip(frame, [*drawn, *([limit] if limit else [])]))
+    told = ", ".join(line.name for line in drawn)
+    return _svg(frame, parts, _tooltip(frame, [*drawn, *([limit] if limit else [])], x_label), told)
 
 
 def bar_chart(bars: Sequence[tuple[str, float]], *, colour: str = "s1", width: int = 540, height: int = 200,
@@ -156,33 +160,7 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, colour: str = "s1", width: i
         x = min(x, width - RIGHT)
         parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{floor}"/>'
                      f'<text class="limit-text" x="{x - 4:.1f}" y="{TOP + 10}">{escape(mark_text)}</text>')  # fmt: skip
-    return _svg(frame, parts, None)
-
-
-def lanes(rows: Sequence[tuple[str, Sequence[tuple[float, float, float]]]], *, start: float, end: float,
-          width: int = 1000) -> str:  # fmt: skip
-    """One lane of time per row: `(from, to, share)` pieces, the darker the busier. Times in seconds."""
-    if not rows:
-        return '<p class="none">nothing was measured</p>'
-    left, tall, gap = 120, 16, 6
-    height = len(rows) * (tall + gap) + 24
-    span = (end - start) or 1.0
-    room = width - left - RIGHT
-    parts = []
-    for number, (name, pieces) in enumerate(rows):
-        y = number * (tall + gap)
-        parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 12}">{escape(name)}</text>'
-                     f'<rect class="lane" x="{left}" y="{y}" width="{room}" height="{tall}"/>')  # fmt: skip
-        for begin, until, share in pieces:
-            x = left + (begin - start) / span * room
-            wide = max(0.5, (until - begin) / span * room)
-            parts.append(f'<rect class="busy" x="{x:.1f}" y="{y}" width="{wide:.2f}" height="{tall}" '
-                         f'fill-opacity="{min(1.0, max(0.0, share)):.2f}"><title>{escape(name)}: {share:.0%} busy at '
-                         f'{(begin - start):.0f} s</title></rect>')  # fmt: skip
-    for value in ticks(0, span, 8):
-        x = left + value / span * room
-        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{height - 4}">{short(value)} s</text>')
-    return f'<svg class="wide" viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
+    return _svg(frame, parts, None, ", ".join(f"{label}: {short(value)}" for label, value in bars[:24]))
 
 
 # ---------------------------------------------------------------- parts
@@ -225,7 +203,22 @@ def _name(frame: Frame, x_label: str) -> str:
     return f'<text class="tick mid" x="{middle:g}" y="{frame.height - 4}">{escape(x_label)}</text>' if x_label else ""
 
 
-def _line(frame: Frame, line: Line, *, bars: bool) -> str:
+def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
+    """An exponential mean of what came before, without the bias of its start.
+
+    >>> smoothed([(1, 1.0), (2, 1.0), (3, 1.0)])[-1]
+    (3, 1.0)
+    """
+    last = total = 0.0
+    found = []
+    for x, y in points:
+        last, total = last * weight + (1 - weight) * y, total * weight + (1 - weight)
+        found.append((x, last / total))
+    return found
+
+
+def _line(frame: Frame, line: Line, *, bars: bool, number: int | None = None) -> str:
+    """`number`: of the line among those of the chart, where a smoothed one is drawn over it."""
     points = thin(line.points)
     parts = []
     if line.band:
@@ -237,16 +230,23 @@ def _line(frame: Frame, line: Line, *, bars: bool) -> str:
     if bars or len(points) == 1:
         parts += [f'<circle class="dot {line.colour}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2.5"/>' for x, y in points]
     if not bars:
-        text = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
-        parts.append(f'<polyline class="line {line.colour}{dashed}" points="{text}"/>')
+        raw = "" if number is None else " raw"
+        parts.append(f'<polyline class="line {line.colour}{dashed}{raw}" points="{_path(frame, points)}"/>')
+        if number is not None:
+            over = _path(frame, smoothed(points))
+            parts.append(f'<polyline class="line {line.colour}" data-line="{number}" points="{over}"/>')
     return "".join(parts)
 
 
-def _tooltip(frame: Frame, lines: Sequence[Line]) -> str:
-    """What the page's script needs to find the values under the pointer."""
+def _path(frame: Frame, points: Points) -> str:
+    return " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
+
+
+def _tooltip(frame: Frame, lines: Sequence[Line], x_label: str = "") -> str:
+    """What the page's script needs to find the values under the pointer, and to smooth."""
     data = {
         "left": LEFT, "right": frame.width - RIGHT, "top": TOP, "bottom": frame.height - frame.bottom,
-        "x0": frame.x0, "x1": frame.x1,
+        "x0": frame.x0, "x1": frame.x1, "y0": _json(frame.y0), "y1": _json(frame.y1), "label": x_label,
         "lines": [{"name": line.name, "colour": line.colour,
                    "points": [[_json(x), _json(y)] for x, y in thin(line.points)]} for line in lines],
     }  # fmt: skip
@@ -257,10 +257,11 @@ def _json(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _svg(frame: Frame, parts: Sequence[str], data: str | None) -> str:
+def _svg(frame: Frame, parts: Sequence[str], data: str | None, title: str) -> str:
     chart = f" data-chart='{escape(data, quote=True)}'" if data else ""
     floor = frame.height - frame.bottom
-    return (f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img"{chart}>{"".join(parts)}'
+    label = f' aria-label="{escape(title, quote=True)}"'
+    return (f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img"{label}{chart}>{"".join(parts)}'
             f'<line class="rule" y1="{TOP}" y2="{floor}" visibility="hidden"/></svg>')  # fmt: skip
 
 

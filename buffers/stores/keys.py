@@ -8,6 +8,8 @@ Called by the Redis store alone. All keys of a run share one hash tag, so they l
 
 from __future__ import annotations
 
+PREFIX = "arl:"
+
 
 def head_key(run: str) -> str:
     """Epoch and sequence number of a run.
@@ -15,12 +17,12 @@ def head_key(run: str) -> str:
     >>> head_key("demo")
     'arl:{demo}:head'
     """
-    return f"arl:{{{_plain(run)}}}:head"
+    return f"{PREFIX}{{{_plain(run)}}}:head"
 
 
 def rows_key(run: str) -> str:
     """The rows of a run."""
-    return f"arl:{{{_plain(run)}}}:rows"
+    return f"{PREFIX}{{{_plain(run)}}}:rows"
 
 
 def _plain(run: str) -> str:

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 
 from asyncrl.config import BufferConfig
 from asyncrl.errors import ConfigError, Fenced, Unavailable
+from asyncrl.redis_secret import with_password, without_password
 from buffers.ledger import Change
 from buffers.stores.base import Opened, StoreLost
 from buffers.stores.keys import head_key, rows_key
@@ -47,7 +47,8 @@ def open_redis(
         Unavailable: it does not answer.
     """
     if buffer.redis_url:
-        return RedisStore(buffer.redis_url, run=run_id, max_outage_s=buffer.redis_max_outage_s, stop=stop)
+        url = with_password(buffer.redis_url, folder)
+        return RedisStore(url, run=run_id, max_outage_s=buffer.redis_max_outage_s, stop=stop)
     program = find_server()
     if program is None:
         raise ConfigError(
@@ -59,19 +60,6 @@ def open_redis(
     server = PrivateServer(program, folder, fsync=buffer.fsync)
     server.start()
     return RedisStore(server.url, run=run_id, max_outage_s=buffer.redis_max_outage_s, stop=stop, server=server)
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be printed.
-
-    >>> without_password("redis://user:secret@host:6379/0")
-    'redis://user:***@host:6379/0'
-    """
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url.split("?", maxsplit=1)[0]
-    user, _, rest = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{user.split(':')[0]}:***@{rest}", query="").geturl()
 
 
 class RedisStore:

@@ -12,7 +12,7 @@ Example: the critic of a policy with 2 layers: `critic/model/layers.0...`, `crit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError
 from learners.backends.base import LossFunction, Micro, to_device
 from learners.backends.hf_folder import write_folder
 from learners.backends.layout import data_mesh
-from learners.backends.sharded import Sharded
+from learners.backends.sharded import Rests, Sharded
 from learners.backends.shards import parts_of
 from learners.batch import MicroBatch, packed_row, padded_rows
 from learners.gang import Gang
@@ -44,7 +44,10 @@ class Companion:
         self._model = module
         units, split = shard(module, config, gang)
         optimizer = optimizer_of(module, units, settings, config, gang.device)
-        self._sharded = Sharded(module, units, optimizer, ranks=data_mesh(gang).size(), split=split)
+        self._sharded = Sharded(
+            module, units, optimizer, ranks=data_mesh(gang).size(), split=split, rests=Rests.of(config, gang.device)
+        )  # fmt: skip
+        self._sharded.rest()
         self._memory: dict[str, Tensor] | None = None
 
     def _forward(self, piece: MicroBatch) -> tuple[Tensor, Tensor, Micro]:
@@ -55,14 +58,17 @@ class Companion:
     @torch.no_grad()
     def forward(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
         """What it says of each response token, `[N]` by micro-batch, without gradient. Collective."""
+        self._sharded.wake()
         self._model.train()
         try:
             return [self._forward(piece)[0] for piece in micro]
         finally:
             self._sharded.reshard()
+            self._sharded.rest()
 
     def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Forward and backward over all micro-batches; this rank's sums for metrics. Collective."""
+        self._sharded.wake()
         return self._sharded.train(micro, self._forward, loss)
 
     def clip(self, max_norm: float) -> float:
@@ -72,11 +78,13 @@ class Companion:
     def apply(self, lr: float) -> None:
         """Update with the gradients as they are, and forget them."""
         self._sharded.apply(lr)
+        self._sharded.rest()
 
     def discard(self) -> None:
         """Forget the gradients without an update."""
         self._sharded.forget()
         self._sharded.reshard()
+        self._sharded.rest()
 
     # ------------------------------------------------------------ undo
 
@@ -127,12 +135,19 @@ class Companion:
         """Every tensor of its training state by name."""
         return self._sharded.state(self._prefix)
 
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        self._sharded.wake()
+        try:
+            yield from self._sharded.whole()
+        finally:
+            self._sharded.rest()
+
     def export(self, folder: Path) -> None:
         """Write its Hugging Face folder, by rank 0. Collective."""
         from learners.backends.fsdp2 import DTYPES
 
         hf = self._model.model
         write_folder(
-            self._sharded.whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=hf.config,
+            self._whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=hf.config,
             generation=getattr(hf, "generation_config", None), tokenizer=Path(self._config.model.path),
         )  # fmt: skip

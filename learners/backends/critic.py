@@ -53,11 +53,13 @@ class Critic(Companion):
     @torch.no_grad()
     def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
         """Values of each micro-batch, without gradient. Collective."""
+        self._sharded.wake()
         self._model.train()
         try:
             return [self._values(piece) for piece in micro]
         finally:
             self._sharded.reshard()
+            self._sharded.rest()
 
     def _values(self, piece: MicroBatch) -> Values:
         t = to_device(piece, self._device.torch_device)

@@ -4,7 +4,7 @@ Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of
 1. master weights and optimizer states are float32; compute runs in `model.dtype`; gradients are reduced in float32;
 2. packed rows are compared with single sequences by the model's own forward at the start (`self_check`);
 3. a gradient that is not finite changes nothing;
-4. weights leave layer by layer: at most one layer is whole at a time, two where they are lent (`iter_hf_weights`).
+4. weights leave by layers or by parts of some MiB (`gathering`): one is whole at a time, two where they are lent.
 Every rank reads its own part of the weights where their files allow it (`start_weights`), else the whole model on the
 host before it is sharded: a host with R ranks then needs R copies of the weights in memory while it starts. Rows,
 matrices or experts may be split over ranks (`learners.sequence`, `layout`).
@@ -33,12 +33,13 @@ from learners.backends import layout, start_weights
 from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec, to_device
 from learners.backends.companion import Companion
 from learners.backends.critic import Critic, wants_critic
+from learners.backends.gathering import Gathering, fits
 from learners.backends.hf_folder import write_folder
 from learners.backends.lora import FOLDER, Adapters, Leaving, Lora, check
 from learners.backends.optimizers import Optimizers, make_optimizer
 from learners.backends.process_reward import ProcessRewardModel, wants_process_rewards
 from learners.backends.reference import Reference
-from learners.backends.sharded import PLAIN, Sharded, View
+from learners.backends.sharded import PLAIN, Rests, Sharded, View
 from learners.backends.shards import HostShard, about_of, load_shards, shard_of
 from learners.batch import MicroBatch, Sample, packed_row, padded_rows
 from learners.gang import Gang
@@ -66,7 +67,8 @@ class FSDP2Backend:
         self._units, split = shard(self._policy, config, gang)
         optimizer = optimizer_of(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
-            self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split
+            self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split,
+            rests=Rests.of(config, gang.device),
         )  # fmt: skip
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
@@ -170,9 +172,23 @@ class FSDP2Backend:
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing."""
-        for name, tensor in self._sharded.whole(settle, view=self._view):
+        gathering = self._gathering()
+        found = self._sharded.whole(settle, view=self._view) if gathering is None else gathering.run(settle)
+        for name, tensor in found:
             if self._gang.lead:
                 yield name, bytes_of(tensor, self._sent_dtype, lend=settle is not None)
+
+    def _gathering(self) -> Gathering | None:
+        """The way by parts to rank 0, where the layout allows it."""
+        if self._gang.size == 1 or self._view is not PLAIN:
+            return None
+        self._sharded.reshard()
+        named = [
+            (self._view.name(name), self._policy.get_parameter(name)) for names in self._sharded.names for name in names
+        ]  # fmt: skip
+        if not fits([parameter for _, parameter in named], device=self._device.type):
+            return None
+        return Gathering(named, compute=self._dtype, sent=self._sent_dtype)
 
     def export_hf(self, folder: Path) -> None:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the

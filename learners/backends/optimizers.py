@@ -55,6 +55,14 @@ class Optimizers:
         """What is remembered of a parameter, by name."""
         return next((part.state[parameter] for part in self._parts if part.state.get(parameter)), {})
 
+    def move(self, device: torch.device) -> None:
+        """Take what is remembered of every parameter to a device. Step counts stay where they are."""
+        for part in self._parts:
+            for state in part.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() and value.device.type != device.type:
+                        state[name] = value.to(device)
+
     def prime(self) -> None:
         """Make the states that are not there yet."""
         for part in self._parts:

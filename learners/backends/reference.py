@@ -24,6 +24,12 @@ from learners.batch import MicroBatch
 from learners.gang import Gang
 
 
+def waits_on_host(config: Config) -> bool:
+    """Whether the reference model leaves the device between its passes; with `cpu_offload` it never is there whole."""
+    learner = config.learner
+    return (learner.reference_offload or learner.offload_idle) and not learner.cpu_offload
+
+
 class Reference:
     """One rank's part of it."""
 
@@ -32,7 +38,7 @@ class Reference:
         from learners.logprobs import PolicyModel
 
         self._device = gang.device
-        self._waits_on_host = config.learner.reference_offload and not config.learner.cpu_offload
+        self._waits_on_host = waits_on_host(config)
         self._policy = PolicyModel(
             load_model(config, gang.device, path=path),
             temperature=config.sampling.temperature if temperature is None else temperature,

@@ -5,7 +5,9 @@ Called by `fsdp2` for the policy and by `companion` for the models that train be
 2. a gradient that is not finite changes nothing;
 3. a gradient's norm is that of the whole model, whatever meshes its parts lie on;
 4. `state` names every tensor of the training state, before the first update as after it;
-5. weights leave layer by layer: at most one layer is whole at a time.
+5. weights leave layer by layer: at most one layer is whole at a time;
+6. with `Rests` optimizer states are on the device during an update alone, and so are the weights between `wake` and
+   `rest`; the arithmetic is the same.
 It makes neither module nor optimizer: `fsdp2.shard` and `optimizers.make_optimizer` do.
 
 Example: a policy and a critic of one layer each: `state("")` has `model/...`, `exp_avg/...`, `state("critic/")` has
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from asyncrl.config import Config
+from asyncrl.device import Device
 from learners.backends.base import LossFunction, Micro
 from learners.backends.layout import Split, clip_gradients, sum_partial
 from learners.backends.optimizers import Optimizers
@@ -32,6 +36,23 @@ OWN = "model."  # what the root modules put before the names of Hugging Face
 
 #: A micro-batch through the module: what the loss takes.
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Micro]]
+
+
+class Rests(NamedTuple):
+    """With `learner.offload_idle`: what is idle waits on `host`, and is used on `device`; `emptied` gives the room
+    that it left there to others."""
+
+    device: torch.device
+    emptied: Callable[[], None]
+    host: torch.device = torch.device("cpu")
+
+    @staticmethod
+    def of(config: Config, device: Device) -> Rests | None:
+        """None where nothing rests; with `learner.cpu_offload` all of it lies on the host anyway."""
+        learner = config.learner
+        if not learner.offload_idle or learner.cpu_offload:
+            return None
+        return Rests(device.torch_device, device.empty_cache)
 
 
 class View(Protocol):
@@ -63,10 +84,13 @@ class Sharded:
     """`units` are those of `fully_shard`, root first."""
 
     def __init__(
-        self, root: nn.Module, units: Sequence[Any], optimizer: Optimizers, *, ranks: int, split: Split
-    ) -> None:
-        """`ranks`: over which FSDP averages gradients; `split`: what was split before FSDP."""
+        self, root: nn.Module, units: Sequence[Any], optimizer: Optimizers, *, ranks: int, split: Split,
+        rests: Rests | None = None,
+    ) -> None:  # fmt: skip
+        """`ranks`: over which FSDP averages gradients; `split`: what was split before FSDP; `rests`: where what is idle
+        waits, None: where it is used."""
         self.root: Any = root
+        self._rests = rests
         self.units = units
         self.optimizer = optimizer
         self._split = split
@@ -78,6 +102,18 @@ class Sharded:
         ]
         self.names = names_of_units(root, units)  # as the module has them, by unit
         self._ranks = ranks
+
+    def wake(self) -> None:
+        """Bring weights that wait on the host back to where they are used. No gradient may be there yet."""
+        if self._rests is not None:
+            self.root.to(self._rests.device)
+
+    def rest(self) -> None:
+        """Let weights wait on the host; after a backward only once its gradients were used."""
+        if self._rests is not None:
+            self.reshard()
+            self.root.to(self._rests.host)
+            self._rests.emptied()
 
     def reshard(self) -> None:
         """Give whole weights back. FSDP leaves the root whole after a forward without a backward: its parameters are
@@ -111,8 +147,13 @@ class Sharded:
 
     def apply(self, lr: float) -> None:
         """Update with the gradients as they are, and forget them."""
+        if self._rests is not None:
+            self.optimizer.move(self._rests.device)
         self.optimizer.step(lr)
         self.forget()
+        if self._rests is not None:
+            self.optimizer.move(self._rests.host)
+            self._rests.emptied()
 
     def step(self, *, lr: float, max_norm: float) -> tuple[float, bool]:
         """Clip and update; the norm, and whether the update was left out since it was not finite. Collective."""

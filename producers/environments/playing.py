@@ -16,6 +16,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from asyncrl.agent_config import AGENT
 from asyncrl.config import Config
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
@@ -67,18 +68,19 @@ class Turns:
         """Schemas of the tools, for the prompt."""
         return self._tools.schemas
 
-    async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
-        """The samples of the request, each as it finishes."""
-        prompt = row.get(self._config.data.prompt_key)
+    def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Conversation]:
+        """The engine handles of a group's samples."""
         tools = self._tools.schemas
         renderer = renderer_of(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
         longest = self._config.data.max_prompt_tokens + request.max_new_tokens
         setting = Setting(self._config.environment, engine, renderer, self._parser, self._tools, self.counts,
                           self._config.data.max_prompt_tokens, longest)  # fmt: skip
-        tasks = [
-            asyncio.create_task(self._sample(Conversation(setting, request, index=index, prompt=prompt or ""), row))
-            for index in request.indices
-        ]
+        return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
+
+    async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
+        """The samples of the request, each as it finishes."""
+        chats = self.chats(engine, request, row.get(self._config.data.prompt_key))
+        tasks = [asyncio.create_task(self._sample(chat, row)) for chat in chats]
         failure: EnvironmentFailure | None = None
         try:
             waiting = set(tasks)
@@ -209,6 +211,11 @@ def environment_of(config: Config, tokenizer: Tokenizer) -> Environment:
     """The configured environment. Raises `config.environment`."""
     if config.environment.is_single_turn:
         return SingleTurn()
+    if config.environment.name == AGENT:
+        from producers.agents.environment import Agents
+
+        agents: Environment = Agents(config, tokenizer)
+        return agents
     return Turns(config, tokenizer, rollout_of(config))
 
 

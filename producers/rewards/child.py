@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.role import die_with_parent
 from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
-from producers.sandbox import open_sandbox
+from producers.sandbox import ready_sandbox
 
 
 class Failure(Exception):
@@ -57,7 +57,7 @@ class Scoring:
     def __init__(self, setup: Setup, pipe: Pipe) -> None:
         self._pipe = pipe
         self._timeout_s = setup.timeout_s
-        sandbox = functools.cache(lambda: open_sandbox(setup.sandbox.kind, setup.sandbox.limits))
+        sandbox = functools.cache(lambda: ready_sandbox(setup.sandbox.kind, setup.sandbox.limits))
         self._calls = [
             (spec, RewardCall(spec.function, prompt_key=setup.prompt_key, args=spec.args, make_sandbox=sandbox))
             for spec in setup.functions
@@ -170,7 +170,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             scoring = Scoring(setup, pipe)
         except AsyncRLError as error:
-            pipe.send(Ready(f"{error.where}: {error.message}" if error.where else error.message, ""))
+            remedy = "" if error.code == "config.reward" else f" -> {error.remedy}"
+            pipe.send(Ready((f"{error.where}: " if error.where else "") + error.message + remedy, ""))
             return error.exit_code
         pipe.send(Ready("", scoring.version()))
         while True:

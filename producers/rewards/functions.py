@@ -30,6 +30,7 @@ from asyncrl.errors import EXIT_CONFIG, ConfigError
 from producers.rewards.forms import recognise
 from producers.rewards.forms.base import short
 from producers.rewards.loading import load_reward
+from producers.sandbox import ready_sandbox
 
 ANSWERS = ("pred", "answer", "extracted_answer")  # keys of a dict result: what the response answers
 
@@ -165,11 +166,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="producers.rewards.functions", description="check a reward function")
     parser.add_argument("--validate", required=True, metavar="MODULE:NAME")
     parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="args of the [[reward]]")
+    parser.add_argument("--sandbox", default="bubblewrap", metavar="KIND", help="sandbox.kind")
     args = parser.parse_args(argv)
     try:
-        form = RewardCall(args.validate, args=args.args).form
+        form = RewardCall(args.validate, args=args.args, make_sandbox=lambda: ready_sandbox(args.sandbox)).form
     except ConfigError as error:
-        print(error.render(), file=sys.stderr)
+        if error.code != "config.reward":  # in one line: the check shows it as it is
+            print(f"{error.message} -> {error.remedy}", file=sys.stderr)
+        else:
+            print(error.render(), file=sys.stderr)
         return EXIT_CONFIG
     print(f"{args.validate}: form {form}")
     return 0

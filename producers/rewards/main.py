@@ -1,6 +1,7 @@
 """The reward worker process: leases unscored samples, scores them in a child process, sends scores and failures.
 
-Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--connect URL --key FILE]`. Guarantees:
+Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--judge NAME] [--connect URL --key
+FILE]`; it scores with the functions of one judge (`asyncrl.judge_config`). Guarantees:
 1. functions that cannot be used end the process with `config.reward` (exit code 2) before it asks for work;
 2. a score leaves as soon as it exists, also while the rest of the batch is still being scored;
 3. whatever goes wrong in a function is a failure with its reason (raised | timeout | memory | not_finite | died), which
@@ -13,7 +14,6 @@ It imports no torch and runs no function of the user in its own process.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,18 +25,18 @@ import numpy as np
 
 from asyncrl import role, rundir
 from asyncrl.config import Config
-from asyncrl.errors import Unavailable
+from asyncrl.errors import ConfigError, Unavailable
 from asyncrl.evaluation import is_evaluation
 from asyncrl.failpoints import failpoint
-from asyncrl.sandbox_config import SandboxConfig
+from asyncrl.judge_config import Judge, judge_of, judges_of, shown
 from asyncrl.signs import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client import RewardClient, RewardTask
 from producers.patience import Bell, Patience
 from producers.rewards.functions import RewardSample
-from producers.rewards.pipe import FunctionSpec, Result, SandboxSpec
+from producers.rewards.making import scorer_of
+from producers.rewards.pipe import Result
 from producers.rewards.scorer import Scorer
-from producers.sandbox import SandboxLimits
 from producers.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -64,9 +64,11 @@ class Worker:
     """One client, one child process."""
 
     def __init__(
-        self, config: Config, *, client: RewardClient, scorer: Scorer, stop: role.Stop, patience: Patience
-    ) -> None:
+        self, config: Config, *, client: RewardClient, scorer: Scorer, stop: role.Stop, patience: Patience,
+        batch_samples: int,
+    ) -> None:  # fmt: skip
         self.config = config
+        self.batch_samples = batch_samples
         self.client = client
         self.patience = patience
         self.scorer = scorer
@@ -87,9 +89,7 @@ class Worker:
         await asyncio.get_running_loop().run_in_executor(self.thread, self.scorer.start)
         while not self.stop.is_set():
             self.waiting_for = "samples"
-            tasks, done = await self._patiently(
-                lambda: self.client.work(max_samples=self.config.reward_workers.batch_samples, wait_s=POLL_S)
-            )
+            tasks, done = await self._patiently(lambda: self.client.work(max_samples=self.batch_samples, wait_s=POLL_S))
             if tasks:
                 self.waiting_for = ""
                 self.holding = tuple(task.item for task in tasks)
@@ -177,21 +177,13 @@ class Worker:
         return stats
 
 
-def half_of_memory() -> int:
-    """Bytes; 0 where the system does not say how much it has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (OSError, ValueError):
-        return 0
-
-
-def sandbox_of(config: SandboxConfig) -> SandboxSpec:
-    """What the child is told of `[sandbox]`."""
-    limits = SandboxLimits(
-        timeout_s=config.timeout_s, memory_bytes=config.memory_bytes, output_bytes=config.output_bytes,
-        disk_bytes=config.disk_bytes, max_processes=config.max_processes, paths=config.paths,
-    )  # fmt: skip
-    return SandboxSpec(config.kind, limits)
+def require_judge(config: Config, name: str) -> Judge:
+    """The judge of that name. Raises `reward.judge` where this run has none."""
+    found = judge_of(config, name)
+    if found is None:
+        known = ", ".join(judge.shown for judge in judges_of(config)) or "none"
+        raise ConfigError("reward.judge", f"{shown(name)!r}: this run has {known}", where="--judge")
+    return found
 
 
 async def until_stopped(stop: role.Stop) -> None:
@@ -205,20 +197,15 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load the functions, score, and kill the child whatever ends it."""
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
+    judge = require_judge(config, args.judge)
     client = RewardClient(
-        address, name=args.name, keys=role.key_of(args, config), max_bytes=config.network.max_message_bytes,
-        timeout_s=limit_s,
+        address, name=args.name, judge=judge.name, keys=role.key_of(args, config),
+        max_bytes=config.network.max_message_bytes, timeout_s=limit_s,
     )  # fmt: skip
-    functions = [
-        FunctionSpec(item.function, item.label, item.weight, item.data_sources, item.args) for item in config.reward
-    ]
-    limits = config.reward_workers
-    scorer = Scorer(
-        functions, prompt_key=config.data.prompt_key, timeout_s=limits.timeout_s,
-        memory_bytes=limits.memory_bytes or half_of_memory(), max_processes=limits.max_processes,
-        sandbox=sandbox_of(config.sandbox),
+    worker = Worker(
+        config, client=client, scorer=scorer_of(config, judge), stop=stop, patience=patience,
+        batch_samples=judge.batch_samples,
     )  # fmt: skip
-    worker = Worker(config, client=client, scorer=scorer, stop=stop, patience=patience)
     tasks: list[asyncio.Task[None]] = []
     try:
         await patience.ask(client.hello)
@@ -236,9 +223,9 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        scorer.stop()  # ends a call under way, so that the scorer's thread returns
+        worker.scorer.stop()  # ends a call under way, so that the scorer's thread returns
         worker.thread.shutdown(wait=True, cancel_futures=True)  # bounded: the child of its call is dead
-        scorer.close()
+        worker.scorer.close()
         client.close()
 
 

@@ -18,6 +18,7 @@ from typing import Any, Union
 import msgspec
 
 from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Asked
 from producers.sandbox import SandboxLimits
 
 LENGTH = struct.Struct("<Q")
@@ -49,6 +50,7 @@ class Setup(msgspec.Struct, frozen=True, tag=1):
     prompt_key: str
     timeout_s: float
     memory_bytes: int = 0  # 0: no limit
+    judge: Asked | None = None  # a model in place of the functions: what they have is their label, weight and sources
     sandbox: SandboxSpec = SandboxSpec()
 
 

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.processes import in_group
 from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Asked
 from producers.rewards.pipe import (
     WHOLE_BATCH,
     Begin,
@@ -40,6 +42,7 @@ from producers.rewards.pipe import (
 )
 
 IMPORT_LIMIT_S = 120.0  # for the user's modules
+LOAD_LIMIT_S = 1800.0  # for a judge's model
 LOOK_S = 0.25  # how often a call that takes long is looked at
 OUTPUT_BYTES = 256 << 20  # that one job may add to the worker's log
 GRACE_S = 1.0  # above the timeout, so that an async function's own timeout comes first
@@ -56,15 +59,17 @@ def _output() -> int:
 
 
 class Scorer:
-    """One child process with all reward functions of a configuration."""
+    """One child process with the reward functions of a judge, or with its model (`judge`)."""
 
     def __init__(
         self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
-        max_processes: int = 512, sandbox: SandboxSpec | None = None,
+        max_processes: int = 512, sandbox: SandboxSpec | None = None, judge: Asked | None = None,
     ) -> None:  # fmt: skip
         self.version = ""
         self.restarts = 0
-        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, sandbox or SandboxSpec())
+        self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge, sandbox or SandboxSpec())
+        self._module = "producers.rewards.child" if judge is None else "producers.rewards.judges.child"
+        self._start_limit_s = IMPORT_LIMIT_S if judge is None else LOAD_LIMIT_S
         self._max_processes = max_processes
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
@@ -77,20 +82,20 @@ class Scorer:
         to_child, from_child = os.pipe(), os.pipe()
         self._pipe = Pipe(from_child[0], to_child[1])
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "producers.rewards.child", str(to_child[0]), str(from_child[1])],
+            [sys.executable, "-m", self._module, str(to_child[0]), str(from_child[1])],
             pass_fds=(to_child[0], from_child[1]), stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         os.close(to_child[0])
         os.close(from_child[1])
-        names = ", ".join(spec.function for spec in self._setup.functions)
+        names = ", ".join(spec.function or spec.label for spec in self._setup.functions)
         try:
             self._pipe.send(self._setup)
-            ready = self._pipe.receive(IMPORT_LIMIT_S)
+            ready = self._pipe.receive(self._start_limit_s)
             problem = ready.problem if isinstance(ready, Ready) else f"the child sent {type(ready).__name__}"
         except Silence:
-            problem = f"{names}: importing took longer than {IMPORT_LIMIT_S:g} s"
+            problem = f"{names}: starting took longer than {self._start_limit_s:g} s"
         except (Closed, *UNREADABLE):
-            problem = f"{names}: the process ended while importing"
+            problem = f"{names}: the process ended while it started"
         if problem:
             self.close()
             raise ConfigError("config.reward", problem)
@@ -176,6 +181,15 @@ class Scorer:
             return f"exit code {self._child.wait(timeout=GRACE_S)}"
         except subprocess.TimeoutExpired:
             return ""
+
+    def peak_bytes(self) -> int:
+        """Memory that the child has held at most; 0 where it is not known."""
+        try:
+            assert self._child is not None
+            status = Path(f"/proc/{self._child.pid}/status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) << 10
+        except (OSError, IndexError, ValueError):
+            return 0
 
     def _restart(self) -> None:
         self.restarts += 1

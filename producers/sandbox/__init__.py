@@ -8,7 +8,7 @@ from __future__ import annotations
 from asyncrl.errors import ConfigError
 from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 
-__all__ = ["Sandbox", "SandboxJob", "SandboxLimits", "SandboxResult", "open_sandbox"]
+__all__ = ["Sandbox", "SandboxJob", "SandboxLimits", "SandboxResult", "open_sandbox", "ready_sandbox"]
 
 
 def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, *, workers: int = 1) -> Sandbox:
@@ -29,3 +29,10 @@ def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, 
 
         return HTTPSandbox(kind, limits)
     raise ConfigError("config.type", f"sandbox = {kind!r} is not bubblewrap, none or an http address")
+
+
+def ready_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None) -> Sandbox:
+    """`open_sandbox`, tried out: raises `sandbox.unavailable` now and not at the first program."""
+    sandbox = open_sandbox(kind, limits)
+    sandbox.probe()
+    return sandbox

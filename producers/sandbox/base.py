@@ -74,6 +74,10 @@ class Sandbox(ABC):
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
 
+    def probe(self) -> None:
+        """Raise `sandbox.unavailable` where this host cannot isolate a program; a server is not asked."""
+        return
+
     def close(self) -> None:
         """End what was started for it."""
         return

@@ -210,6 +210,10 @@ class LocalSandbox(Sandbox):
                 return result
         raise AssertionError
 
+    def probe(self) -> None:
+        """Start one, and keep it for the first program."""
+        self._give_back(self._open())
+
     def _open(self) -> Inside:
         with self._lock:
             if self._idle:

@@ -194,6 +194,24 @@ def test_filters_and_over_issue_of_the_configuration(make: Make) -> None:
     client.close()
 
 
+def test_who_scores_for_a_judge_that_the_run_has_not_is_told_so(make: Make) -> None:
+    service = make().start()
+
+    async def ask() -> str:
+        worker = RewardClient(service.address, name="r", judge="slow", timeout_s=10)
+        await worker.hello()
+        with pytest.raises(AsyncRLError) as asked:
+            await worker.work(max_samples=2, wait_s=0.2)
+        with pytest.raises(AsyncRLError) as sent:
+            await worker.submit([wire.Score(0, 0, 1, 1.0)])
+        worker.close()
+        assert asked.value.code == sent.value.code == "reward.judge"
+        return asked.value.message
+
+    assert asyncio.run(ask()) == "r scores for judge 'slow': this run has default"
+    assert service.status()["judges"][0]["judge"] == "default"
+
+
 def test_reward_budget_ends_the_learner_with_the_message(make: Make) -> None:
     service = make(reward_workers__max_failed_groups="0", reward_workers__retries="1").start()
     client = learner(service.address)

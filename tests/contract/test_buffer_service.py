@@ -289,7 +289,8 @@ def test_redis_that_is_killed_or_emptied_costs_a_pause(make: Make) -> None:
     produce(service.address, 1)
     assert int((service.run.store / "redis.pid").read_text()) != pid
     path = endpoint(service.config, "buffer").replace("sockets/buffer.sock", "store/redis.sock").removeprefix("ipc://")
-    redis.Redis(unix_socket_path=path).flushall()
+    password = (service.run.store / "redis.admin").read_text()
+    redis.Redis(unix_socket_path=path, username="admin", password=password).flushall()
     produce(service.address, 1)
     service.kill()
     service.start()
@@ -299,7 +300,8 @@ def test_redis_that_is_killed_or_emptied_costs_a_pause(make: Make) -> None:
     assert "it is written again" in service.log.read_text()
 
 
-def test_redis_that_does_not_answer_is_named_without_its_password(make: Make) -> None:
+def test_redis_that_does_not_answer_is_named_without_its_password(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCRL_REDIS_PASSWORD", "topsecret")  # the file that the service reads has none
     service = make("redis", buffer="redis_url = 'redis://u:topsecret@127.0.0.1:9/0'\nredis_max_outage_s = 0.5")
     started = time.monotonic()
     service.start(wait=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,26 @@ def test_who_holds_the_version_before_gets_the_delta(make: Callable[..., World],
     assert carried[0] == PLAN.nbytes and max(carried[1], carried[2]) < PLAN.nbytes / 20
     stats = world.publisher.stats
     assert stats["publish_bytes"] == PLAN.nbytes and stats["delta_bytes"] == carried[2] and stats["delta_s"] > 0
+
+
+def test_a_process_that_ends_now_waits_for_no_round(make: Callable[..., World]) -> None:
+    """A member that takes no version keeps its round open, and with it the publisher's thread that watches it."""
+    world = make(transport="disk")
+    began, go_on = threading.Event(), asyncio.Event()
+
+    async def stalled(*_: Any) -> None:
+        began.set()
+        await asyncio.wait_for(go_on.wait(), WAIT_S)
+
+    world.engine.begin_update = stalled  # type: ignore[method-assign]
+    world.publish(0)
+    assert began.wait(WAIT_S)
+    slots = list(world.publisher._staging._slots)
+    assert slots and all(slot.path.exists() for slot in slots)
+    before = time.monotonic()
+    world.publisher.close(hurry=True)
+    assert time.monotonic() - before < 1.0
+    assert not any(slot.path.exists() for slot in slots)
 
 
 def test_publish_never_waits_for_an_encoding_and_versions_are_skipped(

@@ -52,6 +52,7 @@ class Buffer:
         self.counts: Counter[str] = Counter()
         self.stats: dict[str, float] = {}
         self.versions: set[str] = set()
+        self.judges: set[str] = set()
 
     def handle(self, calls: list[Call]) -> None:
         for call in calls:
@@ -60,11 +61,13 @@ class Buffer:
             if isinstance(message, wire.Hello):
                 call.reply(wire.Welcome("run", 1, 1, 0))
             elif isinstance(message, wire.RewardRequest):
+                self.judges.add(message.judge)
                 self._hand_out(call, message.max_samples)
             elif isinstance(message, wire.Scores):
                 self.scores |= {item.group: item for item in message.scores}
                 self.failures |= {item.group: item for item in message.failures}
                 self.versions.add(message.reward_version)
+                self.judges.add(message.judge)
                 call.reply(wire.ScoresReply(len(message.scores)))
             elif isinstance(message, wire.Heartbeat):
                 self.stats = message.stats
@@ -117,19 +120,20 @@ weight = 0.01
     return path
 
 
-async def start(tmp_path: Path, config: Path, buffer: Buffer) -> tuple[Any, Responder]:
+async def start(tmp_path: Path, config: Path, buffer: Buffer, *words: str) -> tuple[Any, Responder]:
     responder = Responder(ipc_address(tmp_path / "s", "buffer"), buffer.handle)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "producers.rewards.main", "--config", str(config), "--name", "reward-0",
-        "--connect", responder.address, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        "--connect", responder.address, *words, env=env,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     return process, responder
 
 
-def run(tmp_path: Path, config: Path, buffer: Buffer, *, kill_when: Any = None) -> tuple[int, str]:
+def run(tmp_path: Path, config: Path, buffer: Buffer, *words: str, kill_when: Any = None) -> tuple[int, str]:
     async def whole() -> tuple[int, str]:
-        process, responder = await start(tmp_path, config, buffer)
+        process, responder = await start(tmp_path, config, buffer, *words)
         try:
             if kill_when is not None:
                 for _ in range(400):
@@ -163,6 +167,20 @@ def test_scores_failures_and_the_end_of_the_run(tmp_path: Path) -> None:
     assert len(buffer.versions) == 1 and "" not in buffer.versions
     assert buffer.counts["Heartbeat"] >= 5 and buffer.stats["failed_rewards"] >= 1  # also while a call hung
     assert "scoring right" in output  # what functions print lands in the worker's log
+
+
+def test_a_worker_of_a_judge_scores_with_its_functions_alone(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    config = parse(path.read_text(), overrides=[
+        'reward=[{function="my_rewards:reward"}, {function="my_rewards:length", judge="long"}]',
+        'judge=[{name="long", timeout_s=9}]'])  # fmt: skip
+    path.write_text(dump(config))
+    buffer = Buffer(["right", "wrong"])
+    code, output = run(tmp_path, path, buffer, "--judge", "long")
+    assert code == 0, output
+    assert buffer.judges == {"long"} and [score.parts for score in buffer.scores.values()] == [{"length": 6.0}] * 2
+    code, output = run(tmp_path, path, Buffer([]), "--judge", "lang")
+    assert code == 2 and "error[reward.judge] --judge: 'lang': this run has default, long" in output
 
 
 def test_a_function_that_cannot_be_used_ends_with_two(tmp_path: Path) -> None:

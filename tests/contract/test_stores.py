@@ -8,14 +8,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import redis
 
 from asyncrl.config import BufferConfig
 from asyncrl.errors import AsyncRLError, ConfigError, Fenced, Unavailable
 from buffers.ledger import Change
 from buffers.stores.base import Store, StoreLost
-from buffers.stores.private import PrivateServer, find_server
+from buffers.stores.private import PrivateServer, find_server, major_version
 from buffers.stores.redis import RedisStore, open_redis, without_password
 from buffers.stores.sqlite import SqliteStore
 
@@ -115,8 +118,54 @@ def test_sqlite_is_all_or_nothing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- redis
 
 
+def socket_of(server: PrivateServer) -> str:
+    return urlsplit(server.url).path
+
+
+def admin_of(server: PrivateServer, folder: Path) -> Any:
+    password = (folder / "redis.admin").read_text()
+    return redis.Redis(unix_socket_path=socket_of(server), username="admin", password=password)
+
+
+def test_private_server_answers_its_store_alone(server: PrivateServer, tmp_path: Path) -> None:
+    """And the store nothing but its scripts and its rows."""
+    nobody = redis.Redis(unix_socket_path=socket_of(server))
+    with pytest.raises(redis.exceptions.AuthenticationError):
+        nobody.ping()
+    store = RedisStore(server.url, run="r")
+    store.open(floor=1)
+    write(store, a=b"1", b=None)
+    mine = store._redis
+    assert mine.ping() and mine.hgetall(store._keys[1]) == {b"a": b"1"}
+    for refused in (
+        mine.flushall, mine.config_get, mine.save, mine.acl_list, lambda: mine.eval("return 1", 0),
+        mine.monitor().__enter__, lambda: mine.hgetall("others"), lambda: mine.get("arl:x"), mine.shutdown,
+        lambda: mine.publish("c", "x"),
+        lambda: mine.execute_command("DEBUG", "JMAP"), lambda: mine.execute_command("MODULE", "LIST"),
+        lambda: mine.execute_command("REPLICAOF", "h", "1"), lambda: mine.keys("*"),
+    ):  # fmt: skip
+        with pytest.raises(redis.exceptions.ResponseError):
+            refused()
+    admin = admin_of(server, tmp_path)
+    assert admin.config_get("protected-mode") == {"protected-mode": "yes"}
+    assert admin.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+    if major_version(find_server() or "") >= 7:
+        for name in ("enable-debug-command", "enable-module-command"):
+            assert admin.config_get(name) == {name: "no"}
+
+
+def test_passwords_of_the_private_server_stand_nowhere(server: PrivateServer, tmp_path: Path) -> None:
+    password = parse_qs(urlsplit(server.url).query)["password"][0]
+    admin = (tmp_path / "redis.admin").read_text()
+    assert (tmp_path / "redis.admin").stat().st_mode & 0o177 == (tmp_path / "redis.acl").stat().st_mode & 0o177 == 0
+    held = [Path(f"/proc/{server.pid}/cmdline").read_bytes(), Path(f"/proc/{server.pid}/environ").read_bytes()]
+    held += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "redis.admin"]
+    assert not [data for data in held if password.encode() in data or admin.encode() in data]
+    assert password not in RedisStore(server.url, run="r").where
+
+
 def test_private_server_is_private(server: PrivateServer, tmp_path: Path) -> None:
-    path = server.url.removeprefix("unix://")
+    path = socket_of(server)
     assert Path(path).stat().st_mode & 0o177 == 0
     inodes = {os.readlink(f"/proc/{server.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{server.pid}/fd")}
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -143,14 +192,14 @@ def test_a_repeated_write_is_harmless(server: PrivateServer) -> None:
     assert RedisStore(server.url, run="r").open(floor=1).rows == [("a", b"2")]
 
 
-def test_an_emptied_or_rolled_back_server_is_noticed(server: PrivateServer) -> None:
+def test_an_emptied_or_rolled_back_server_is_noticed(server: PrivateServer, tmp_path: Path) -> None:
     store = RedisStore(server.url, run="r")
     epoch = store.open(floor=100).epoch
     write(store, a=b"1")
     write(store, a=b"2")
     head = store._keys[0]
     for spoil in (
-        store._redis.flushall,
+        admin_of(server, tmp_path).flushall,
         lambda: store._redis.hset(head, "seq", 1),
         lambda: store._redis.hset(head, "epoch", 7),
     ):
@@ -195,10 +244,10 @@ def test_two_runs_on_one_server_do_not_meet(server: PrivateServer) -> None:
     assert RedisStore(server.url, run="one").open(floor=1).rows == [("a", b"1")]
 
 
-def test_a_refused_write_is_named(server: PrivateServer) -> None:
+def test_a_refused_write_is_named(server: PrivateServer, tmp_path: Path) -> None:
     store = RedisStore(server.url, run="r")
     store.open(floor=1)
-    store._redis.config_set("maxmemory", "1mb")
+    admin_of(server, tmp_path).config_set("maxmemory", "1mb")
     with pytest.raises(AsyncRLError) as error:
         for number in range(50):
             write(store, **{f"k{number}": b"x" * 100_000})

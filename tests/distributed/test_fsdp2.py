@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import backend_contract as cases
+import critic_cases
 import numpy as np
 import pytest
 import torch
@@ -117,6 +119,52 @@ def test_the_reference_waits_on_the_host(model: Path, gang: Gang, monkeypatch: p
     third = backend.reference_logprobs(part.micro)[0]
     assert moves == ["cpu", *["pass"] * len(part.micro), "cpu", "emptied"]
     assert torch.equal(first, again) and torch.equal(first, third)
+
+
+def spied(sharded: Any, name: str, moves: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note what is done with a model and its optimizer, in order."""
+    root, optimizer = sharded.root, sharded.optimizer
+    ways = (
+        ("weights", root, "to"),
+        ("pass", root, "forward"),
+        ("states", optimizer, "move"),
+        ("step", optimizer, "step"),
+    )
+    for what, owner, attribute in ways:
+        call = getattr(owner, attribute)
+
+        def noted(*given: Any, call: Any = call, what: str = what, **more: Any) -> Any:
+            moves.append(f"{name} {what}" if what in ("pass", "step") else f"{name} {what} {given[0]}")
+            return call(*given, **more)
+
+        monkeypatch.setattr(owner, attribute, noted)
+
+
+def test_what_is_idle_waits_on_the_host(model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device is a CPU nothing moves: what is asked for is seen, and that all bits are the same."""
+    digests, seen = [], []
+    for idle in ("false", "true"):
+        moves: list[str] = []
+        config = critic_cases.make_config(model, f"learner.offload_idle = {idle}")
+        backend = FSDP2Backend(config, gang)
+        assert backend.critic is not None
+        spied(backend._sharded, "policy", moves, monkeypatch)
+        spied(backend.critic._sharded, "critic", moves, monkeypatch)
+        buried: dict[int, str] = {}
+        trial = critic_cases.make_trial(config, backend, gang, buried)
+        critic_cases.train(trial, gang, critic_cases.make_batch(1, groups=4))
+        digests.append(critic_cases.digest(backend))
+        assert not buried
+        seen.append([one for one, _ in itertools.groupby(moves)])
+    assert digests[0] == digests[1]
+    assert not [one for one in seen[0] if "weights" in one or "states" in one]
+    # The values of all samples before the first update; then each model's gradients and update.
+    assert seen[1][:3] == ["critic weights cpu", "critic pass", "critic weights cpu"]
+    for name in ("policy", "critic"):
+        at = seen[1].index(f"{name} step")
+        assert seen[1][at - 1] == seen[1][at + 1] == f"{name} states cpu"
+        assert f"{name} pass" in seen[1][:at]
+    assert seen[1][-1] == "critic weights cpu"
 
 
 def test_half_precision_has_wide_masters(model: Path, gang: Gang) -> None:

@@ -1,4 +1,4 @@
-"""Replay, what-if and fork of a real run, and what `asyncrl trace` says of its groups.
+"""Replay, what-if, rescoring and fork of a real run, and what `asyncrl trace` says of its groups.
 
 One short run with everything in it: archived batches, a change of settings by `asyncrl tune` while it runs, a dropped
 group, a dead one, and an end by Ctrl-C. Its fork is the second run.
@@ -26,6 +26,15 @@ def odd_reward(data_source, solution_str, ground_truth, extra_info=None):
 def no_fives(rewards, lengths, parts, group):
     return "a five" if group == 5 else ""
 """
+STRICT = """
+from odd_rewards import odd_reward
+def strict(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0 if "7" in solution_str else odd_reward(data_source, solution_str, ground_truth)
+def nervous(sample):
+    if "7" in sample.response:
+        raise ValueError("a seven")
+    return 1.0
+"""
 SETTINGS = [
     "log.archive=true", "learner.checkpoint_every=2", "learner.checkpoint_keep=3", "reward_workers.retries=0",
     'buffer.filters=["odd_rewards:no_fives"]', 'reward=[{function="odd_rewards:odd_reward"}]', "data.shuffle=false",
@@ -50,6 +59,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
     """A run that was tuned, and ended by Ctrl-C after a few steps."""
     run = Run(tmp_path_factory.mktemp("log-tools"), tiny_model)
     (run.folder / "odd_rewards.py").write_text(ODD)
+    (run.folder / "strict_rewards.py").write_text(STRICT)
     rows = [json.loads(line) for line in (run.folder / "prompts.jsonl").read_text().splitlines()]
     rows[2]["reward_model"] = {"ground_truth": "raise"}
     (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -60,6 +70,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         told = run.command("tune", str(run.dir), "learner.algorithm.tis_cap=1.01", timeout=60)
         assert told.returncode == 0, told.stdout
         tuned = max(run.steps())
+        again = run.command("rescore", str(run.dir), "--json", "--out", str(run.folder / "early.jsonl"), timeout=120)
+        (run.folder / "early.json").write_text(again.stdout)
         run.wait("tuned steps", lambda: max(run.steps()) >= tuned + 4)
         os.kill(main.pid, signal.SIGINT)
         out, _ = main.communicate(timeout=60)
@@ -118,6 +130,73 @@ def test_what_cannot_be_replayed_is_one_clear_error(done: Run) -> None:
     ):
         told = done.command("replay", str(done.dir), *words, timeout=60)
         assert told.returncode == 2 and part in told.stdout and "Traceback" not in told.stdout, told.stdout
+
+
+def test_a_running_run_is_scored_again_by_its_own_functions(done: Run) -> None:
+    early = json.loads((done.folder / "early.json").read_text())
+    assert early["samples"] == 4 * early["groups"] > 0 and early["functions"] == ["odd_rewards:odd_reward"]
+    assert (early["changed_samples"], early["failed"]) == (0, {}) and early["mean_before"] == early["mean_after"]
+    assert set(early["versions"].values()) == set(early["recorded"]), "the same files are the same version"
+
+
+def test_a_changed_verifier_shows_its_groups_and_the_learner_is_replayed_on_them(done: Run, figure: Any) -> None:
+    before = tree(done.dir)
+    scores = done.folder / "strict.jsonl"
+    told = done.command("rescore", str(done.dir), "--reward", "strict_rewards:strict", "--out", str(scores), "--json",
+                        timeout=120)  # fmt: skip
+    assert told.returncode == 0, told.stdout
+    found = json.loads(told.stdout)
+    head, *lines = [json.loads(line) for line in scores.read_text().splitlines()]
+    assert head["functions"] == ["strict_rewards:strict"] and head["versions"][""] not in head["recorded"]
+    archived = {group for line in done.lines("history.jsonl") if line["e"] == "claim" for group in line["groups"]}
+    assert {line["group"] for line in lines} <= archived and found["groups"] == len(lines) == 4 * found["steps"]
+    changed = {line["group"] for line in lines if line["rewards"] != line["before"]}
+    assert 0 < len(changed) == found["changed_groups"] < len(lines)
+    assert {value for line in lines for index, value in line["rewards"].items() if value != line["before"][index]} == {
+        0.0
+    }
+    assert found["mean_after"] < found["mean_before"]
+    trained = {step["step"]: step["groups"] for step in done.lines("history.jsonl") if step["e"] == "commit"}
+    replayed = replay(done, "--rewards", str(scores))
+    expected = {str(step): [number for number in groups if number in changed] for step, groups in trained.items()}
+    assert replayed["rescored"] == {step: groups for step, groups in expected.items() if groups}
+    first = min(map(int, replayed["rescored"]))
+    for step in replayed["steps"]:
+        assert step["changed"] == (step["step"] >= first)
+        assert step["equal"] == (step["step"] < first), "exact until the first other reward, other weights from then on"
+    assert replayed["ok"] and 0 < replayed["weights"]["relative"] < 1
+    text = (done.folder / "run-replay" / "replay.txt").read_text()
+    assert f"rewards of {scores}" in text and f"  step {first}: groups" in text
+    assert tree(done.dir) == before, "nothing is written into the run"
+    figure(f"rescore: {found['changed_samples']} of {found['samples']} samples in {found['changed_groups']} groups, "
+           f"mean {found['mean_before']:.3f} -> {found['mean_after']:.3f}; replayed from step {first} on")  # fmt: skip
+
+
+def test_samples_that_cannot_be_scored_are_counted_and_their_groups_keep_their_rewards(done: Run) -> None:
+    scores = done.folder / "nervous.jsonl"
+    told = done.command("rescore", str(done.dir), "--reward", "strict_rewards:nervous", "--out", str(scores),
+                        timeout=120)  # fmt: skip
+    assert told.returncode == 1 and "samples: raised" in told.stdout and str(scores) in told.stdout, told.stdout
+    lines = [json.loads(line) for line in scores.read_text().splitlines()][1:]
+    failed = {line["group"] for line in lines if line["failed"]}
+    assert failed and all("ValueError: a seven" in why for line in lines for why in line["failed"].values())
+    assert all(len(line["rewards"]) + len(line["failed"]) == 4 for line in lines)
+    replayed = replay(done, "--rewards", str(scores), "--from", "2", "--to", "4")
+    assert all(step["equal"] and not step["changed"] for step in replayed["steps"] if step["step"] <= 2)
+    assert not failed & {group for groups in replayed["rescored"].values() for group in groups}
+    assert any("could not be scored and keep the rewards" in note for note in replayed["notes"])
+
+
+def test_what_cannot_be_scored_again_is_one_clear_error(done: Run) -> None:
+    for words, part in (
+        (["rescore", str(done.dir), "--judge", "slow"], "error[reward.judge] --judge: 'slow': this run has default"),
+        (["rescore", str(done.dir), "--reward", "nowhere:f"], "No module named 'nowhere'"),
+        (["rescore", str(done.dir), "--out", str(done.dir / "x.jsonl")], "scores go outside of the run"),
+        (["replay", str(done.dir), "--rewards", str(done.config)], "error[rescore.file]"),
+        (["replay", str(done.dir), "--rewards", "absent.jsonl"], "error[rescore.file]"),
+    ):
+        told = done.command(*words, timeout=60)
+        assert told.returncode != 0 and part in told.stdout and "Traceback" not in told.stdout, told.stdout
 
 
 def test_a_fork_goes_on_from_its_checkpoint_as_a_run_of_its_own(done: Run) -> None:

@@ -1,7 +1,9 @@
 """The whole pipeline as real processes, by the command line a user types."""
 
+import html
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -10,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import warm
+from status_form import strangers
+
+from asyncrl.live.state import Status
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +47,26 @@ def assert_time_is_accounted_for(lines) -> None:  # type: ignore[no-untyped-def]
     assert all(line["model_flops"] > 0 and line["memory_bytes"] > 0 for line in lines)
 
 
+def assert_report_agrees(run, lines) -> None:  # type: ignore[no-untyped-def]
+    """The page that the launch wrote holds the numbers of the learner's file."""
+    text = (run.dir / "report.html").read_text()
+    first, last = (sum(line["reward_mean"] for line in part) / 5 for part in (lines[:5], lines[-5:]))
+    assert f"{first:.3f} → {last:.3f}" in text and f"trained {4 * len(lines)} (100.0%)" in text
+    charts = [json.loads(html.unescape(found)) for found in re.findall(r"data-chart='([^']*)'", text)]
+    drawn = next(chart["lines"][0]["points"] for chart in charts if chart["lines"][0]["name"] == "reward")
+    assert drawn == [[line["step"], float(f"{line['reward_mean']:.6g}")] for line in lines]
+
+
+def assert_samples_are_kept(run) -> None:  # type: ignore[no-untyped-def]
+    """Two of each step, each token with the log-probs of engine and learner; alike under the same weights."""
+    samples = run.lines("samples.jsonl")
+    assert len(samples) == 2 * len(run.steps())
+    for line in samples:
+        assert "".join(line["tokens"]) == line["response"] and len(line["tokens"]) == line["length"]
+        gaps = [abs(a - b) for a, b in zip(line["engine"], line["learner"], strict=True)]
+        assert line["lag"] or max(gaps) < 1e-3, line
+
+
 def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # type: ignore[no-untyped-def]
     run.fresh = True
     done = run.launch()
@@ -60,7 +85,8 @@ def test_six_processes_train_and_every_prompt_is_accounted_for(run) -> None:  # 
     for line in committed:
         assert all(digest == line["digest"] for digest in line["members"].values()), line
     assert (run.dir / "report.html").stat().st_size > 10_000
-    assert "<html" in (run.dir / "report.html").read_text()
+    assert_report_agrees(run, lines)
+    assert_samples_are_kept(run)
     assert (run.dir / "export" / "model.safetensors").exists()
     result = json.loads((run.dir / "result.json").read_text())
     assert result["steps"] == 5
@@ -73,6 +99,7 @@ def test_redis_two_learner_ranks_and_gloo(run) -> None:  # type: ignore[no-untyp
     assert done.returncode == 0, done.stdout + run.logs()
     assert_complete(run)
     assert len([line for line in run.lines("processes.jsonl") if line["role"] == "learner"]) == 2
+    assert_samples_are_kept(run)
     transports = {line.get("transport") for line in run.lines("metrics/weightsync.jsonl")}
     assert "collective" in transports
 
@@ -250,6 +277,13 @@ def test_check_and_status_speak(run) -> None:  # type: ignore[no-untyped-def]
     shown = run.command("status", str(run.dir), "--json", timeout=30)
     status = json.loads(shown.stdout)
     assert status["buffer"]["ledger"]["issued"] >= 8
+    assert strangers(status, Status) == [], "asyncrl/live/state.py does not publish what the services say"
+    top = run.command("top", str(run.dir), "--once", "--plain", timeout=30)
+    assert top.returncode == 0, top.stdout
+    assert "running  step" in top.stdout and "of 12 under way" in top.stdout and "advice" in top.stdout
+    assert {"producer-0", "producer-1", "reward-0"} <= {line.split()[0] for line in top.stdout.splitlines()}
+    far = run.command("top", "--connect", f"ipc://{run.dir}/sockets/buffer.sock", "--once", "--plain", timeout=30)
+    assert far.returncode == 0 and "running  step" in far.stdout and "held by generators" in far.stdout, far.stdout
     main.send_signal(signal.SIGTERM)
     main.communicate(timeout=60)
     assert Path(run.dir / "config.toml").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from typing import Any
@@ -86,6 +87,41 @@ def test_a_reward_model_learns_and_is_exported_as_a_classifier(run: Any) -> None
     exported = load_file(run.dir / "export" / "model.safetensors")
     assert exported["score.weight"].shape[0] == 1
     assert "ForSequenceClassification" in (run.dir / "export" / "config.json").read_text()
+    right, wrong = (judged(run, [answer_of("reward_model", n)[name] for n in range(ROWS)]) for name in
+                    ("chosen", "rejected"))  # fmt: skip
+    better = [good > bad for good, bad in zip(right, wrong, strict=True)]
+    assert all(better), "the export is a judge that tells the answers apart"
+
+
+def judged(run: Any, answers: list[str]) -> list[float]:
+    """What the exported model says of these answers, as `[[judge]]` with kind = "classifier"."""
+    from asyncrl.judge_config import JudgeConfig
+    from producers.rewards.functions import RewardSample
+    from producers.rewards.judges.classifier import Classifier
+    from producers.rewards.judges.outcome import Asked, Verdict
+    from producers.tokenizer import Tokenizer
+
+    folder = str(run.dir / "export")
+    tokenizer = Tokenizer(folder)
+    table = JudgeConfig("j", kind="classifier", model=folder, device="cpu")
+    judge = Classifier(Asked(table, 60.0, folder, "float32", "prompt"))
+    samples = []
+    for number, text in enumerate(answers):
+        prompt = f"{number + 10}+{number % 7}="
+        samples.append(RewardSample.of({}, prompt=prompt, response=text, prompt_ids=tokenizer.encode(prompt),
+                                       response_ids=tokenizer.encode_answer(text), finish="stop"))  # fmt: skip
+    found: dict[int, float] = {}
+
+    def done(place: int, outcome: object) -> None:
+        assert isinstance(outcome, Verdict), outcome
+        found[place] = outcome.value
+
+    async def whole() -> None:
+        await judge.start()
+        await judge.score(samples, done)
+
+    asyncio.run(whole())
+    return [found[place] for place in range(len(answers))]
 
 
 def test_dpo_on_pairs_that_are_generated_and_scored(run: Any) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Role:
         self.link = link
         self.env: dict[str, str] = {}  # of the next process
         self.words: list[str] = []
+        self.always: list[str] = []  # words of every process
         self.process: subprocess.Popen[bytes] | None = None
         self.codes: list[int] = []
         self.wanted = True
@@ -102,11 +103,12 @@ class Role:
 
 
 class Plant:
-    """One run. `extra` are settings `key=value`; `env` goes to every process."""
+    """One run. `extra` are settings `key=value`; `env` goes to every process; `judges`: workers of named judges."""
 
     def __init__(
         self, folder: Path, *, steps: int = 20, producers: int = 2, rewards: int = 1, extra: Sequence[str] = (),
         env: dict[str, str] | None = None, rewards_code: str = REWARDS, seed: int = 0,
+        judges: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.port = free_port()
         made = prepare(folder, rewards_code)
@@ -121,9 +123,13 @@ class Plant:
         self.proxies = Proxies()
         names = [f"producer-{number}" for number in range(producers)]
         names += [f"reward-{number}" for number in range(rewards)] + ["learner"]
+        own = {f"reward-{judge}-{number}": judge for judge, count in (judges or {}).items() for number in range(count)}
+        names += own
         self.roles = {name: Role(name, None) for name in ("buffer", "weightsync")}
         for place, name in enumerate(names):
             self.roles[name] = Role(name, self.proxies.link(self.port, seed=seed + place))
+        for name, judge in own.items():
+            self.roles[name].always = ["--judge", judge]
         self.restarts: Counter[str] = Counter()
         self._closing = False
         self._lock = threading.Lock()
@@ -155,8 +161,8 @@ class Plant:
             words += ["--connect", role.link.address]
         with (self.run.logs / f"{role.name}.log").open("ab") as log:
             role.process = warm.popen(
-                [sys.executable, *program, *words, *role.words], cwd=ROOT, env={**self.env, **role.env}, stdout=log,
-                stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, *program, *words, *role.always, *role.words], cwd=ROOT, stdout=log,
+                env={**self.env, **role.env}, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         role.env, role.words, role.since = {}, [], time.monotonic()
 
@@ -238,7 +244,10 @@ class Plant:
 
     def redis(self) -> redis.Redis:
         path = ipc_address(self.run.store, "redis").removeprefix("ipc://")
-        return redis.Redis(unix_socket_path=path, socket_timeout=3, retry=Retry(NoBackoff(), 0))
+        password = (self.run.store / "redis.admin").read_text()
+        return redis.Redis(
+            unix_socket_path=path, username="admin", password=password, socket_timeout=3, retry=Retry(NoBackoff(), 0)
+        )
 
     # ------------------------------------------------------------ looking
 

@@ -1,5 +1,5 @@
-"""F7: reward functions that raise, end their process, never return, take all memory, fork without end or print without
-end, and workers that are killed.
+"""F7: reward functions that raise, end their process, never return (also in C code that holds the interpreter), take
+all memory, fork without end or print without end, and workers that are killed.
 
 The sample is tried on another worker; then its group is dead with the reason, and the run goes on. It never gets a
 reward that was made up, and too many of them end the run with the function's name.
@@ -15,7 +15,7 @@ import pytest
 from plant import Plant
 
 REWARDS = """
-import os, time
+import ctypes, os, re, time
 def score(sample):
     number = int(sample.row["prompt"])
     if number == 3:
@@ -33,13 +33,18 @@ def score(sample):
     if number == 17:
         while True:
             print("x" * 100000)
+    if number == 19:
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if number == 23:
+        ctypes.PyDLL(None).sleep(1000)
     return 0.25 + (sum(sample.response_ids) % 7) / 10
 def broken(sample):
     raise ValueError("no good")
 """
 #: group -> what its failure says. The endless print ends at the timeout or at its limit, whichever is first.
 EVIL = {3: ("raised", "ValueError: on purpose"), 5: ("died", "exit code 9"), 7: ("timeout", "no result within"),
-        11: ("memory", "MemoryError"), 13: ("died", "more than 40 processes"), 17: ("", "")}  # fmt: skip
+        11: ("memory", "MemoryError"), 13: ("died", "more than 40 processes"), 17: ("", ""),
+        19: ("timeout", "no result within"), 23: ("timeout", "no result within")}  # fmt: skip
 LIMITS = ("reward_workers.timeout_s=1", "reward_workers.retries=1", "reward_workers.memory_bytes=1073741824",
           "reward_workers.max_processes=40", "data.shuffle=false", "reward_workers.batch_samples=8")  # fmt: skip
 

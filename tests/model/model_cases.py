@@ -29,6 +29,8 @@ SHORT = (
     Case(batch=1, size=1, eta=1, depth=1, producers=1, checkpoints=True, tunes=((0, 0), (1, 1), (2, 1))),
     # rewards by themselves, filters
     Case(batch=1, size=2, eta=1, depth=1, producers=1, scored=True, filtered=True),
+    # two judges about every sample, either may fail
+    Case(batch=1, size=1, eta=1, depth=1, producers=1, scored=True, judges=2),
     # learners that are killed and come back
     Case(batch=1, size=1, eta=1, depth=1, producers=1, restarts=True, unsaved=2),
     # trained twice
@@ -51,4 +53,6 @@ LONG = (
     Case(batch=1, size=2, eta=2, depth=2, producers=1, older=1, late=True, on_late="drop"),
     Case(batch=2, size=1, eta=1, depth=1, producers=1, checkpoints=True),
     Case(batch=1, size=1, eta=1, depth=1, producers=1, checkpoints=True, restarts=True, unsaved=1),
+    Case(batch=1, size=2, eta=1, depth=1, producers=1, scored=True, judges=2),
+    Case(batch=1, size=1, eta=1, depth=1, producers=2, scored=True, judges=2),
 )

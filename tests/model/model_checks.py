@@ -140,6 +140,8 @@ def check_batch(world: World, node: Node, book: Groups, batch: Batch) -> int:
             raise Violation(f"group {number} is trained at lag {version - oldest}, its bound is {bound}")
         if len(group.samples) != world.case.size or any(s.reward is None for s in group.samples.values()):
             raise Violation(f"group {number} is trained and not complete")
+        if world.case.judges > 1 and any(s.reward != 3.0 for s in group.samples.values()):
+            raise Violation(f"group {number} is trained without the sum of its judges")
         if group.state != State.CLAIMED or number in book.retired:
             raise Violation(f"group {number} is in a batch as {State(group.state).name}")
         if world.case.reuse == 1 and number in elsewhere:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from model_world import Case
 
-from asyncrl.wire import Lease, Pieces, PiecesReply, Samples, SamplesReply
+from asyncrl.wire import Lease, Pieces, PiecesReply, RewardFailure, Samples, SamplesReply, Score, Scores
 from buffers.admission import capacity
 from buffers.book import Worker
 from buffers.groups import Groups
+from buffers.judged import said_by
 from buffers.ledger import Group, State, Underway
+from buffers.scoring import Found
 from buffers.training import Claimed
 
 
@@ -311,6 +313,64 @@ class CheckpointsStay(Groups):
         return 0
 
 
+class OneJudgeIsEnough(Groups):
+    """A sample has its reward as soon as one of its judges has answered."""
+
+    def _score(self, score: Score, message: Scores, now: float) -> str:
+        why = super()._score(score, message, now)
+        group = self.groups.get(score.group)
+        if group is not None and not why and group.samples[score.index].reward is None:
+            self._forget_scores(group)
+            self._out(group)
+            group.samples[score.index].reward, group.samples[score.index].judged = score.reward, {}
+            self._ready_if_scored(group, now)
+            self._in(group)
+        return why
+
+    def _forget_scores(self, group: Group) -> None:
+        for index in group.samples:
+            for judge in self.judge_names():
+                self.scores_due.release((group.id, index, judge))
+
+
+class LastJudgeWins(Groups):
+    """The reward is that of the last answer, not the sum."""
+
+    def _score(self, score: Score, message: Scores, now: float) -> str:
+        why = super()._score(score, message, now)
+        group = self.groups.get(score.group)
+        if group is not None and group.samples[score.index].reward is not None:
+            group.samples[score.index].reward = score.reward
+        return why
+
+
+class FailedJudgeGivesZero(Groups):
+    """A judge whose tries are spent counts as a reward of 0."""
+
+    def _failure(self, failure: RewardFailure, message: Scores, now: float) -> str:
+        group = self.groups[failure.group]
+        if said_by(group.samples[failure.index], message.judge).failures >= self.retries_of(message.judge):
+            return self._score(Score(failure.group, failure.index, failure.token, 0.0), message, now)
+        return super()._failure(failure, message, now)
+
+
+class JudgesShareTheirTries(Groups):
+    """Failures are counted by sample, not by judge."""
+
+    def retries_of(self, judge: str) -> int:
+        return min(rule.retries for rule in self.settings.judges)
+
+
+class JudgesAnswerTwice(Groups):
+    """A second answer of the same judge is taken, too."""
+
+    def _sample_for(self, item: Score | RewardFailure, judge: str) -> Found | str:
+        group = self.groups.get(item.group)
+        if group is None or group.samples[item.index].reward is not None:
+            return super()._sample_for(item, judge)
+        return Found(group, group.samples[item.index], False)
+
+
 class Mutant(NamedTuple):
     """A wrong rule, a case in which it shows, words of the violation."""
 
@@ -324,6 +384,7 @@ TWO = Case(batch=1, size=1, eta=2, depth=2)
 PAIR = Case(batch=1, size=2, eta=1, depth=1)
 SLOW = TWO._replace(depth=1)
 KEPT = TWO._replace(checkpoints=True)
+JUDGED = ONE._replace(producers=1, scored=True, judges=2)
 TUNED = ONE._replace(producers=1, tunes=((1, 1), (2, 2)))
 MUTANTS = (
     Mutant(RequiredIgnored, TWO, ""),
@@ -355,6 +416,11 @@ MUTANTS = (
     Mutant(CheckpointsOfTheLostLease, KEPT, "taken twice"),
     Mutant(CheckpointsStay, KEPT, "nobody needs"),
     Mutant(ReuseIgnoresRequired, ONE._replace(reuse=2), ""),
+    Mutant(OneJudgeIsEnough, JUDGED, "sum of its judges"),
+    Mutant(LastJudgeWins, JUDGED, "sum of its judges"),
+    Mutant(FailedJudgeGivesZero, JUDGED, ""),
+    Mutant(JudgesShareTheirTries, JUDGED._replace(size=2), ""),
+    Mutant(JudgesAnswerTwice, JUDGED, "not taken once"),
 )
 
 

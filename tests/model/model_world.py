@@ -28,14 +28,18 @@ from model_checks import (
     outstanding_of,
 )
 
-from asyncrl.wire import LeaseReturn, Piece, Pieces, SampleHead, Samples, Score, Scores
+from asyncrl.wire import LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
 from buffers.groups import Groups
-from buffers.ledger import Group, Ledger, Record, Settings, State
+from buffers.judged import said_by
+from buffers.ledger import Group, JudgeRule, Ledger, Record, Settings, State
 
 #: Without an end: far from version 0, so that older versions than any in use exist.
 START = 100
 LATE = 1000.0
 ENDLESS = 1 << 30
+#: The first one fails for good at its first failure, the second one is asked once more.
+JUDGES = (JudgeRule("", 0), JudgeRule("deep", 1))
+REWARDS = {"": 1.0, "deep": 2.0}
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -62,6 +66,7 @@ class Case(NamedTuple):
     reuse: int = 1
     reissue: int = 1
     checkpoints: bool = False  # samples under way may be sent in pieces, and are continued or begun anew
+    judges: int = 1  # with two both are asked about every sample, and either may fail
     counted: int = 0  # up to so many ended groups are told apart: the assumption that they do not matter, tested
 
     def settings(self) -> Settings:
@@ -70,6 +75,7 @@ class Case(NamedTuple):
             group_size=self.size, batch_groups=self.batch, max_staleness=self.eta, depth=self.depth,
             total_groups=self.total or ENDLESS, on_late=self.on_late, max_reissue=self.reissue, max_reuse=self.reuse,
             late_timeout_s=10.0, max_failed_groups=ENDLESS, max_poison_rate=1.0, max_filtered_rate=1.1,
+            judges=() if self.judges == 1 else JUDGES,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -191,7 +197,11 @@ class World:
             if group.state >= State.CLAIMED:
                 groups.append((group.state, deadline, places.get(number), uses, group.max_uses))
                 continue
-            samples = sorted((s.oldest - base, s.reward is None) for s in group.samples.values())
+            samples = sorted(
+                (s.oldest - base, s.reward is None, *((judge, one.reward is None, one.failures)
+                                                     for judge, one in sorted(s.judged.items())))
+                for s in group.samples.values()
+            )  # fmt: skip
             begun = node.begun[number] - base if number in node.begun else None
             kept = sorted((index, one.oldest - base, one.token == group.token)
                           for index, one in group.underway.items())  # fmt: skip
@@ -314,7 +324,7 @@ class World:
                 other = self.load(node)
                 rewards = {} if self.case.scored else {index: reward}
                 heads = (SampleHead(index, 1, "stop", ((version, 1),)),)
-                message = Samples(name, number, group.token, heads, {}, (), "", 1, rewards=rewards)
+                message = Samples(name, number, group.token, heads, {}, (), "{}", 1, rewards=rewards)
                 keep = lambda: Record(1, 0, 1, 1, 9)  # noqa: E731
                 check_tokens(other, message, number)
                 reply = other.samples(message, checksum=9, invalid=str, keep=keep, now=0.0)
@@ -351,17 +361,46 @@ class World:
                 yield self._move(label, node, other)
 
     def _rewards(self, node: Node, book: Groups) -> Iterator[Move]:
-        for number, index in sorted(book.to_score):
+        for number, index, judge in sorted(book.scores_due.keys()):
             group = book.groups[number]
             last = sum(sample.reward is None for sample in group.samples.values()) == 1
-            for reward in (1.0, 7.0) if self.case.filtered and last else (1.0,):
+            for reward in (REWARDS[judge], 7.0) if self.case.filtered and last else (REWARDS[judge],):
                 other = self.load(node)
-                leases = other.reward_lease("r", max_samples=99, request=1, now=0.0)
-                token = next(item.token for item in leases if (item.group, item.index) == (number, index))
-                message = Scores("r", (Score(number, index, token, reward, {}),), ())
-                if other.scores(message, now=0.0).accepted != 1 or other.scores(message, now=0.0).accepted:
+                token, later = self._two_leases(other, number, index, judge)
+                message = Scores("r", (Score(number, index, token, reward, {}),), judge=judge)
+                twice = Scores("s", (Score(number, index, later, reward, {}),), judge=judge)
+                if other.scores(message, now=0.0).accepted != 1 or other.scores(twice, now=0.0).accepted:
                     raise Violation(f"the score of sample {index} of group {number} was not taken once")
-                yield self._move(f"group {number} sample {index} scored {reward}", node, other, good=reward != 7.0)
+                label = f"group {number} sample {index} scored {reward} by {judge or 'the first judge'}"
+                yield self._move(label, node, other, good=reward != 7.0)
+            if self.case.judges > 1:
+                yield self._fails(node, number, index, judge)
+
+    def _two_leases(self, book: Groups, number: int, index: int, judge: str) -> tuple[int, int]:
+        """The token of a reward lease that expires, and of the one that follows."""
+        tokens = []
+        for name in ("r", "s"):
+            book.saw("reward", name, 0.0)
+            leases = book.reward_lease(name, max_samples=99, request=1, now=0.0, judge=judge)
+            tokens += [item.token for item in leases if (item.group, item.index) == (number, index)]
+            if name == "r":
+                book.hello("reward", name, pid=2, host="h", now=0.0)  # it holds nothing any more
+        if len(tokens) != 2 or tokens[0] >= tokens[1]:
+            raise Violation(f"sample {index} of group {number} was leased with the tokens {tokens}")
+        return tokens[0], tokens[1]
+
+    def _fails(self, node: Node, number: int, index: int, judge: str) -> Move:
+        other = self.load(node)
+        token, later = self._two_leases(other, number, index, judge)
+        before = said_by(other.groups[number].samples[index], judge).failures
+        for name, number_of, taken in (("r", token, 0), ("s", later, 1), ("s", later, 0)):
+            failure = RewardFailure(number, index, number_of, "raised", "")
+            if other.scores(Scores(name, (), (failure,), judge=judge), now=0.0).accepted != taken:
+                raise Violation(f"the failure of sample {index} of group {number} was not counted once")
+        dead = number not in other.groups
+        if dead != (before >= next(rule.retries for rule in JUDGES if rule.name == judge)):
+            raise Violation(f"group {number} {'died' if dead else 'lives'} at failure {before + 1} of {judge!r}")
+        return self._move(f"group {number} sample {index} fails with {judge!r}", node, other, good=False)
 
     # ------------------------------------------------------------ the learner
 

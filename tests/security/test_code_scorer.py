@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_code(sandbox: Sandbox, response: str, truth: Any, share: float) -> None
 
 def test_the_truth_may_be_json_in_a_text(sandbox: Sandbox) -> None:
     assert passed(sandbox, DEFINE.format("a + b"), json.dumps(CALLS)) == 1.0
+
+
+def test_endless_tests_cost_the_time_of_one(sandbox: Sandbox) -> None:
+    truth = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "4"]}
+    began = time.monotonic()
+    response = "n = int(input())\nwhile n == 2: pass\nprint(n)"
+    assert passed(sandbox, response, truth, timeout_s=2.0) == 0.25  # the first passed; what follows had no time left
+    assert time.monotonic() - began < 3 * 2.0
 
 
 def test_a_completion_stands_between_prefix_and_suffix(sandbox: Sandbox) -> None:

@@ -27,8 +27,12 @@ NAN = struct.pack("<f", float("nan"))
 PAD = [bytes(-size % 64) for size in range(65)]
 
 
+#: What the second judge gives, of what the first one does.
+DEEP = 0.5
+
+
 def reward_of(tokens: tuple[int, ...]) -> float:
-    """The reward of a response: told by its tokens alone."""
+    """The reward of a response by the first judge: told by its tokens alone."""
     return (tokens[1] % 997) / 997.0
 
 
@@ -270,10 +274,11 @@ class Rewarder:
     def life(self) -> Task:
         """Ask for samples, score them, send the scores; sometimes a reward function raises."""
         name, pid = self.process.name, self.process.pid
+        judge, factor = ("deep", DEEP) if name in ("r2", "r3") else ("", 1.0)
         yield from patiently(lambda: Ask(wire.Hello("reward", name, pid, "h")))
         yield self.beat()
         while True:
-            packet = yield from patiently(lambda: Ask(wire.RewardRequest(name, 6, 2.5), wait_s=2.5))
+            packet = yield from patiently(lambda: Ask(wire.RewardRequest(name, 6, 2.5, judge), wait_s=2.5))
             work: wire.RewardWork = packet.message
             if work.done:
                 self.process.exit("")
@@ -292,8 +297,8 @@ class Rewarder:
                     self.world.hits["reward_raised"] += 1
                     failures.append(wire.RewardFailure(item.group, item.index, item.token, "raised", "simulated"))
                 else:
-                    scores.append(wire.Score(item.group, item.index, item.token, reward_of(response)))
-            message = wire.Scores(name, tuple(scores), tuple(failures))
+                    scores.append(wire.Score(item.group, item.index, item.token, factor * reward_of(response)))
+            message = wire.Scores(name, tuple(scores), tuple(failures), judge=judge)
             yield from patiently(lambda m=message: Ask(m))
             self.holding = ()
 

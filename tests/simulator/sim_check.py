@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from sim_actors import responses_of, reward_of
+from sim_actors import DEEP, responses_of, reward_of
 
 from asyncrl import wire
 from asyncrl.versions import oldest_version
@@ -203,8 +203,9 @@ class Checker:
                 text = texts[item.index]
                 if text[0] != head.group * 64 + item.index:
                     self.fail("content", f"{where}: sample {item.index} is {text}")
-                if abs(head.rewards[item.index] - reward_of(text)) > 1e-6:
-                    self.fail("content", f"{where}: sample {item.index} has the reward of another text")
+                both = 1 + DEEP * (self.world.two_judges and not self.world.own_rewards)
+                if abs(head.rewards[item.index] - both * reward_of(text)) > 1e-6:
+                    self.fail("content", f"{where}: sample {item.index} has not the reward of its text by its judges")
                 lag = batch.version - (oldest_version(item.runs) or 0)
                 if lag > head.bound and not self.world.may_exceed:
                     self.fail("bound", f"{where}: sample {item.index} has lag {lag}, the bound is {head.bound}")

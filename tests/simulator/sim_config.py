@@ -10,7 +10,8 @@ from functools import lru_cache
 import msgspec
 from bare_config import BARE
 
-from asyncrl.config import Config, parse
+from asyncrl.config import Config, RewardFunctionConfig, parse
+from asyncrl.judge_config import JudgeConfig
 
 TOML = f"""{BARE}
 lease_timeout_s = 4.0
@@ -28,11 +29,15 @@ weightsync = "tcp://127.0.0.1:2"
 
 @lru_cache(maxsize=4096)
 def config_of(
-    *, group_size: int, batch: int, eta: int, depth: int, on_late: str, steps: int, reissue: int, max_reuse: int
-) -> Config:
+    *, group_size: int, batch: int, eta: int, depth: int, on_late: str, steps: int, reissue: int, max_reuse: int,
+    judges: bool = False,
+) -> Config:  # fmt: skip
     """The configuration of a schedule."""
     config = _base()
     replace = msgspec.structs.replace
+    if judges:
+        more = RewardFunctionConfig(function="m:deep", judge="deep")
+        config = replace(config, reward=(*config.reward, more), judge=(JudgeConfig("deep"),))
     return replace(
         config,
         sampling=replace(config.sampling, group_size=group_size),

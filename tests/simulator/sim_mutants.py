@@ -26,9 +26,11 @@ from sim_learner import Learner
 from sim_run import schedule
 
 from asyncrl.errors import StateLost
-from buffers import leasing, server, service
+from buffers import leasing, scoring, server, service
 from buffers.groups import Groups
+from buffers.judged import said_by
 from buffers.ledger import State
+from buffers.scoring import Found
 
 Patch = tuple[Any, str, Any]
 
@@ -116,19 +118,24 @@ def _not_written_again(self: Any, rows: Any) -> None:
 def _reward_check(*, lease: bool, sample: bool) -> Callable[..., Any]:
     """`_sample_for` with or without its two checks of the token."""
 
-    def check(self: Any, item: Any) -> Any:
+    def check(self: Any, item: Any, judge: str) -> Any:
         group = self.groups.get(item.group)
         found = group.samples.get(item.index) if group else None
         if group is None or found is None:
             return self._ended_reason(item.group) if group is None else "unknown sample"
-        if found.reward is not None:
+        if found.reward is not None or said_by(found, judge).reward is not None:
             return "already scored"
-        held = self.reward_leases.get((item.group, item.index))
+        held = self.scores_due.leases.get((item.group, item.index, judge))
         if (lease and held is not None and held.token != item.token) or (sample and item.token <= found.token):
             return "token: the reward lease was lost"
-        return group, found
+        return Found(group, found, False)
 
     return check
+
+
+def _first_answer_decides(sample: Any, judges: Any, judge: str, said: Any) -> bool:
+    sample.reward, sample.parts = said.reward, said.parts
+    return True
 
 
 def _cursor_only(self: Any, cursor: int, *rest: Any) -> None:
@@ -213,6 +220,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "an older learner epoch is obeyed": [NO_FENCE],
     "the store does not fence an older service": [(SimStore, "_check", _nothing)],
     "answers leave before they are persisted": [(service.BufferService, "flush", _answers_first)],
+    "the first judge to answer decides": [(scoring, "take_answer", _first_answer_decides)],
     "a batch is handed out and not recorded": [(Groups, "_record", _record_in_memory)],
     "a recorded batch comes back in another order": [(Groups, "_again", _replay_recorded_anew)],
     "registration does not adopt the ledger": [(Groups, "_adopt_trained", _nothing)],

@@ -79,9 +79,11 @@ class World:
         self.steps = pick([3, 4, 5, 6])
         self.on_late = pick(["wait", "wait", "drop", "train"])
         self.max_reuse = pick([1, 1, 1, 2])
+        self.two_judges = random.Random(f"judges of {seed}").random() < 0.3  # the other schedules stay as they were
         self.config = config_of(
             group_size=self.group_size, batch=self.batch_groups, eta=self.eta, depth=rng.randint(0, self.eta),
             on_late=self.on_late, max_reuse=self.max_reuse, steps=self.steps, reissue=pick([1, 3]),
+            judges=self.two_judges,
         )  # fmt: skip
         self.may_exceed = self.on_late == "train"
         self.strict_places = self.max_reuse == 1
@@ -264,7 +266,7 @@ class World:
         for index in range(2):
             self.start("producer", f"p{index}")
         if not self.own_rewards:
-            for index in range(2):
+            for index in range(2 + 2 * self.two_judges):
                 self.start("reward", f"r{index}")
         self.start("learner", "l0")
 

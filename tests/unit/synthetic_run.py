@@ -147,6 +147,14 @@ def _write_words(run: RunDir) -> None:
     samples = [{"step": step, "group": step, "lag": 1, "prompt": "a3b5=", "reward": float(step % 2),
                 "response": "<script>alert('from the model')</script>"} for step in range(1, 6)]  # fmt: skip
     run.samples.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in samples))
+    tokens = {
+        "tokens": ["<b>", "4", "b", "?"],
+        "engine": [-0.5, -1.0, None, -0.001],
+        "learner": [-0.5, -1.3, None, -3.0],
+    }
+    words = {"response": "<b>4b?", "index": 1, "length": 4, "parts": {"exact": 1.0, "<form>": 0.5}}
+    with run.samples.open("ab") as file:
+        file.write(msgspec.json.encode({**samples[0], "step": 9, **words, **tokens}) + b"\n")
     who = {"t": START + 30, "name": "producer-1", "role": "producer", "code": 137}
     events = [{"event": "exit", **who}, {"event": "restart", "wait_s": 0.5, **who}]
     run.logs.joinpath("launch.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in events))

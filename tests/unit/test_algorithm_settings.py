@@ -195,7 +195,11 @@ def test_a_preset_of_ones_own(tmp_path: Path) -> None:
     assert made(f"{presets.KEY}={own}").learner.optim.lr == 0.5
     own.write_text("[learner.algorithm]\nadvantge = 'rloo'\n")
     said = refused(f"{presets.KEY}={own}")
-    assert "learner.algorithm.advantge" in said and "did you mean 'advantage'" in said and "preset" in said
+    assert (
+        "learner.algorithm.advantge" in said
+        and "did you mean learner.algorithm.advantage?" in said
+        and "preset" in said
+    )
     assert "config.preset" in refused(f"{presets.KEY}=dappo") and "did you mean 'dapo'" in refused(
         f"{presets.KEY}=dappo"
     )

@@ -24,7 +24,8 @@ from asyncrl.config import Config, load, parse
 from asyncrl.demo import promises, quickstart, task_settings
 from asyncrl.errors import ConfigError
 from asyncrl.launch import Launched, LaunchOptions, absolute, changes, settle_config
-from asyncrl.progress import JsonTail, Progress, is_loud
+from asyncrl.metrics import JsonTail
+from asyncrl.progress import Progress, is_loud
 from asyncrl.report.data import load_run
 from asyncrl.rundir import RunDir
 from asyncrl.signs import Sign
@@ -324,6 +325,7 @@ def stand_ins(tmp_path: Path) -> Path:
         path.write_text(ROLE.format(role=role, seconds=seconds))
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
     (tmp_path / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
+    (tmp_path / "learners" / "local_gang.py").write_text(TORCHRUN)
     for folder in ("buffers", "weightsync", "producers", "producers/rewards", "learners", "torch", "torch/distributed"):
         (tmp_path / folder / "__init__.py").write_text("")
     (tmp_path / "model").mkdir()

@@ -13,6 +13,7 @@ from synthetic_run import START, check_names, write_run
 from asyncrl.config import Config, parse
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.hang import HangWatch
+from asyncrl.metric_pages import tag_of
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary
 from asyncrl.report.evaluation import section
@@ -20,7 +21,6 @@ from asyncrl.rundir import RunDir
 from asyncrl.status import render
 from asyncrl.supervise import Outcome
 from learners.evaluations import LastEvaluations, numbers, told
-from learners.trackers import tag_of
 
 LINE = {
     "t": START, "step": 20, "round": 7, "digest": "d", "why": "", "failed": {"reward_failed": 1},
@@ -48,7 +48,7 @@ def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
     (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     check_names(run)
     text = write_report(run).read_text()
-    assert "<h2>Evaluation</h2>" in text and "<h2>Evaluations</h2>" in text
+    assert "<h3>Evaluation</h3>" in text and "<h3>Evaluations</h3>" in text
     assert "&lt;b&gt;" in text and "<b>&lt;b&gt;" not in text
     shown = section(load_run(run))
     assert "0.900 ± 0.100" in shown and shown.count("<td") == 10 * 6, "2 steps x 3 sources; the last of step 20"
@@ -78,7 +78,7 @@ def test_status_says_what_runs() -> None:
 
 def test_names_in_tensorboard() -> None:
     assert tag_of("val-core/add/reward/mean@4") == "val-core/add/reward/mean@4"
-    assert tag_of("evaluation_missing") == "health/evaluation_missing"
+    assert tag_of("evaluation_missing") == "faults/evaluation_missing"
 
 
 # ---------------------------------------------------------------- the learner
@@ -178,7 +178,8 @@ def test_its_words() -> None:
 def test_waiting_for_the_last_evaluation_is_no_hang(tmp_path: Path) -> None:
     now = [0.0]
     status = {"version": 4, "evaluation": {"running": "of step 4: 1 of 8"}, "waiting_for": "nobody"}
-    hang = HangWatch(RunDir(tmp_path).create(), config("run.hang_timeout_s=10"), clock=lambda: now[0],
+    limits = config("run.hang_timeout_s=10", "run.start_timeout_s=10")
+    hang = HangWatch(RunDir(tmp_path).create(), limits, clock=lambda: now[0],
                      ask=lambda _: status)  # fmt: skip
     now[0] = 11
     assert hang.look() == "" and hang.look() == ""

@@ -278,6 +278,34 @@ def test_a_reward_that_fails_goes_elsewhere_and_then_the_prompt_has_failed() -> 
     assert lab.groups.fault is None and lab.groups.ledger_counts()["dead"] == 0
 
 
+def test_several_judges_score_a_sample_and_name_its_answer() -> None:
+    both = ('reward=[{function="m:f"}, {function="m:deep", judge="deep", data_sources=["a"]}]', 'judge=[{name="deep"}]')
+    lab = Lab(*both, rows=2)
+    lab.due(0)
+    first, second = lab.lease()
+    lab.answer(first)
+    lab.answer(second, source="b")
+
+    def judge(name: str, worker: str, reward: float, answer: str) -> list[tuple[int, int]]:
+        lab.request += 1
+        lab.groups.saw("reward", worker, lab.now)
+        items = lab.e.reward_lease(worker, max_samples=9, request=lab.request, now=lab.now, judge=name)
+        scores = tuple(Score(one.group, one.index, one.token, reward, {name or "f": reward}, answer) for one in items)
+        for _ in range(2):  # a copy of it changes nothing
+            lab.e.scores(Scores(worker, scores, judge=name), now=lab.now)
+        lab.settle()
+        return [(one.group, one.index) for one in items]
+
+    assert judge("deep", "d", 0.5, "deep says") == [(first.group, 0), (first.group, 1)], "rows of a alone"
+    assert not lab.e.ended and len(judge("", "r", 1.0, "")) == 4
+    (line,) = lab.e.ended
+    assert (line["val-core/a/reward/mean@2"], line["val-core/b/reward/mean@2"]) == (1.5, 1.0)
+    told = [
+        (sample["reward"], sample["answer"], sample["parts"]) for sample in lab.lines if sample["data_source"] == "a"
+    ]
+    assert told == [(1.5, "deep says", {"f": 1.0, "deep": 0.5})] * 2
+
+
 def test_a_score_under_an_old_token_is_refused() -> None:
     lab = Lab(rows=1)
     lab.due(0)

@@ -294,7 +294,7 @@ def work(run: Run, name: str = "r", count: int = 9) -> dict[int, int]:
     }
 
 
-def test_scores_make_ready_and_old_tokens_are_refused() -> None:
+def test_scores_make_ready_and_late_ones_count_once() -> None:
     run = Run()
     unscored(run)
     first = work(run)
@@ -303,9 +303,12 @@ def test_scores_make_ready_and_old_tokens_are_refused() -> None:
     run.g.tick(run.now)
     second = work(run, "s")
     late = run.g.scores(Scores("r", (Score(0, 0, first[0], 1.0),)), now=run.now)
-    assert late.accepted == 0 and "token" in late.refused["0:0"]
-    reply = run.g.scores(Scores("s", tuple(Score(0, i, second[i], 1.0) for i in second)), now=run.now)
-    assert reply.accepted == 2 and run.state(0) == "READY"
+    assert late.accepted == 1 and run.g.judge_counts["", "late"] == 1
+    failed = run.g.scores(Scores("r", (), (RewardFailure(0, 1, first[1], "raised", ""),)), now=run.now)
+    assert "token" in failed.refused["0:1"], "somebody else tries by now"
+    reply = run.g.scores(Scores("s", tuple(Score(0, i, second[i], 0.5) for i in second)), now=run.now)
+    assert reply.accepted == 1 and reply.refused == {"0:0": "already scored"} and run.state(0) == "READY"
+    assert [sample.reward for _, sample in sorted(run.g.groups[0].samples.items())] == [1.0, 0.5]
     run.g.check()
 
 

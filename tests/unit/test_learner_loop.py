@@ -81,7 +81,7 @@ class FakeBuffer:
     def goodbye(self, *, done: bool, reason: str) -> None:
         self.calls.append(("goodbye", done))
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         self.calls.append(("close",))
 
     def names(self) -> list[str]:
@@ -113,7 +113,7 @@ class FakePublisher:
     def settle(self) -> None:
         self.settled += 1
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         self._buffer.calls.append(("unpublish",))
 
 
@@ -433,10 +433,10 @@ def test_learning_rate_schedules() -> None:
 
 
 def test_tracker_groups_name_metrics_of_the_catalogue() -> None:
+    from asyncrl.metric_pages import FAULTS, HEALTH, SPEED, tag_of
     from asyncrl.metrics import CATALOGUE
-    from learners.trackers import HEALTH, SPEED, tag_of
 
-    assert CATALOGUE.keys() >= HEALTH | SPEED and not HEALTH & SPEED
+    assert CATALOGUE.keys() >= HEALTH | SPEED | FAULTS
     assert (tag_of("lag_max"), tag_of("step_s"), tag_of("reward/exact")) == (
         "health/lag_max", "speed/step_s", "learning/reward/exact",
     )  # fmt: skip

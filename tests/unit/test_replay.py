@@ -107,7 +107,7 @@ def test_several_ranks_replay_under_torchrun(run: RunDir) -> None:
 
     one = command_of(load(run.config), run.config)
     many = command_of(load(run.config, ["learner.ranks=2"]), run.config)
-    assert "learners.replay" in one and "torch.distributed.run" not in one
+    assert "learners.replay" in one and "learners.local_gang" not in one
     assert "learners.replay" in many and "learners.main" not in many
     assert many[many.index("--nproc-per-node") + 1] == "2"
 

@@ -11,11 +11,12 @@ from synthetic_run import check_names, write_run
 
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary, surviving
-from asyncrl.report.svg import Line, bar_chart, lanes, line_chart, short, stacked_chart, thin, ticks
+from asyncrl.report.svg import Line, bar_chart, line_chart, short, stacked_chart, thin, ticks
+from asyncrl.report.svg_time import Lane, Share, flow, lanes
 from asyncrl.rundir import RunDir
 from asyncrl.supervise import Outcome
 
-VOID = {"meta", "br"}  # drawings close theirs themselves
+VOID = {"meta", "br", "input"}  # drawings close theirs themselves
 
 
 class Tree(HTMLParser):
@@ -58,7 +59,8 @@ def test_report_is_whole_and_self_contained(tmp_path: Path) -> None:
     assert path == run.report
     text = path.read_text()
     tree = parsed(text)
-    assert tree.links == [] and "@import" not in text and "url(" not in text
+    assert {link[:1] for link in tree.links} == {"#"} and "@import" not in text and "url(" not in text
+    assert {link[1:] for link in tree.links} <= set(re.findall(r'id="(\w+)"', text))
     assert not re.search(r"https?://", text)
     assert tree.tags.count("script") == 1  # ours: the model's words stay words
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
@@ -147,7 +149,8 @@ def test_drawings() -> None:
     for text in (line_chart([Line("a", [(1, 1.0)])]), line_chart([Line("a<b", [(1, 0.0), (2, 0.0)])]),
                  stacked_chart([Line("a", [(0, 1), (1, 2)]), Line("b", [(0, 1), (1, 0)])]),
                  bar_chart([("0", 3), ("1", 0)], mark=1, mark_text="bound"),
-                 lanes([("p", [(0, 1, 0.5)])], start=0, end=2)):  # fmt: skip
+                 lanes([Lane("p<", [(0, 1, [(0.5, "s1")])], [(1, "s6", "x<y")], ["a&b"])], start=0, end=2),
+                 flow("issued", [Share("trained", 5, "s3"), Share("dropped: <late>", 0, "s2")])):  # fmt: skip
         parsed(text)
         assert "nan" not in text
     assert "nothing was measured" in line_chart([]) and "nothing was measured" in bar_chart([])

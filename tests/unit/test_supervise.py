@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_plan_is_in_order_and_complete() -> None:
     assert producer.argv == ("py", "-m", "producers.main", "--config", "/r/config.toml", "--name", "producer-0")
     assert producer.env["OMP_NUM_THREADS"] == "3" and producer.restarts == 7 and not producer.gang
     assert producer.env["OMP_WAIT_POLICY"] == "PASSIVE" and producer.env["PYTHONPATH"] == "/here"
-    assert learner.argv[:3] == ("py", "-m", "torch.distributed.run") and learner.gang
+    assert learner.argv[:3] == ("py", "-m", "learners.local_gang") and learner.gang
     assert learner.argv[learner.argv.index("--nproc-per-node") + 1] == "2"
     assert learner.argv[-6:] == ("-m", "learners.main", "--config", "/r/config.toml", "--name", "learner")
     assert learner.env["OMP_NUM_THREADS"] == "1"
@@ -193,6 +194,29 @@ def test_the_last_worker_of_a_role_ends_the_run_with_its_code(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(60)
+def test_the_workers_of_another_judge_are_no_substitute(tmp_path: Path) -> None:
+    plans = [replace(script("reward", "raise SystemExit(70)", name="reward-slow-0"), judge="slow"),
+             script("reward", FOREVER, name="reward-0"), script("learner", FOREVER)]  # fmt: skip
+    outcome, _, _ = supervise(tmp_path, plans)
+    assert outcome.code == 70 and outcome.failed == "reward-slow-0" and not outcome.given_up
+
+
+def test_every_judge_has_workers_of_its_own(tmp_path: Path) -> None:
+    more = '[[reward]]\nfunction = "a:deep"\njudge = "slow"\n[[judge]]\nname = "slow"\ncount = 2\nrestarts = 9\n'
+    made = parse(SMALL + more)
+    plans = plan(made, TARGETS["rewards"], config_path=tmp_path / "c.toml")
+    assert [(p.name, p.judge) for p in plans] == [
+        ("reward-0", ""),
+        ("reward-slow-0", "slow"),
+        ("reward-slow-1", "slow"),
+    ]
+    assert "--judge" not in plans[0].argv and plans[1].argv[-2:] == ("--judge", "slow") and plans[1].restarts == 9
+    joining = Joining(tag="x", judge="slow")
+    mine = plan(made, TARGETS["rewards"], config_path=tmp_path / "c.toml", joining=joining)
+    assert [p.name for p in mine] == ["reward-x-slow-0", "reward-x-slow-1"]
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", [2, 75, 78])
 def test_final_codes_are_not_restarted(tmp_path: Path, code: int) -> None:
     outcome, _, events = supervise(tmp_path, [script("producer", f"raise SystemExit({code})", restarts=5),
@@ -259,7 +283,7 @@ ROLE_OF_A_RUN = """
 
 def hang_watch(tmp_path: Path, limit_s: float, status: dict[str, object]) -> tuple[RunDir, HangWatch]:
     run = RunDir(tmp_path).create()
-    set_up = parse(SMALL, overrides=[f"run.hang_timeout_s={limit_s}"])
+    set_up = parse(SMALL, overrides=[f"run.hang_timeout_s={limit_s}", f"run.start_timeout_s={limit_s}"])
     return run, HangWatch(run, set_up, ask=lambda _: status)
 
 
@@ -281,7 +305,8 @@ def test_no_step_within_the_limit_ends_the_run_with_stacks_and_a_diagnosis(tmp_p
 def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_path: Path) -> None:
     now = [0.0]
     run = RunDir(tmp_path).create()
-    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10"]), clock=lambda: now[0],
+    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=9"]),
+                     clock=lambda: now[0],
                      ask=lambda _: {"error": "nothing listens at ipc://b"})  # fmt: skip
 
     def at(seconds: float, **how: bool) -> str:
@@ -298,8 +323,30 @@ def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_pat
                       "ipc://b")  # fmt: skip
 
 
+def test_a_learner_that_starts_has_longer_for_its_first_step(tmp_path: Path) -> None:
+    """Its imports, its model, the gang; the steps of an earlier start do not count as its own."""
+    now = [0.0]
+    run = RunDir(tmp_path).create()
+    (run.metrics / "learner.jsonl").write_text('{"step":1}\n')
+    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=60"]),
+                     clock=lambda: now[0], ask=lambda _: {"error": "nothing listens"})  # fmt: skip
+
+    def at(seconds: float) -> str:
+        now[0] = seconds
+        return hang.look()
+
+    assert at(59) == "" and at(61).startswith("no step for 61 s (run.start_timeout_s = 60)")
+    hang.learner_started()
+    assert at(100) == ""
+    with (run.metrics / "learner.jsonl").open("a") as log:
+        log.write('{"step":2}\n')
+    assert at(101) == "" and at(110) == ""
+    assert at(112).startswith("no step for 11 s (run.hang_timeout_s = 10)")
+
+
 LAUNCHER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_supervise import FOREVER, STUBBORN, script

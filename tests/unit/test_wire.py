@@ -1,6 +1,7 @@
 """Messages: golden bytes of every one, strict decoding behind one boundary, validation of samples.
 
-`python tests/unit/test_wire.py` writes the golden file again after a deliberate change of the schema.
+`python tests/unit/test_wire.py` writes the golden file, and the vectors for other languages, again after a deliberate
+change of the schema.
 """
 
 import json
@@ -51,9 +52,15 @@ EXAMPLES: list[wire.Message] = [
     wire.SamplesReply((1,), (2,), {3: "token"}, ((7, 2),)),
     wire.SamplesAt("p0", wire.Place(5 << 32, 64, 100, 2000, 99)),
     wire.LeaseReturn("producer-0", ((7, 2),), "stopping", False),
-    wire.RewardRequest("reward-0", 8, 5.0),
-    wire.RewardWork((wire.RewardItem(7, 1, 3, 1, "{}", "stop", FIELDS[:2]),), False),
-    wire.Scores("reward-0", (wire.Score(7, 1, 3, 1.0, {"exact": 1.0}),), (wire.RewardFailure(7, 2, 4, "raised", "x"),)),
+    wire.RewardRequest("reward-0", 8, 5.0, "slow"),
+    wire.RewardWork((wire.RewardItem(7, 1, 3, 1, "{}", "stop", FIELDS[:2], "slow"),), False),
+    wire.Scores(
+        "reward-0",
+        (wire.Score(7, 1, 3, 1.0, {"exact": 1.0}),),
+        (wire.RewardFailure(7, 2, 4, "raised", "x"),),
+        "v",
+        "slow",
+    ),
     wire.ScoresReply(1, {"7:2": "token"}),
     wire.Register("learner", 12, "host", 20, "{}", True, "fp", {20: "d"}),
     wire.Registered(2, "run", 24, "/run/segments", "n"),
@@ -256,5 +263,8 @@ def test_validation_accepts_good_samples_and_names_each_poison() -> None:
 
 
 if __name__ == "__main__":
+    import wire_vectors
+
+    wire_vectors.write(EXAMPLES)
     GOLDEN.write_text(json.dumps({type(one).__name__: wire.encode_header(one).hex() for one in EXAMPLES}, indent=0))
     sys.exit(0)

@@ -8,8 +8,8 @@ Guarantees:
    was, and what has arrived is not sent again;
 3. a version that is gone is an error at once; while a member pulls, its version is kept from being overwritten, one
    version at a time; it is given up when all have read it, or nobody asks for `IDLE_S`;
-4. beyond loopback both ends hold the run's CURVE keys; a frame that was damaged, or overwritten before it left, fails
-   its checksum and is asked for again;
+4. beyond loopback both ends hold the run's keys, a source the join key as its own; a frame that was damaged, or
+   overwritten before it left, fails its checksum and is asked for again;
 5. a source that stays silent for half the deadline is an error; nothing waits longer than the deadline;
 6. pieces begin small and double while they come fast, halve while they come slowly: what is under way takes a few
    seconds at most also on a slow line, so that nothing is taken for lost that is only late.
@@ -63,7 +63,7 @@ class StreamOutbox:
 
     def __init__(self, host: str = "127.0.0.1", *, keys: Keys | None = None, insecure: bool = False) -> None:
         self._bind = f"tcp://{host}:*"
-        self._keys = keys
+        self._keys = keys.among_workers() if keys is not None else None
         self._insecure = insecure
         self._loop: LoopThread | None = None
         self._responder: Responder | None = None
@@ -214,7 +214,7 @@ class StreamInbox:
     def __init__(self, instruction: Instruction, *, keys: Keys | None = None, chunk_bytes: int = 4 << 20) -> None:
         assert instruction.manifest is not None
         self._address = instruction.address
-        self._keys = keys
+        self._keys = keys.among_workers() if keys is not None else None
         self._chunk = min(chunk_bytes, LARGEST_PIECE)
         self._piece = min(FIRST_PIECE, self._chunk)  # size of the next one to be asked for
         self._digest = instruction.manifest.digest

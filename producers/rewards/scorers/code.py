@@ -64,8 +64,9 @@ with open("outputs.jsonl", "w") as results:
 class Code:
     """The share of tests passed, or (with `all_tests`) 1 where it is all of them and else 0.
 
-    `prefix` and `suffix` stand around the response, where it completes something; with `fenced` the last fenced block
-    is the program, else the whole response.
+    `timeout_s` is for all tests of a program together, so that an endless one costs no more: what it has not passed by
+    then it has failed. None: `sandbox.timeout_s`. `prefix` and `suffix` stand around the response, where it completes
+    something; with `fenced` the last fenced block is the program, else the whole response.
     """
 
     def __init__(
@@ -102,11 +103,18 @@ class Code:
             raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
         if tests.get("fn_name"):
             return self._calls(program, str(tests["fn_name"]), inputs, outputs)
-        return [self._reads(program, str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+        return self._reads(program, list(map(str, inputs)), list(map(str, outputs)))
 
-    def _reads(self, program: str, given: str, wanted: str) -> bool:
-        result = self._sandbox.run(program, given, timeout_s=self._timeout_s, memory_bytes=self._memory)
-        return result.ok and same_text(result.stdout, wanted)
+    def _reads(self, program: str, inputs: list[str], outputs: list[str]) -> list[bool]:
+        left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
+        passed = [False] * len(inputs)
+        for place, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+            result = self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory)
+            passed[place] = result.ok and same_text(result.stdout, wanted)
+            left -= result.wall_s
+            if left <= 0.0:
+                break
+        return passed
 
     def _calls(self, program: str, name: str, inputs: list[Any], outputs: list[Any]) -> list[bool]:
         arguments = [decoded(item) for item in inputs]

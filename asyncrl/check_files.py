@@ -1,0 +1,174 @@
+"""Whether the files that a configuration names are there and hold what the run needs: model, rows, keys.
+
+Called by `asyncrl.check`, `asyncrl.launch` (`settled`) and `asyncrl.derived` (`count_rows`). Guarantees:
+1. of a model config.json and names of files are looked at, of rows the first one of every file (all lines are counted
+   in files up to `COUNT_LIMIT_BYTES`);
+2. nothing is written, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl import parallel
+from asyncrl.check_code import import_problem
+from asyncrl.check_companions import check_companions
+from asyncrl.config import Config
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
+from asyncrl.evaluation import data_of
+from asyncrl.modes import is_paired, streams, with_epochs
+from asyncrl.sockets import read_keys
+
+COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def check_model(config: Config) -> Iterator[AsyncRLError]:
+    """The model folder has a configuration, weights and a tokenizer; models beside it the first two."""
+    yield from check_companions(config)
+    folder = Path(config.model.path)
+    where = f"model.path = {config.model.path!r}"
+    if not folder.is_dir():
+        yield ConfigError("config.model", "no such folder", where=where)
+        return
+    if not (folder / "config.json").is_file():
+        yield ConfigError("config.model", "it has no config.json", where=where)
+    if not list(folder.glob("*.safetensors")):
+        yield ConfigError("config.model", "it has no *.safetensors (weights)", where=where)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        yield ConfigError("config.tokenizer", f"it has none of {', '.join(TOKENIZERS)}", where=where)
+    yield from check_layout(config, folder / "config.json")
+
+
+def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
+    """Heads and experts of the model divide by `[learner.parallel]`."""
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, *UNREADABLE):  # said where the model is loaded
+        return
+    if isinstance(model, dict):
+        for code, message, key in parallel.model_problems(config, model):
+            yield error_for(code, message, where=".".join(key))
+
+
+def data_paths(config: Config) -> list[Path]:
+    """The files of `data.path`."""
+    return [Path(part.strip()) for part in config.data.path.split(",") if part.strip()]
+
+
+def check_data(config: Config, section: str = "data") -> Iterator[AsyncRLError]:
+    """The first row of every file has the prompt column; a source can be imported."""
+    if section == "data" and config.evaluation.enabled:
+        held_out = msgspec.structs.replace(config, data=data_of(config))
+        yield from check_data(held_out, "evaluation")
+    if config.data.source:
+        problem = import_problem(config.data.source)
+        if problem:
+            yield ConfigError("config.data", problem, where=f"{section}.source = {config.data.source!r}")
+    for path in data_paths(config):
+        where = f"{section}.path = {str(path)!r}"
+        try:
+            row = first_row(path)
+        except (OSError, ValueError) as error:
+            yield ConfigError("config.data", getattr(error, "strerror", None) or str(error), where=where)
+            continue
+        if row is None:
+            yield ConfigError("config.data", "it has no rows", where=where)
+            continue
+        wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
+        for setting, column in wanted.items():
+            if column not in row:
+                columns = ", ".join(sorted(row)) or "none"
+                message = f"no column {column!r} (data.{setting}); it has: {columns}"
+                yield ConfigError("config.data", message, where=where)
+
+
+def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
+    """Setting and name of the answer columns that the rows must have; none where a conversation ends in its answer."""
+    if not streams(config):
+        return {}
+    if is_paired(config):
+        return {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
+    conversation = not isinstance(row.get(config.data.prompt_key), str)  # of a .parquet file it is not known here
+    return {} if conversation else {"response_key": config.data.response_key}
+
+
+def settled(config: Config) -> Config:
+    """The configuration with `learner.steps` from `data.epochs`, where that is set."""
+    if not config.data.epochs:
+        return config
+    if not all(path.exists() for path in data_paths(config)):
+        return config  # `check_data` says so
+    counts = [count_rows(path) for path in data_paths(config)]
+    try:
+        return with_epochs(config, sum(filter(None, counts)) if counts and all(counts) else None)
+    except ConfigError as error:
+        raise ConfigErrors([error]) from None
+
+
+def first_row(path: Path) -> dict[str, Any] | None:
+    """The first row of a .jsonl, .json or .parquet file (of the latter with empty values), None without rows."""
+    if path.suffix == ".parquet":
+        return _parquet_row(path)
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"unknown kind {path.suffix!r}: give .parquet, .jsonl or .json")
+    with path.open(encoding="utf-8") as file:
+        if path.suffix == ".json":
+            rows = json.load(file)
+            if not isinstance(rows, list):
+                raise ValueError("it is not a list of rows")
+            row = rows[0] if rows else None
+        else:
+            line = next((line for line in file if line.strip()), "")
+            row = json.loads(line) if line else None
+    if row is not None and not isinstance(row, dict):
+        raise ValueError("its first row is not an object")
+    return row
+
+
+def _parquet_row(path: Path) -> dict[str, Any] | None:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ValueError("reading .parquet needs the package pyarrow") from None
+    try:
+        with ParquetFile(path) as file:
+            return dict.fromkeys(file.schema_arrow.names) if file.metadata.num_rows else None
+    except ArrowException as error:
+        raise ValueError(str(error)) from None
+
+
+def count_rows(path: Path) -> int | None:
+    """Rows of a file; None where counting would take long or the file cannot be read."""
+    try:
+        if path.stat().st_size > COUNT_LIMIT_BYTES:
+            return None
+        if path.suffix == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(path) as file:
+                return int(file.metadata.num_rows)
+        if path.suffix == ".json":
+            return len(json.loads(path.read_text(encoding="utf-8")))
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    except (OSError, ValueError, ImportError):  # the number is a courtesy; mistakes in the file are check_data's
+        return None
+
+
+def check_keys(config: Config, *, joining: bool) -> Iterator[AsyncRLError]:
+    """The key file can be read and is private; the owner of the buffer may still have to make it."""
+    path = Path(config.network.key_file)
+    if not config.network.key_file or (not joining and not path.exists() and path.parent.is_dir()):
+        return
+    try:
+        read_keys(path)
+    except AsyncRLError as error:
+        where = f"network.key_file = {config.network.key_file!r}"
+        yield error_for(error.code, error.message, where=where, remedy=error.remedy)

@@ -1,0 +1,55 @@
+"""Commands for authors of rewards: test-reward, sandbox-server. They run in processes of their own."""
+
+from __future__ import annotations
+
+import argparse
+
+from asyncrl.commands.options import Commands, command
+
+
+def add(commands: Commands) -> None:
+    """Declare them."""
+    one = command(commands, "test-reward", "try a reward function as a run would: signature, values, time, memory",
+                  example="asyncrl test-reward my_rewards:exact --data data/train.jsonl --samples 8")  # fmt: skip
+    one.add_argument("function", metavar="NAME", help="module:name, path/file.py:name, builtin:name or an http address")
+    one.add_argument("--data", required=True, metavar="FILE", help="rows: .jsonl, .json or .parquet")
+    one.add_argument("--samples", default="4", metavar="N", help="rows to try it on (default 4)")
+    one.add_argument("--response-key", default="", metavar="COLUMN", help="a good response; else the ground truth")
+    one.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="the prompt (default prompt)")
+    one.add_argument("--args", default="{}", metavar="JSON", help="args of the [[reward]]")
+    one.add_argument("--timeout-s", default="10", metavar="SECONDS", help="of one call (default 10)")
+    one.add_argument("--memory-bytes", default=str(2 << 30), metavar="BYTES", help="of its process (default 2 GiB)")
+    one.add_argument("--sandbox", default="bubblewrap", metavar="KIND", help="as sandbox.kind (default bubblewrap)")
+    one.set_defaults(run=_test_reward)
+    one = command(commands, "sandbox-server", "run programs in the sandbox for clients of SandboxFusion, on loopback",
+                  example="asyncrl sandbox-server --port 8080")  # fmt: skip
+    one.add_argument("--port", default="8080", help="on 127.0.0.1; 0: any free one (default 8080)")
+    one.add_argument("--kind", default="bubblewrap", help="bubblewrap; none: without isolation (default bubblewrap)")
+    one.add_argument("--workers", default="2", metavar="N", help="programs at once (default 2)")
+    one.add_argument("--timeout-s", default="60", metavar="SECONDS", help="longest time of a program (default 60)")
+    one.add_argument("--memory-bytes", default=str(1 << 29), metavar="BYTES", help="of a program (default 512 MiB)")
+    one.add_argument("--output-bytes", default=str(1 << 20), metavar="BYTES", help="of each stream (default 1 MiB)")
+    one.set_defaults(run=_sandbox_server)
+
+
+def _test_reward(args: argparse.Namespace) -> int:
+    names = ("data", "samples", "response_key", "prompt_key", "args", "timeout_s", "memory_bytes", "sandbox")
+    return _process("producers.rewards.author", args, names, args.function)
+
+
+def _sandbox_server(args: argparse.Namespace) -> int:
+    names = ("port", "kind", "workers", "timeout_s", "memory_bytes", "output_bytes")
+    return _process("producers.sandbox.server", args, names)
+
+
+def _process(module: str, args: argparse.Namespace, names: tuple[str, ...], *words: str) -> int:
+    """The module in this process's place, with the Python path of a launch: Ctrl-C and the exit code are its own."""
+    import os
+    import sys
+
+    from asyncrl.launch import python_path
+
+    options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path())}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", module, *options, *(("--", *words) if words else ())], environment)

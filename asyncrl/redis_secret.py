@@ -1,0 +1,78 @@
+"""The password of `buffer.redis_url`: kept out of every file and line that shows a configuration.
+
+Called by `asyncrl.config` (what is written has `***`), by the launcher (`keep`) and by who connects (`with_password`).
+Guarantees:
+1. what `without_password` gives holds no password, wherever in the URL it stood;
+2. the password lies in one file of the run, readable by its owner alone, or in the environment of the buffer.
+
+>>> without_password("redis://user:secret@host:6379/0")
+'redis://user:***@host:6379/0'
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from asyncrl.errors import ConfigError
+
+HIDDEN = "***"
+VARIABLE = "ASYNCRL_REDIS_PASSWORD"
+FILE = "redis.password"  # in the store's folder of the run
+
+
+def password_of(url: str) -> str:
+    """The password in a URL; empty where there is none, or it is hidden."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query)).get("password", "")
+    found = unquote(parts.password) if parts.password else query
+    return "" if found == HIDDEN else found
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown and written."""
+    return _replaced(url, HIDDEN) if password_of(url) else url
+
+
+def with_password(url: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    """The URL as one connects: a hidden password is that of the environment, else of the file in the store's folder.
+
+    Raises `config.missing` where neither has it.
+    """
+    env = os.environ if environment is None else environment
+    given = env.get(VARIABLE, "")
+    if HIDDEN not in url and (not given or password_of(url)):
+        return url
+    if not given:
+        try:
+            given = (folder / FILE).read_text()
+        except OSError:
+            raise ConfigError(
+                "config.missing", f"its password is not known here: {VARIABLE} is not set", where="buffer.redis_url",
+                remedy=f"set {VARIABLE} for the buffer, or launch it once with the password in the URL",
+            ) from None  # fmt: skip
+    return _replaced(url, quote(given, safe=""))
+
+
+def keep(url: str, folder: Path) -> None:
+    """Note the password of a URL for the next starts, where it has one."""
+    if not (password := password_of(url)):
+        return
+    path = folder / FILE
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(password)
+
+
+def _replaced(url: str, password: str) -> str:
+    parts = urlsplit(url)
+    if "password=" in parts.query:
+        pairs = [(name, HIDDEN if name == "password" else value) for name, value in parse_qsl(parts.query)]
+        query = urlencode(pairs, safe="*").replace(f"password={HIDDEN}", f"password={password}")
+        return parts._replace(query=query).geturl()
+    user, _, host = parts.netloc.rpartition("@")
+    name = re.split(":", user, maxsplit=1)[0]
+    return parts._replace(netloc=f"{name}:{password}@{host}").geturl()

@@ -1,0 +1,104 @@
+"""The chapter on how the run was set up: configuration against its defaults, processes, versions.
+
+Called by `asyncrl.report.page`.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config, all_keys
+from asyncrl.report.data import RunData
+from asyncrl.report.parts import card, clock, table
+from asyncrl.report.svg import short
+
+PACKAGES = (
+    "asyncrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "redis", "vllm",
+    "sglang", "megatron-core", "peft",
+)  # fmt: skip
+
+
+def configuration(data: RunData) -> str:
+    """Every setting; what differs from the default is marked."""
+    if data.config is None:
+        return card("Configuration", '<p class="none">config.toml cannot be read</p>')
+    default = Config(model=type(data.config.model)(path=""))
+    rows: list[tuple[str, ...]] = []
+    same: list[tuple[str, ...]] = []
+    for key in plain_keys():
+        value, usual = value_at(data.config, key), value_at(default, key)
+        row = (escape(key), escape(repr(value)), escape(repr(usual)))
+        (same if value == usual else rows).append(row)
+    rows += [(escape(name), escape(words), "-") for name, words in listed(data.config).items()]
+    changed = table(("changed setting", "value", "default"), rows, classes=("changed", "changed", "usual"))
+    rest = table(("setting", "value (default)"), [row[:2] for row in same])
+    return card("Configuration", f"{changed}<details><summary>{len(same)} settings have their default</summary>{rest}"
+                "</details>", wide=True)  # fmt: skip
+
+
+def plain_keys() -> list[str]:
+    """Every setting but those of sections that may come several times (rewards, judges)."""
+    several = tuple(f"{item.name}." for item in msgspec.structs.fields(Config) if item.default == ())
+    return [key for key in all_keys() if "." in key and not key.startswith(several)]
+
+
+def listed(config: Config) -> dict[str, str]:
+    """Sections that may come several times: `reward[0]` and what of it is not the default."""
+    found = {}
+    for item in msgspec.structs.fields(Config):
+        if item.default != ():
+            continue
+        for number, one in enumerate(getattr(config, item.name)):
+            values = [(field, getattr(one, field.name)) for field in msgspec.structs.fields(one)]
+            told = [
+                f"{field.name} = {value!r}" for field, value in values if field.required or value != usual_of(field)
+            ]
+            found[f"{item.name}[{number}]"] = ", ".join(told)
+    return found
+
+
+def usual_of(field: msgspec.structs.FieldInfo) -> Any:
+    """The default of a field."""
+    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
+
+
+def value_at(value: Any, dotted: str) -> Any:
+    """A setting by its dotted key."""
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def processes(data: RunData) -> str:
+    """Every process that worked for the run."""
+    last = {name: lines[-1] for name, lines in data.roles.items()}
+    rows = []
+    for line in data.processes:
+        beat = last.get(str(line.get("name")), {})
+        same = beat.get("pid") == line.get("pid")
+        what = ", ".join(f"{key.replace('_', ' ')} {short(float(beat[key]))}" for key in
+                         ("generated_tokens", "scored_samples", "swaps") if same and key in beat)  # fmt: skip
+        rows.append((escape(str(line.get("role"))), escape(str(line.get("name"))), escape(str(line.get("pid"))),
+                     escape(str(line.get("host"))), clock(line.get("t")), escape(what)))  # fmt: skip
+    return card("Processes", table(("role", "name", "pid", "host", "started", "did"), rows,
+                                   classes=("short", "short", "short number", "short", "short")))  # fmt: skip
+
+
+def versions(data: RunData) -> str:
+    """Python, packages and the machine."""
+    import platform
+
+    rows = [("python", platform.python_version()), ("system", platform.platform())]
+    for name in PACKAGES:
+        try:
+            rows.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    rows.append(("run folder", str(Path(data.run.root))))
+    return card("Versions", table(("what", "version"), [(escape(a), escape(b)) for a, b in rows]),
+                note="of the environment that wrote this report")  # fmt: skip

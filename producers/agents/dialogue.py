@@ -1,0 +1,310 @@
+"""One session of an agent, as tokens: which context an ask stands for, and what the policy says to it.
+
+Called by `producers.agents.endpoint`, one per sample. Guarantees:
+1. an answer reaches training as it was sampled; where the agent sends an answer of ours back, its very tokens stand in
+   the context again, and nothing of it is encoded anew;
+2. a conversation that goes on from the last one continues the row of tokens; any other (an edited history, a helper's
+   conversation, other tools) opens a row of its own (`producers.sessions`), with the tokens of the answers in it;
+3. turns follow each other: an ask waits for the one before it; one that is given up leaves no trace in the sample;
+4. an ask without room, or beyond `environment.max_turns`, is refused and says so; `cut` is set by the first;
+5. an answer ends where the engine ends it, or with the token that completes one of `stop`; that token stays in the
+   sample, the text that the agent sees ends before the stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.errors import AsyncRLError, ConfigError
+from producers.agents.api import ApiError, Ask, Message, Said
+from producers.environments.conversation import Counts, GivenUp
+from producers.environments.rendering import ChatTemplate, PlainText, Renderer
+from producers.sessions import Session
+from producers.tokenizer import Tokenizer
+from producers.tools.parsers import Parser
+
+MARK = "asyncrl0said{}x"
+LOOK_TOKENS = 8  # new tokens after which a stream, or a search for a stop, looks again
+Heard = Callable[[str], None]
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What the sessions of a group share. `longest`: tokens of a row at most."""
+
+    engine: Any  # asyncrl.engine.Engine
+    tokenizer: Tokenizer
+    parser: Any  # Parser
+    counts: Counts
+    max_prompt_tokens: int
+    longest: int
+    max_turns: int
+    template: Any  # environment.template
+    chat: bool  # messages go through the chat template; else their contents are put after each other
+
+
+class Dialogue:
+    """See the module."""
+
+    def __init__(self, setting: Setting, request: GenRequest, *, index: int) -> None:
+        self.session = Session(request.prompt_ids, index=index)
+        self.turn_rewards: dict[int, float] = {}
+        self.cut = False
+        self.fatal: AsyncRLError | None = None  # of the engine or the configuration: no fault of the agent
+        self._setting = setting
+        self._request = request
+        self._turn = asyncio.Lock()
+        self._tools = b""
+        self._renderers: dict[bytes, Renderer] = {}
+        self._history: list[Message] = []  # of the open row, its last answer included
+        self._text = ""  # of the open row, where it is one of text
+        self._last = -1  # token that the last answer ended with
+        self._known: dict[str, tuple[int, ...]] = {}  # answers by what the agent sends back of them
+
+    @property
+    def room(self) -> int:
+        """Tokens that the open row may still grow by."""
+        whole = self._setting.longest - len(self.session.context)
+        return max(0, min(whole, self._request.max_new_tokens - self.session.response_tokens))
+
+    async def answer(self, ask: Ask, heard: Heard | None = None) -> Said:
+        """What the policy says. `heard` gets the text as it comes, where it can be told already.
+
+        Raises:
+            ApiError: it cannot be asked so.
+        """
+        async with self._turn:  # bounded: by the episode's time limit
+            try:
+                return await self._answer(ask, heard)
+            except AsyncRLError as error:
+                self.fatal = error
+                raise ApiError(500, f"{error.code}: {error.message}", code="engine") from None
+            except GivenUp:
+                raise ApiError(503, "the sample is not wanted any more", code="given_up") from None
+
+    async def _answer(self, ask: Ask, heard: Heard | None) -> Said:
+        if self.session.turns >= self._setting.max_turns:
+            raise ApiError(400, f"the session has had its {self._setting.max_turns} turns (environment.max_turns)",
+                           code="max_turns")  # fmt: skip
+        context = self._context(ask)
+        self._extend(context)
+        room = min(self.room, ask.max_tokens) if ask.max_tokens else self.room
+        request = self.session.request(
+            self._request, max_prompt_tokens=self._setting.max_prompt_tokens, max_new_tokens=room
+        )
+        delta, stopped = await self._generated(request, ask.stop, heard)
+        number = self.session.turns
+        self.session.add_turn(delta)
+        self._setting.counts.turns += 1
+        return self._remembered(ask, delta, stopped, number)
+
+    def _extend(self, context: Sequence[int]) -> None:
+        """Make this the context of the next turn, where there is room for a token more."""
+        ids = np.asarray(context, np.int32)
+        known = self.session.context
+        goes_on = len(ids) >= len(known) and np.array_equal(ids[: len(known)], known)
+        room = self.room - (len(ids) - len(known)) if goes_on else self._setting.longest - len(ids)
+        if room < 1 or not len(ids):
+            self.cut = True
+            raise ApiError(400, f"the context has {len(ids)} tokens, a sample has room for {self._setting.longest} "
+                           f"({self._request.max_new_tokens} of them behind its prompt)",
+                           code="context_length_exceeded", param="messages")  # fmt: skip
+        self.session.extend(ids)
+
+    # ------------------------------------------------------------ contexts
+
+    def _context(self, ask: Ask) -> Sequence[int]:
+        """Token ids of what the policy is to see."""
+        if ask.messages is None:
+            return self._text_context(ask.prompt)
+        tools = msgspec.json.encode(ask.tools)
+        messages, history = list(ask.messages), self._history
+        same = len(messages) > len(history) and [_key(item) for item in messages[: len(history)]] == [
+            _key(item) for item in history
+        ]
+        if history and same and tools == self._tools:
+            pending = messages[len(history) :]
+            with suppress(ConfigError):  # a template that shows what came before otherwise: a row of its own
+                return [*self.session.context.tolist(), *self._renderer(ask).delta(pending, last_token=self._last)]
+        self._tools = tools
+        try:
+            return self._spliced(messages, ask.tools)
+        except ConfigError as error:
+            raise ApiError(400, error.message, param="messages") from None
+
+    def _text_context(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
+        if isinstance(prompt, tuple):
+            return prompt
+        if self._text and prompt.startswith(self._text):
+            new = prompt[len(self._text) :]
+            return [*self.session.context.tolist(), *(self._setting.tokenizer.encode_part(new) if new else [])]
+        return self._setting.tokenizer.encode(prompt)
+
+    def _renderer(self, ask: Ask) -> Renderer:
+        known = self._renderers.get(self._tools)
+        if known is None:
+            tokenizer = self._setting.tokenizer
+            known = (
+                ChatTemplate(tokenizer, tools=ask.tools, check=self._setting.template)
+                if self._setting.chat
+                else PlainText(tokenizer)
+            )
+            self._renderers[self._tools] = known
+        return known
+
+    def _spliced(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """A conversation from its beginning; answers of ours stand in it as their tokens."""
+        tokenizer = self._setting.tokenizer
+        marked: list[Message] = []
+        said: list[tuple[int, ...]] = []
+        for item in messages:
+            ids = self._known.get(_key(item)) if item["role"] == "assistant" else None
+            if ids is None:
+                marked.append(item)
+            else:
+                marked.append({"role": "assistant", "content": MARK.format(len(said))})
+                said.append(ids)
+        text = self._rendered(marked, tools)
+        marks = [MARK.format(number) for number in range(len(said))]
+        if any(text.count(mark) != 1 for mark in marks):  # the template leaves some of them out
+            text, marks = self._rendered(list(messages), tools), []
+        first = text
+        rest: list[str] = []
+        for mark in reversed(marks):
+            first, _, behind = first.partition(mark)
+            rest.insert(0, behind)
+        found = tokenizer.encode_part(first) if self._setting.chat else tokenizer.encode(first)
+        for ids, part in zip(said, rest, strict=False):
+            between = tokenizer.encode_part(part) if part else []
+            doubled = between[:1] == [ids[-1]] and ids[-1] in tokenizer.eos_ids
+            found += [*ids, *(between[1:] if doubled else between)]
+        return found
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        if not self._setting.chat:
+            return "".join(str(item["content"]) for item in messages)
+        return self._setting.tokenizer.render_chat(messages, opened=True, tools=tools)
+
+    # ------------------------------------------------------------ turns
+
+    async def _generated(self, request: GenRequest, stop: Sequence[str], heard: Heard | None) -> tuple[GenDelta, str]:
+        """One turn of the engine, up to a stop of the agent; and that stop."""
+        looks = bool(stop) or heard is not None
+        engine: Engine = self._setting.engine
+        parts: list[GenDelta] = []
+        teller = _Teller(self._setting.tokenizer, stop, heard)
+        # Closed at once where this is cancelled or stopped: the engine gives the turn up then.
+        async with aclosing(engine.generate(replace(request, delta_tokens=LOOK_TOKENS * looks))) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                parts.append(delta)
+                if looks and (place := teller.stopped_at(delta.token_ids.tolist())) is not None:
+                    return _first(joined(_ended(parts)), place), teller.stop
+        if not parts or not parts[-1].finish:
+            raise GivenUp
+        teller.rest()
+        return joined(parts), ""
+
+    def _remembered(self, ask: Ask, delta: GenDelta, stopped: str, number: int) -> Said:
+        """The answer; and what of it will be known again."""
+        ids = tuple(delta.token_ids.tolist())
+        whole = self._setting.tokenizer.decode(ids)
+        text = whole.partition(stopped)[0] if stopped else whole
+        calls = self._calls(text, number) if ask.tools else ()
+        shown = text.partition("<tool_call>")[0].strip() if calls else text
+        said = Said(
+            shown, ids, tuple(float(value) for value in delta.logprobs), delta.finish,
+            len(self.session.context) - len(ids), calls, delta.runs[-1][0],
+            tuple(self.session.context[: -len(ids)].tolist()) if ask.token_ids else (),
+        )  # fmt: skip
+        self._last = ids[-1]
+        self._text, self._history = "", []
+        if ask.messages is None:
+            self._text = "" if isinstance(ask.prompt, tuple) else ask.prompt + whole
+        else:
+            own: Message = {"role": "assistant", "content": shown}
+            if calls:
+                own["tool_calls"] = [{"id": name, "function": {"name": call.name}} for name, call in calls]
+            self._history = [*ask.messages, own]
+            self._known[_key(own)] = ids
+        return said
+
+    def _calls(self, text: str, number: int) -> tuple[tuple[str, Any], ...]:
+        parser: Parser = self._setting.parser
+        parsed = parser(text)
+        self._setting.counts.tool_calls += len(parsed.calls)
+        self._setting.counts.malformed_calls += len(parsed.malformed)
+        return tuple((f"call_{number}_{secrets.token_hex(4)}", call) for call in parsed.calls)
+
+
+class _Teller:
+    """Text of an answer as it grows: what may be told already, and where it ends."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], heard: Heard | None) -> None:
+        self.stop = ""
+        self._tokenizer = tokenizer
+        self._stops = stop
+        self._heard = heard
+        self._ids: list[int] = []
+        self._told = 0
+        self._held = max((len(text) for text in stop), default=1) - 1  # letters that may begin a stop
+
+    def stopped_at(self, new: list[int]) -> int | None:
+        """How many tokens the answer has, where one of the stops is in it."""
+        before = len(self._ids)
+        self._ids += new
+        text = self._tokenizer.decode(self._ids)
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if not found:
+            self._tell(text, len(text) - self._held)
+            return None
+        place, self.stop = min(found)
+        self._tell(text, place)
+        for count in range(before + 1, len(self._ids) + 1):
+            if self.stop in self._tokenizer.decode(self._ids[:count]):
+                return count
+        return len(self._ids)
+
+    def rest(self) -> None:
+        """The answer has ended by itself."""
+        text = self._tokenizer.decode(self._ids)
+        self._tell(text, len(text), whole=True)
+
+    def _tell(self, text: str, until: int, *, whole: bool = False) -> None:
+        new = text[self._told : max(self._told, until)]
+        if not whole and "\ufffd" in new:
+            new = new[: new.index("\ufffd")]  # a letter of several tokens
+        if new and self._heard is not None:
+            self._heard(new)
+        self._told += len(new)
+
+
+def _ended(parts: list[GenDelta]) -> list[GenDelta]:
+    return [*parts[:-1], replace(parts[-1], finish="stop")]
+
+
+def _first(delta: GenDelta, count: int) -> GenDelta:
+    """The first so many tokens of a turn."""
+    runs, left = [], count
+    for version, length in delta.runs:
+        if left > 0:
+            runs.append((version, min(length, left)))
+            left -= length
+    return replace(delta, token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], runs=tuple(runs),
+                   finish="stop")  # fmt: skip
+
+
+def _key(message: Mapping[str, Any]) -> str:
+    """What a message is known by: an answer of ours with calls by their ids, any other by what it says."""
+    calls = message.get("tool_calls") or []
+    if message["role"] == "assistant" and calls and all(call.get("id") for call in calls):
+        return msgspec.json.encode(["calls", [call["id"] for call in calls]]).decode()
+    content = str(message.get("content") or "").strip()
+    return msgspec.json.encode([message["role"], content, message.get("tool_call_id") or "", calls]).decode()

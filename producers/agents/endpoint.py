@@ -1,0 +1,214 @@
+"""The OpenAI-compatible endpoint of a producer: loopback alone, a key for every session.
+
+Opened by `producers.agents.environment`. Needs the extra `http` (aiohttp). Routes: `POST /v1/chat/completions`,
+`POST /v1/completions`, `GET /v1/models`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set
+a key. Guarantees:
+1. it listens on 127.0.0.1; a request without the key of a session that is being played is answered 401;
+2. an agent that hangs up ends its turn: nothing of it is in the sample;
+3. errors have the form of the interface; none of them ends the producer;
+4. `POST /v1/reward` takes {"reward": 1.0, "parts": {...}}, or with "turn" the reward of a turn; the last one counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from asyncrl.environment import EnvironmentFailure
+from asyncrl.errors import UNREADABLE, ConfigError
+from producers.agents import api
+from producers.agents.api import ApiError, Ask, Said
+from producers.agents.dialogue import Dialogue
+from producers.environments.conversation import number_of
+from producers.tokenizer import Tokenizer
+
+MOST_BYTES = 32 << 20  # of a request's body
+GRACE_S = 1.0  # for answers under way at the end
+HOST = "127.0.0.1"
+
+
+class Session:
+    """One sample that an agent plays: its key, its dialogue, and the reward that it was given."""
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        self.key = f"sk-{secrets.token_urlsafe(24)}"
+        self.dialogue = dialogue
+        self.asks = 0
+        self.reward: float | None = None
+        self.parts: dict[str, float] = {}
+        self.changed = asyncio.Event()  # set where the dialogue cannot go on
+
+
+class Endpoint:
+    """See the module."""
+
+    def __init__(self, *, model: str, tokenizer: Tokenizer, port: int = 0) -> None:
+        self.model = model
+        self.port = port
+        self._tokenizer = tokenizer
+        self._sessions: dict[str, Session] = {}
+        self._runner: Any = None
+        self._web: Any = None
+
+    @property
+    def url(self) -> str:
+        """What OPENAI_BASE_URL is."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    async def open(self) -> None:
+        """Listen. Raises `config.extra` without aiohttp, `net.port_in_use`."""
+        self._web = web = _web()
+        app = web.Application(client_max_size=MOST_BYTES)
+        routes: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
+            ("POST", "/chat/completions", self._chat), ("POST", "/completions", self._text),
+            ("GET", "/models", self._models), ("POST", "/reward", self._reward),
+        )  # fmt: skip
+        for method, path, handler in routes:
+            for prefix in ("/v1", "/s/{key}/v1"):
+                app.router.add_route(method, prefix + path, self._guarded(handler))
+        # A handler is cancelled with its connection: the turn of an agent that hangs up is given up.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, HOST, self.port).start()
+        except OSError as error:
+            where = "environment.agent.port"
+            raise ConfigError("net.port_in_use", f"{HOST}:{self.port}: {error.strerror}", where=where) from None
+        self.port = int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def begin(self, dialogue: Dialogue) -> Session:
+        """A session for this dialogue; its key is valid until `end`."""
+        session = Session(dialogue)
+        self._sessions[session.key] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """The key is valid no longer."""
+        self._sessions.pop(session.key, None)
+
+    # ------------------------------------------------------------ requests
+
+    def _guarded(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+        async def guarded(request: Any) -> Any:
+            try:
+                return await handler(request, self._session_of(request))
+            except ApiError as error:
+                return self._json(error.body, error.status)
+
+        return guarded
+
+    def _session_of(self, request: Any) -> Session:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = request.match_info.get("key") or (token.strip() if scheme.lower() == "bearer" else "")
+        session = self._sessions.get(key)
+        if session is None:
+            raise ApiError(401, "no such session, or it is over", code="invalid_api_key")
+        return session
+
+    async def _body(self, request: Any) -> Any:
+        try:
+            return msgspec.json.decode(await request.read())  # bounded: by the episode; the size by the server
+        except UNREADABLE as error:
+            raise ApiError(400, f"the body is no JSON: {error}") from None
+
+    def _json(self, body: Any, status: int = 200) -> Any:
+        return self._web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+    async def _models(self, _request: Any, _session: Session) -> Any:
+        return self._json(api.models(self.model))
+
+    async def _chat(self, request: Any, session: Session) -> Any:
+        return await self._answer(request, session, api.chat_of(await self._body(request)), api.chat_answer)
+
+    async def _text(self, request: Any, session: Session) -> Any:
+        return await self._answer(request, session, api.text_of(await self._body(request)), api.text_answer)
+
+    async def _answer(self, request: Any, session: Session, ask: Ask, build: Callable[..., Any]) -> Any:
+        name = f"chatcmpl-{secrets.token_hex(12)}" if ask.messages is not None else f"cmpl-{secrets.token_hex(12)}"
+        session.asks += 1
+        try:
+            if ask.stream:
+                return await self._streamed(request, session, ask, name)
+            said = await session.dialogue.answer(ask)
+        finally:
+            if session.dialogue.fatal is not None:
+                session.changed.set()
+        texts = self._texts(said) if ask.logprobs else ()
+        return self._json(build(said, ask, id=name, model=self.model, texts=texts))
+
+    def _texts(self, said: Said) -> list[str]:
+        return [self._tokenizer.decode([token]) for token in said.token_ids]
+
+    async def _streamed(self, request: Any, session: Session, ask: Ask, name: str) -> Any:
+        """Events as the text comes. With tools the text comes whole: it may turn out to be a call."""
+        news: asyncio.Queue[str | None] = asyncio.Queue()
+        asking = asyncio.create_task(session.dialogue.answer(ask, None if ask.tools else news.put_nowait))
+        asking.add_done_callback(lambda _: news.put_nowait(None))
+        response: Any = None
+        try:
+            # bounded: the end of the turn rings, and the episode has its time
+            while (text := await news.get()) is not None:
+                response = response or await self._begun(request, ask, name)
+                await response.write(api.chunk(ask, id=name, model=self.model, text=text))
+            said = asking.result()  # an error before the first event is an answer like any other
+            response = response or await self._begun(request, ask, name)
+            if ask.tools and said.text:
+                await response.write(api.chunk(ask, id=name, model=self.model, text=said.text))
+            await response.write(api.chunk(ask, id=name, model=self.model, last=said))
+            if ask.usage_in_stream:
+                await response.write(api.usage_chunk(said, ask, id=name, model=self.model))
+            await response.write(api.DONE)
+            await response.write_eof()
+        except ApiError as error:
+            if response is None:
+                raise
+            await response.write(api.event(error.body))
+            await response.write_eof()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)  # bounded: it was cancelled, or is done
+        return response
+
+    async def _begun(self, request: Any, ask: Ask, name: str) -> Any:
+        response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        if ask.messages is not None:
+            await response.write(api.chunk(ask, id=name, model=self.model, first=True))
+        return response
+
+    async def _reward(self, request: Any, session: Session) -> Any:
+        body = await self._body(request)
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is no JSON object")
+        turn, turns = body.get("turn"), session.dialogue.session.turns
+        try:
+            value = number_of(body.get("reward"))
+            parts = {str(name): number_of(part) for name, part in (body.get("parts") or {}).items()}
+        except (EnvironmentFailure, AttributeError) as error:
+            raise ApiError(400, str(error), param="reward") from None
+        if turn is None:
+            session.reward, session.parts = value, parts
+        elif type(turn) is int and -turns <= turn < turns:
+            session.dialogue.turn_rewards[turn % turns] = value
+        else:
+            raise ApiError(400, f"turn {turn!r} of {turns}", param="turn")
+        return self._json({"object": "reward", "turns": turns})
+
+
+def _web() -> ModuleType:
+    try:
+        from aiohttp import web
+    except ImportError:
+        raise ConfigError("config.extra", "environment.name = 'agent' needs the extra http (aiohttp)",
+                          where="environment.name") from None  # fmt: skip
+    return web

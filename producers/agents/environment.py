@@ -1,0 +1,125 @@
+"""`[environment] name = "agent"`: a program that knows nothing of training plays the samples.
+
+Made by `producers.environments.playing`. Each sample is a session of an agent that talks to the policy through an
+OpenAI-compatible endpoint: a command (any language) or an async function. Guarantees:
+1. the sample holds what the policy said as it was sampled, with log-probs and versions (`dialogue`);
+2. the reward is what was posted to `/v1/reward`, else what the agent said at its end, else that of reward workers;
+3. a session fails with a reason, and the prompt is tried again: `timeout` (environment.episode_timeout_s), `crashed`
+   (the agent's exit code or exception), `abandoned` (it ended without asking the policy). After its room came to an
+   end a crash is the end of the sample instead: most agents know no better, and what was said counts;
+4. at most `max_processes` sessions are played at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from asyncrl.config import Config
+from asyncrl.engine import Engine, GenRequest
+from asyncrl.environment import EnvironmentFailure, Row
+from asyncrl.errors import AsyncRLError
+from asyncrl.plugins import load_object
+from producers.agents.dialogue import Dialogue, Setting
+from producers.agents.endpoint import Endpoint, Session
+from producers.agents.processes import Agent
+from producers.environments.playing import Turns, value_of
+from producers.rollout import Finished
+from producers.tokenizer import Tokenizer
+
+
+class Connection(NamedTuple):
+    """What an agent that is a function gets: `openai.AsyncOpenAI(base_url=c.base_url, api_key=c.api_key)`."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+Function = Callable[[Connection, dict[str, Any]], Awaitable[Any]]
+
+
+class Agents(Turns):
+    """See the module."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        super().__init__(config, tokenizer, self._session)  # type: ignore[arg-type]
+        setting = config.environment.agent
+        self._agent = Agent(setting)
+        self._function: Function | None = None
+        if setting.function:
+            self._function = load_object(setting.function, code="config.environment", where="environment.agent")
+        self._endpoint = Endpoint(model=setting.model, tokenizer=tokenizer, port=setting.port)
+        self._room = asyncio.Semaphore(setting.max_processes)
+
+    async def open(self) -> None:
+        """Listen."""
+        await super().open()
+        await self._endpoint.open()
+        print(f"agents ask {self._endpoint.url}", flush=True)
+
+    async def close(self) -> None:
+        """End the agents, then stop listening."""
+        await self._agent.close()
+        await self._endpoint.close()
+        await super().close()
+
+    def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Any]:
+        """The dialogues of a group's samples."""
+        setting = Setting(
+            engine, self._tokenizer, self._parser, self.counts, self._config.data.max_prompt_tokens,
+            self._config.data.max_prompt_tokens + request.max_new_tokens, self._config.environment.max_turns,
+            self._config.environment.template, self._tokenizer.has_template(),
+        )  # fmt: skip
+        return [Dialogue(setting, request, index=index) for index in request.indices]
+
+    async def _sample(self, chat: Any, row: Row) -> Finished | EnvironmentFailure | None:
+        async with self._room:  # its time begins when it is its turn. bounded: each of the others has its time
+            return await super()._sample(chat, row)
+
+    async def _session(self, dialogue: Dialogue, row: Row) -> dict[str, Any] | None:
+        """Play one session; its reward and parts."""
+        session = self._endpoint.begin(dialogue)
+        playing = asyncio.ensure_future(self._played(session, row))
+        # bounded: it is cancelled below, at the end of the session
+        stopped = asyncio.ensure_future(session.changed.wait())
+        try:
+            # bounded: by the episode's time limit, which cancels this
+            await asyncio.wait({playing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if dialogue.fatal is not None:
+                raise dialogue.fatal
+            told = await playing  # bounded: it has ended
+        except EnvironmentFailure as failure:
+            if failure.reason.startswith("environment.crashed") and dialogue.cut and dialogue.session.turns:
+                told = None
+            else:
+                raise
+        finally:
+            self._endpoint.end(session)
+            for task in (playing, stopped):
+                task.cancel()
+            await asyncio.gather(playing, stopped, return_exceptions=True)  # bounded: they were cancelled
+        if not dialogue.session.turns:
+            raise EnvironmentFailure("abandoned", f"the agent ended after {session.asks} requests and no answer")
+        return _reward_of(session, told)
+
+    async def _played(self, session: Session, row: Row) -> Any:
+        url, key = self._endpoint.url, session.key
+        if self._function is None:
+            return await self._agent.play(row, url=url, key=key)
+        try:
+            return await self._function(Connection(url, key, self._endpoint.model), dict(row))
+        except (EnvironmentFailure, AsyncRLError):
+            raise
+        except Exception as error:  # the agent's own code may raise anything: it is named, never a reward
+            what = f"the agent raised {type(error).__name__}: {error}"[:600]
+            raise EnvironmentFailure("crashed", what) from None
+
+
+def _reward_of(session: Session, told: Any) -> dict[str, Any] | None:
+    """The reward that was posted, else the one that the agent ended with."""
+    if session.reward is not None:
+        return {"reward": session.reward, **session.parts}
+    value, parts = value_of(told)
+    return None if value is None else {"reward": value, **parts}

@@ -1,0 +1,189 @@
+"""The processes of an agent: one for every session, or some that play one session after the other.
+
+Called by `producers.agents.environment`. A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
+environment and the row as JSON on its standard input, which is then closed; its last line of output may be the reward:
+a number, or an object with `reward`. With `sessions` above 1 it gets a line {"row", "base_url", "api_key", "model"} for
+every session and answers each with a line: a number, such an object, or null. Guarantees:
+1. a process that is not needed any more (time limit, lost lease, end of the producer) gets SIGTERM with its whole
+   group, and SIGKILL after `grace_s`; it dies with the producer in any case (Linux);
+2. an exit code other than 0 is `environment.crashed` with the last lines that it wrote to its standard error;
+3. what it prints is kept in part only: an endless print costs no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from asyncrl.agent_config import AgentConfig
+from asyncrl.environment import EnvironmentFailure, Row
+from asyncrl.errors import UNREADABLE, ConfigError
+
+CHUNK = 1 << 16
+KEPT = 4096  # letters of what it prints
+LONGEST_LINE = 1 << 20
+SHOWN_LINES = 5
+
+
+class _Tail:
+    """The last of what a pipe gave."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._kept: deque[bytes] = deque()
+        self._size = 0
+        self.reading = asyncio.create_task(self._read(stream))
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(CHUNK):  # bounded: the process is ended, and its pipe with it
+            self._kept.append(data)
+            self._size += len(data)
+            while self._size - len(self._kept[0]) > KEPT:
+                self._size -= len(self._kept.popleft())
+
+    def lines(self) -> list[str]:
+        """Its last lines with something in them."""
+        text = b"".join(self._kept)[-KEPT:].decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()]
+
+
+class AgentProcess:
+    """A process that was started, and how it ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, *, grace_s: float) -> None:
+        assert process.stderr is not None
+        self.process = process
+        self.played = 0
+        self.errors = _Tail(process.stderr)
+        self._grace_s = grace_s
+
+    async def end(self) -> None:
+        """End it with everything that it started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), self._grace_s)
+                break
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it started and left behind
+        self.errors.reading.cancel()
+
+    async def crashed(self) -> EnvironmentFailure:
+        """The failure of a process that has ended, or closed its output, too early."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), self._grace_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self.errors.reading), 1.0)
+        said = " | ".join(self.errors.lines()[-SHOWN_LINES:])
+        return EnvironmentFailure("crashed", f"the agent ended with {self.process.returncode}: {said}"[:600])
+
+
+class Agent:
+    """Starts processes of a command and plays sessions with them."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._idle: list[AgentProcess] = []
+        self._living: set[AgentProcess] = set()
+
+    async def play(self, row: Row, *, url: str, key: str) -> Any:
+        """One session; what the agent said of its reward, None where it said nothing."""
+        if self._config.sessions > 1:
+            return await self._line(row, url, key)
+        process = await self._start({"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key})
+        assert process.process.stdin is not None and process.process.stdout is not None
+        printed = _Tail(process.process.stdout)
+        try:
+            with suppress(ConnectionError):  # an agent need not read the row
+                process.process.stdin.write(json.dumps(dict(row)).encode() + b"\n")
+                await process.process.stdin.drain()
+                process.process.stdin.close()
+            code = await process.process.wait()  # bounded: by the episode's time limit, which cancels this
+            if code:
+                raise await process.crashed()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(printed.reading), 1.0)
+            return reward_in(printed.lines()[-1:])
+        finally:
+            printed.reading.cancel()
+            await self._end(process)
+
+    async def _line(self, row: Row, url: str, key: str) -> Any:
+        process = self._idle.pop() if self._idle else await self._start({})
+        assert process.process.stdin is not None and process.process.stdout is not None
+        asked = {"row": dict(row), "base_url": url, "api_key": key, "model": self._config.model}
+        try:
+            process.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            await process.process.stdin.drain()
+            # bounded: by the episode's time limit, which cancels this
+            line = await process.process.stdout.readline()
+        except (ConnectionError, ValueError):  # it is gone, or the line has no end
+            line = b""
+        except asyncio.CancelledError:
+            await self._end(process)
+            raise
+        if not line.endswith(b"\n"):
+            failure = await process.crashed()
+            await self._end(process)
+            raise failure
+        process.played += 1
+        if process.played < self._config.sessions:
+            self._idle.append(process)
+        else:
+            await self._end(process)
+        return reward_in([line.decode(errors="replace").strip()], strict=True)
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(self._end(process) for process in list(self._living)))  # bounded: each by its grace
+
+    async def _start(self, more: Mapping[str, str]) -> AgentProcess:
+        env = {**os.environ, "OPENAI_MODEL": self._config.model, **more}
+        tied = [sys.executable, "-m", "asyncrl.child", "--parent", str(os.getpid()), "--", *self._config.command]
+        try:
+            made = await asyncio.create_subprocess_exec(
+                *tied, env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=LONGEST_LINE,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError("config.environment", f"the agent cannot be started: {error}",
+                              where="environment.agent.command") from None  # fmt: skip
+        process = AgentProcess(made, grace_s=self._config.grace_s)
+        self._living.add(process)
+        return process
+
+    async def _end(self, process: AgentProcess) -> None:
+        self._living.discard(process)
+        await process.end()
+
+
+def reward_in(lines: list[str], *, strict: bool = False) -> Any:
+    """What a line says of the reward: a number, an object with `reward` or `score`, or None. Other lines say nothing,
+    but with `strict` they are a failure.
+
+    >>> reward_in(["0.5"]), reward_in(['{"reward": 1, "steps": 2}']), reward_in(["done"]), reward_in(["null"])
+    (0.5, {'reward': 1, 'steps': 2}, None, None)
+    """
+    if not lines:
+        return None
+    try:
+        found = msgspec.json.decode(lines[0])
+    except UNREADABLE:
+        found = lines[0]
+    if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
+        return found
+    if isinstance(found, dict) and ("reward" in found or "score" in found):
+        return found
+    if strict:
+        raise EnvironmentFailure("result", f"a line that is neither a number, an object with reward nor null: "
+                                 f"{lines[0][:80]!r}")  # fmt: skip
+    return None

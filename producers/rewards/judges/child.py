@@ -1,0 +1,96 @@
+"""The process of a judge that is a model: holds the model, scores what the reward worker hands it.
+
+Started by `producers.rewards.scorer` as `python -m producers.rewards.judges.child READ_FD WRITE_FD`, with the frames of
+`producers.rewards.pipe`. Guarantees:
+1. it says that it is ready once the model is loaded, or what is wrong with it;
+2. every sample of a job gets one result as soon as it is known; each one tells the parent that it is alive;
+3. what goes wrong with a sample is a failure with its reason, never a reward;
+4. a sample's reward is the sum of `weight * score` over the rewards of the judge that are for its data source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.role import die_with_parent
+from producers.rewards.child import applies, limit
+from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Asked, Model, Outcome, Problem
+from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
+
+
+def model_of(asked: Asked) -> Model:
+    """The judge of these settings; only what it needs is imported."""
+    if asked.table.kind == "url":
+        from producers.rewards.judges.remote import Remote
+
+        return Remote(asked)
+    if asked.table.kind == "classifier":
+        from producers.rewards.judges.classifier import Classifier
+
+        return Classifier(asked)
+    from producers.rewards.judges.generative import Written, YesNo
+
+    return YesNo(asked) if asked.table.answer == "yes_no" else Written(asked)
+
+
+def result_of(place: int, sample: RewardSample, outcome: Outcome, functions: Sequence[FunctionSpec]) -> Result:
+    """The reward of a sample, by the rewards that are for its data source."""
+    if isinstance(outcome, Problem):
+        return Result(place, reason=outcome.reason, detail=outcome.detail)
+    used = [spec for spec in functions if applies(spec, sample)]
+    if not used:
+        return Result(place, reason="raised", detail=f"no reward for data_source {sample.data_source!r}")
+    parts: dict[str, float] = {}
+    for spec in used:
+        parts[spec.label] = outcome.value
+        parts |= {f"{spec.label}/{name}": value for name, value in outcome.parts.items()}
+    return Result(place, sum(spec.weight for spec in used) * outcome.value, parts, answer=outcome.answer)
+
+
+async def serve(setup: Setup, pipe: Pipe) -> int:
+    """Load the model, then score jobs until the parent closes the pipe."""
+    assert setup.judge is not None
+    try:
+        model = model_of(setup.judge)
+        await model.start()
+    except AsyncRLError as error:
+        pipe.send(Ready(f"{error.where}: {error.message}" if error.where else error.message, ""))
+        return error.exit_code
+    pipe.send(Ready("", model.version()))
+    try:
+        while True:
+            job = await asyncio.to_thread(pipe.receive, None)
+            assert isinstance(job, Job)
+            pipe.send(Begin(WHOLE_BATCH, setup.judge.table.name))
+            samples = job.samples
+
+            def done(place: int, outcome: Outcome, samples: Sequence[RewardSample] = samples) -> None:
+                pipe.send(result_of(place, samples[place], outcome, setup.functions))
+
+            await model.score(samples, done)
+            sys.stdout.flush()
+    except Closed:
+        return 0
+    finally:
+        await model.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve jobs until the parent closes the pipe."""
+    die_with_parent()
+    pipe = Pipe(int(argv[0]), int(argv[1]))
+    try:
+        setup = pipe.receive(None)
+    except Closed:
+        return 0
+    assert isinstance(setup, Setup)
+    limit(setup.memory_bytes)
+    return asyncio.run(serve(setup, pipe))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""A judge that is a sequence classifier of transformers: a reward model with one score, or a label's probability.
+
+Made by `producers.rewards.judges.child`; the export of `learner.mode = "reward_model"` is one. Guarantees:
+1. with the policy's own tokenizer it sees the very tokens of the sample, never the text encoded again;
+2. samples are scored in batches of at most `concurrency`, sorted by length; a batch that does not fit the memory is
+   tried again in halves, and only a sample that does not fit alone is a failure (`memory`);
+3. a sample longer than `max_tokens`, or than the model's positions, is `too_long`; nothing is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from asyncrl.device import Device
+from asyncrl.errors import AsyncRLError, ConfigError
+from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Asked, Done, Outcome, Problem, Verdict, checked, problem_of
+from producers.tokenizer import Tokenizer
+
+DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
+HEAD_BYTES = 1 << 20  # of every file of weights that its digest covers, at both ends
+
+
+class Classifier:
+    """See the module."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self.table = asked.table
+        self._device = torch.device("cpu")
+        self._model: Any = None
+        self._tokenizer: Tokenizer | None = None
+        self._most = 0  # tokens
+        self._as = "text"
+
+    async def start(self) -> None:
+        """Load the model onto its device."""
+        await asyncio.to_thread(self._load)
+
+    def _load(self) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        self._device = Device.find(self.table.device).torch_device
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                self.table.model, dtype=getattr(torch, self._asked.dtype), local_files_only=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError("config.model", f"no sequence classifier: {error}", where=self.table.model) from None
+        labels = int(model.config.num_labels)
+        if labels > 1 and not 0 <= self.table.label < labels:
+            raise ConfigError("config.conflict", f"it has {labels} labels: set judge.label", where=self.table.model)
+        self._model = model.to(self._device).requires_grad_(False).eval()
+        positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+        self._most = min(self.table.max_tokens, positions or self.table.max_tokens)
+        self._tokenizer = Tokenizer(self.table.model)
+        self._as = self.table.input if self.table.input != "auto" else self._found()
+        if self._as == "chat" and not self._tokenizer.has_template():
+            what = "judge.input = 'chat' and its tokenizer has no chat template"
+            raise ConfigError("config.tokenizer", what, where=self.table.model)
+
+    def _found(self) -> str:
+        """How samples go in: as ids where the tokenizer is the policy's, else as a chat where it has a template."""
+        assert self._tokenizer is not None
+        own, policy = (Path(folder) / "tokenizer.json" for folder in (self.table.model, self._asked.policy))
+        if own.is_file() and policy.is_file() and own.read_bytes() == policy.read_bytes():
+            return "ids"
+        return "chat" if self._tokenizer.has_template() else "text"
+
+    async def close(self) -> None:
+        """Nothing outlives the process."""
+
+    def version(self) -> str:
+        """Digest of the model's files: whole small ones, both ends and the size of weights."""
+        return f"{folder_digest(Path(self.table.model))}-{self._as}-{self.table.label}"
+
+    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+        """All samples, in batches of similar length."""
+        rows: list[tuple[int, list[int]]] = []
+        for place, sample in enumerate(samples):
+            try:
+                rows.append((place, self._ids(sample)))
+            except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
+                done(place, problem_of(error))
+        rows.sort(key=lambda row: len(row[1]))
+        for first in range(0, len(rows), self.table.concurrency):
+            batch = rows[first : first + self.table.concurrency]
+            outcomes = await asyncio.to_thread(self._scores, [ids for _, ids in batch])
+            for (place, _), outcome in zip(batch, outcomes, strict=True):
+                done(place, outcome)
+
+    def _ids(self, sample: RewardSample) -> list[int]:
+        assert self._tokenizer is not None
+        if self._as == "ids":
+            ids = [*sample.prompt_ids, *sample.response_ids]
+        elif self._as == "chat":
+            prompt = sample.row.get(self._asked.prompt_key)
+            asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": sample.prompt}]
+            answered = [*asked, {"role": "assistant", "content": sample.response}]
+            ids = self._tokenizer.encode_part(self._tokenizer.render_chat(answered, opened=False))
+        else:
+            ids = [*self._tokenizer.encode(sample.prompt), *self._tokenizer.encode_answer(sample.response)]
+        if not 0 < len(ids) <= self._most:
+            raise Problem("too_long", f"{len(ids)} tokens, the judge takes {self._most} (judge.max_tokens)")
+        return ids
+
+    def _scores(self, rows: list[list[int]]) -> list[Outcome]:
+        """The scores of a batch; in halves where it does not fit."""
+        try:
+            return self._forward(rows)
+        except Exception as error:  # whatever torch raises is a failure of these samples
+            problem = problem_of(error)
+            if len(rows) == 1 or problem.reason != "memory":
+                return [problem] * len(rows)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(rows) // 2
+        return [*self._scores(rows[:half]), *self._scores(rows[half:])]
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[list[int]]) -> list[Outcome]:
+        """One forward pass over rows padded on the right. The score is read at each row's last token by hand: a
+        model that looks for it by the padding's id would miss one that ends with that id."""
+        width = max(len(row) for row in rows)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
+        ends = torch.tensor([len(row) - 1 for row in rows], device=self._device)
+        body, head = self._model.base_model, getattr(self._model, "score", None)
+        if head is not None:
+            hidden = body(input_ids=ids, attention_mask=mask).last_hidden_state
+            logits = head(hidden[torch.arange(len(rows), device=self._device), ends]).float()
+        else:  # an encoder with a head over its first token
+            logits = self._model(input_ids=ids, attention_mask=mask).logits.float()
+        values = logits.softmax(-1)[:, self.table.label] if logits.shape[-1] > 1 else logits[:, 0]
+        return [_verdict(value) for value in values.tolist()]
+
+
+def _verdict(value: float) -> Outcome:
+    try:
+        return Verdict(checked(value))
+    except Problem as problem:
+        return problem
+
+
+def folder_digest(folder: Path) -> str:
+    """Digest of a model folder without reading all of its weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in DIGESTED:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(msgspec.json.encode([file.name, size]))
+        with file.open("rb") as stream:
+            digest.update(stream.read(HEAD_BYTES))
+            stream.seek(max(0, size - HEAD_BYTES))
+            digest.update(stream.read(HEAD_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,214 @@
+"""A judge that is a language model of its own: it writes an answer that holds a number, or says how likely yes is.
+
+Made by `producers.rewards.judges.child`. Two forms, by `answer`:
+- `Written` (pattern) generates with any engine of the contract (`judge.engine`: hf, vllm, ...), which has its own copy
+  of the model, at version 0, and nothing to do with the policy's weights;
+- `YesNo` (yes_no) reads the probabilities of the next token in one forward pass of transformers.
+Guarantees: samples are scored together, `concurrency` at once; a text longer than `max_tokens` is `too_long`, nothing
+is cut; an answer that ends by its length and holds no number is `unparsed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncrl import config as configuration
+from asyncrl.device import Device
+from asyncrl.engine import Engine, GenRequest
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plugins import find
+from producers.engines.own_weights import commit_folder
+from producers.rewards.functions import RewardSample
+from producers.rewards.judges.classifier import folder_digest
+from producers.rewards.judges.outcome import Asked, Done, Outcome, Problem, Verdict, checked, each, problem_of
+from producers.rewards.judges.templates import messages_of, number_in, yes_share
+from producers.tokenizer import Tokenizer
+
+END_S = 10.0  # for an engine to stop
+
+
+def engine_settings(asked: Asked) -> configuration.Config:
+    """The configuration of a judge's engine: an engine knows nothing else."""
+    table = asked.table
+    prompt = table.max_tokens - table.max_new_tokens
+    if prompt < 1:
+        what = f"judge.max_tokens = {table.max_tokens} leaves no room before max_new_tokens = {table.max_new_tokens}"
+        raise ConfigError("config.conflict", what, where=f"judge {table.name!r}")
+    plain = {
+        "model": {"path": table.model, "dtype": asked.dtype},
+        "data": {"source": "judge:rows", "max_prompt_tokens": prompt},
+        "sampling": {"max_new_tokens": table.max_new_tokens, "temperature": table.temperature or 1.0},
+        "producers": {"engine": table.engine, "slots": table.concurrency, "device": table.device},
+        "reward": [{"function": "judge:score"}],
+    }
+    return msgspec.convert(plain, configuration.Config)
+
+
+class _Asking:
+    """What both forms share: the tokenizer and the text."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.table = asked.table
+        self.tokenizer = Tokenizer(asked.table.model)
+
+    def ids_of(self, sample: RewardSample, *, room: int) -> list[int]:
+        """Token ids of the question, as a chat where the tokenizer has a template. Raises Problem `too_long`."""
+        messages = messages_of(self.table, sample)
+        if self.tokenizer.has_template():
+            ids = self.tokenizer.encode_chat(messages)
+        else:
+            ids = self.tokenizer.encode("\n".join(message["content"] for message in messages))
+        if not 0 < len(ids) <= room:
+            raise Problem("too_long", f"{len(ids)} tokens, the judge takes {room} (judge.max_tokens)")
+        return ids
+
+    def version(self) -> str:
+        """Digest of the model's files and of what it is asked."""
+        table = self.table
+        asked = [folder_digest(Path(table.model)), table.system, table.prompt, table.answer, table.pattern, table.range,
+                 table.yes, table.no, table.temperature, table.max_new_tokens]  # fmt: skip
+        return hashlib.blake2b(msgspec.json.encode(asked), digest_size=8).hexdigest()
+
+
+class Written(_Asking):
+    """An answer in words, from an engine."""
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self._settings = engine_settings(asked)
+        self._engine: Engine | None = None
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Start the engine and give it its weights."""
+        engine: Engine = find("asyncrl.engines", self.table.engine)(self._settings)
+        self._engine = engine
+        await engine.start()
+        await commit_folder(engine, self.table.model, dtype=self.asked.dtype)
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        if self._engine is not None:
+            await self._engine.close(grace_s=END_S)
+
+    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+        """All samples, so many at once: the engine decodes them together."""
+        limit_s, at_once = self.asked.timeout_s, self.table.concurrency
+        await each(samples, self._one, done, timeout_s=limit_s, at_once=at_once)
+
+    async def _one(self, sample: RewardSample) -> Verdict:
+        assert self._engine is not None
+        prompt = self.ids_of(sample, room=self._settings.data.max_prompt_tokens)
+        greedy = self.table.temperature == 0
+        number = next(self._numbers)
+        request = GenRequest(
+            f"judge-{number}", np.asarray(prompt, np.int32), (0,), number, self.table.max_new_tokens,
+            temperature=self.table.temperature or 1.0, top_k=1 if greedy else 0, stop_ids=self.tokenizer.eos_ids,
+        )  # fmt: skip
+        ids: list[int] = []
+        try:
+            async for delta in self._engine.generate(request):
+                ids += delta.token_ids.tolist()
+        except asyncio.CancelledError:
+            await self._engine.abort([request.id])
+            raise
+        found = number_in(self.table, self.tokenizer.decode(ids))
+        checked(found.value)
+        return found
+
+
+class YesNo(_Asking):
+    """P(yes) / (P(yes) + P(no)) of the next token."""
+
+    _model: Any = None
+    _device = torch.device("cpu")
+    _words: dict[str, list[int]] = {}
+
+    async def start(self) -> None:
+        """Load the model onto its device."""
+        await asyncio.to_thread(self._load)
+
+    def _load(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._device = Device.find(self.table.device).torch_device
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.table.model, dtype=getattr(torch, self.asked.dtype), local_files_only=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError("config.model", f"no language model: {error}", where=self.table.model) from None
+        self._model = model.to(self._device).requires_grad_(False).eval()
+        words = (*self.table.yes, *self.table.no)
+        self._words = {word: self.first_tokens(word) for word in words}
+        both = {token for word in self.table.yes for token in self._words[word]}
+        if shared := [word for word in self.table.no if both & set(self._words[word])]:
+            what = f"{shared[0]!r} and one of yes = {list(self.table.yes)} begin with the same token"
+            raise ConfigError("config.conflict", what, where=f"judge {self.table.name!r}")
+
+    def first_tokens(self, word: str) -> list[int]:
+        """Ids that the word may begin with, after a space and without one."""
+        heads = {self.tokenizer.encode_answer(text)[0] for text in (word, f" {word}")}
+        space = self.tokenizer.encode_answer(" x")[0]  # where a space is a token of its own it says nothing
+        plain = self.tokenizer.encode_answer(word)[0]
+        return sorted(head for head in heads if head == plain or head != space)
+
+    async def close(self) -> None:
+        """Nothing outlives the process."""
+
+    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+        """All samples, `concurrency` rows in a forward pass."""
+        rows: list[tuple[int, list[int]]] = []
+        for place, sample in enumerate(samples):
+            try:
+                rows.append((place, self.ids_of(sample, room=self.table.max_tokens)))
+            except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
+                done(place, problem_of(error))
+        rows.sort(key=lambda row: len(row[1]))
+        for first in range(0, len(rows), self.table.concurrency):
+            batch = rows[first : first + self.table.concurrency]
+            outcomes = await asyncio.to_thread(self._forward, [ids for _, ids in batch])
+            for (place, _), outcome in zip(batch, outcomes, strict=True):
+                done(place, outcome)
+
+    def _forward(self, rows: list[list[int]]) -> list[Outcome]:
+        try:
+            logprobs = self._logprobs(rows)
+        except Exception as error:  # whatever torch raises is a failure of these samples
+            return [problem_of(error)] * len(rows)
+        outcomes: list[Outcome] = []
+        for row in logprobs:
+            by_word = {word: float(torch.logsumexp(row[tokens], 0)) for word, tokens in self._words.items() if tokens}
+            try:
+                outcomes.append(yes_share(self.table, self._once(by_word)))
+            except Problem as problem:
+                outcomes.append(problem)
+        return outcomes
+
+    def _once(self, by_word: dict[str, float]) -> dict[str, float]:
+        """Words that begin with the same tokens count once."""
+        seen: dict[tuple[int, ...], str] = {}
+        for word in by_word:
+            seen.setdefault(tuple(self._words[word]), word)
+        return {word: by_word[word] for word in seen.values()}
+
+    @torch.inference_mode()
+    def _logprobs(self, rows: list[list[int]]) -> torch.Tensor:
+        """Log-probs `[rows, vocabulary]` after the last token of each row, padded on the right."""
+        width = max(len(row) for row in rows)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self._device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
+        hidden = self._model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+        ends = torch.tensor([len(row) - 1 for row in rows], device=self._device)
+        last = hidden[torch.arange(len(rows), device=self._device), ends]
+        return torch.log_softmax(self._model.get_output_embeddings()(last).float(), -1).cpu()

@@ -1,0 +1,94 @@
+"""The words between a sample and a judge: what it is asked, and the number in its answer. Pure.
+
+Called by `generative` and `remote`. Guarantees:
+1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
+   braces are text, and so is what a response holds: nothing in it is replaced again;
+2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.
+
+Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from asyncrl.judge_config import JudgeConfig
+from asyncrl.judge_models import FIELD
+from producers.rewards.functions import RewardSample
+from producers.rewards.judges.outcome import Problem, Verdict
+
+SHOWN = 120  # characters of an answer in a failure
+
+
+def rendered(template: str, sample: RewardSample) -> str:
+    """The template with the sample in it. Raises Problem where a column is missing."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name == "response":
+            return sample.response
+        if name == "prompt":
+            return sample.prompt
+        if name == "ground_truth":
+            return text_of(sample.ground_truth)
+        if name == "columns" and name not in sample.row:
+            return text_of(sample.row)
+        if name not in sample.row:
+            columns = ", ".join(sorted(sample.row)) or "none"
+            raise Problem("raised", f"the judge's prompt names column {name!r}; the row has: {columns}")
+        return text_of(sample.row[name])
+
+    return FIELD.sub(value, template)
+
+
+def text_of(value: object) -> str:
+    """A column as text: JSON unless it is text."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def messages_of(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
+    """The chat that a judge is asked with."""
+    system = [{"role": "system", "content": table.system}] if table.system else []
+    return [*system, {"role": "user", "content": rendered(table.prompt, sample)}]
+
+
+def number_in(table: JudgeConfig, text: str) -> Verdict:
+    """The number of the last match of the pattern. Raises Problem `unparsed`."""
+    found = list(re.finditer(table.pattern, text))
+    if not found:
+        raise Problem("unparsed", f"the answer has no match of {table.pattern!r}: {text[:SHOWN]!r}")
+    try:
+        value = float(found[-1][1])
+    except (TypeError, ValueError):
+        raise Problem("unparsed", f"the match {found[-1][0][:SHOWN]!r} of {table.pattern!r} is no number") from None
+    if not math.isfinite(value):
+        raise Problem("unparsed", f"the match {found[-1][0][:SHOWN]!r} is no finite number")
+    if table.range and not table.range[0] <= value <= table.range[1]:
+        raise Problem("unparsed", f"{value:g} is outside of {list(table.range)}: {text[:SHOWN]!r}")
+    return Verdict(value, {}, text[:SHOWN])
+
+
+def yes_share(table: JudgeConfig, logprobs: Mapping[str, float]) -> Verdict:
+    """P(yes) / (P(yes) + P(no)) from log-probs by word. Raises Problem `unparsed` where neither is there."""
+    yes, no = (sum(math.exp(logprobs[word]) for word in words if word in logprobs) for words in (table.yes, table.no))
+    if not yes + no > 0:
+        seen = ", ".join(repr(word) for word in list(logprobs)[:8])
+        raise Problem("unparsed", f"neither yes nor no is among its likeliest words: {seen}")
+    return Verdict(yes / (yes + no), {"yes": yes, "no": no})
+
+
+def summed(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Log-probs by word without the space around it: " yes" and "yes" are the same word.
+
+    >>> {word: round(value, 3) for word, value in summed([(" yes", -1.0), ("yes", -1.0), ("no", -2.0)]).items()}
+    {'yes': -0.307, 'no': -2.0}
+    """
+    found: dict[str, float] = {}
+    for word, logprob in pairs:
+        name = word.strip()
+        found[name] = math.log(math.exp(found[name]) + math.exp(logprob)) if name in found else logprob
+    return found

@@ -1,0 +1,184 @@
+"""Scores archived samples again, for `asyncrl rescore`: no buffer, but the children of reward workers.
+
+Started as `python -m producers.rewards.rescore --config FOLDER/config.toml --name rescore`; FOLDER/plan.json says what
+to do, FOLDER/groups.jsonl and versions.json what came of it. Guarantees:
+1. functions run as in a run: in a child with the judge's time and memory limits, `count` of them at a time; a failure
+   is tried `retries` times more, in another child where there is one;
+2. the reward of a sample is the sum of its judges and of the recorded parts that stay; one without an answer of every
+   judge has failed;
+3. a group that is in several steps (trained more than once) is scored once; archived batches that cannot be read are
+   said and left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl import batch_file
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.judge_config import Judge, judges_for, judges_of
+from asyncrl.rescore import LINES, PLAN, VERSIONS, Plan
+from asyncrl.rescored import GroupScores, content_of
+from asyncrl.role import RoleArgs, Stop, run
+from asyncrl.rundir import RunDir
+from asyncrl.wire import RewardItem
+from buffers.client import RewardTask, claimed
+from producers.rewards.functions import RewardSample
+from producers.rewards.main import sample_of
+from producers.rewards.making import scorer_of
+from producers.rewards.pipe import Result
+from producers.rewards.scorer import Scorer
+from producers.tokenizer import Tokenizer
+
+Place = tuple[int, int]  # group, sample
+
+
+class Bench:
+    """The children of one judge, each with a thread of its own."""
+
+    def __init__(self, config: Config, judge: Judge) -> None:
+        self.judge = judge
+        self._scorers = [scorer_of(config, judge) for _ in range(judge.count)]
+        # One thread per child for its whole life: PR_SET_PDEATHSIG kills it when the thread that made it ends.
+        self._threads = [ThreadPoolExecutor(1) for _ in self._scorers]
+        self._all(lambda scorer: scorer.start())
+        self.version = self._scorers[0].version
+
+    def _all(self, call: Callable[[Scorer], Any]) -> None:
+        calls = [thread.submit(call, scorer) for thread, scorer in zip(self._threads, self._scorers, strict=True)]
+        for done in calls:
+            done.result()  # bounded: by the import limit of the scorer
+
+    def score(self, samples: dict[Place, RewardSample]) -> dict[Place, Result]:
+        """The results of all samples, failures after they were tried as often as in a run."""
+        found: dict[Place, Result] = {}
+        left, size = list(samples), min(self.judge.batch_samples, -(-len(samples) // self.judge.count) or 1)
+        for turn in range(self.judge.retries + 1):
+            calls: list[tuple[list[Place], Future[list[Result]]]] = []
+            for number, at in enumerate(range(0, len(left), size)):
+                places = left[at : at + size]
+                who = (number + turn) % len(self._scorers)
+                job = self._threads[who].submit(self._job, self._scorers[who], [samples[place] for place in places])
+                calls.append((places, job))
+            for places, job in calls:
+                # bounded: every call of a function has its timeout
+                found |= {places[result.place]: result for result in job.result()}
+            left = [place for place in left if found[place].reason]
+            if not left:
+                break
+        return found
+
+    @staticmethod
+    def _job(scorer: Scorer, samples: Sequence[RewardSample]) -> list[Result]:
+        results: list[Result] = []
+        scorer.score(samples, results.append)
+        return results
+
+    def close(self) -> None:
+        """Kill the children."""
+        for scorer, thread in zip(self._scorers, self._threads, strict=True):
+            scorer.stop()
+            thread.shutdown(wait=True, cancel_futures=True)  # bounded: the child of its call is dead
+            scorer.close()
+
+
+class Rescoring:
+    """All judges over all archived batches."""
+
+    def __init__(self, config: Config, plan: Plan) -> None:
+        self._config = config
+        self._plan = plan
+        self._archive = RunDir(Path(plan.run)).archive
+        self._tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self._rules = [(judge.name, judge.data_sources) for judge in judges_of(config)]
+        self.benches = {judge.name: Bench(config, judge) for judge in judges_of(config)}
+        self._known: dict[tuple[int, str], GroupScores] = {}
+
+    def step(self, step: int) -> list[GroupScores]:
+        """The groups of an archived batch."""
+        try:
+            file = batch_file.read(batch_file.path_of(self._archive, step))
+        except (WireError, OSError) as error:
+            print(f"warning: the archived batch of step {step} is left out: {error}", flush=True)
+            return []
+        groups = {group.group: group for group in claimed(file.batch, file.payloads).groups}
+        contents = {number: content_of(one.response for one in group.samples) for number, group in groups.items()}
+        fresh = [group for number, group in groups.items() if (number, contents[number]) not in self._known]
+        for scored in self._scored(step, fresh, contents):
+            self._known[scored.group, scored.content] = scored
+        return [
+            msgspec.structs.replace(self._known[number, content], step=step) for number, content in contents.items()
+        ]
+
+    def _scored(self, step: int, groups: Iterable[Any], contents: dict[int, str]) -> list[GroupScores]:
+        asked: dict[str, dict[Place, RewardSample]] = {name: {} for name in self.benches}
+        groups = list(groups)
+        for group in groups:
+            for one in group.samples:
+                sample = self._sample(group, one)
+                for judge in judges_for(sample.data_source, self._rules):
+                    asked[judge][group.group, one.index] = sample
+        results = {name: self.benches[name].score(samples) for name, samples in asked.items() if samples}
+        return [self._group(step, group, contents[group.group], results) for group in groups]
+
+    def _sample(self, group: Any, one: Any) -> RewardSample:
+        item = RewardItem(group.group, one.index, 0, 0, "", one.finish, (), rows=one.rows)
+        task = RewardTask(item, group.prompt_ids, one.response, group.row, one.mask)
+        return sample_of(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
+
+    def _group(self, step: int, group: Any, content: str, results: dict[str, dict[Place, Result]]) -> GroupScores:
+        rewards: dict[int, float] = {}
+        parts: dict[int, dict[str, float]] = {}
+        failed: dict[int, str] = {}
+        for one in group.samples:
+            place = (group.group, one.index)
+            mine = [found[place] for found in results.values() if place in found]
+            bad = next((result for result in mine if result.reason), None)
+            if bad is not None:
+                failed[one.index] = f"{bad.reason}: {bad.detail}"
+                continue
+            kept = {name: value for name, value in one.parts.items() if name.split("/")[0] in self._plan.kept}
+            rewards[one.index] = sum((result.reward for result in mine), 0.0) + sum(
+                weight * kept[label] for label, weight in self._plan.kept.items() if label in kept
+            )
+            parts[one.index] = kept | {name: value for result in mine for name, value in result.parts.items()}
+        before = {one.index: one.reward for one in group.samples}
+        return GroupScores(step, group.group, content, before, rewards, parts, failed)
+
+    def close(self) -> None:
+        """End the children."""
+        for bench in self.benches.values():
+            bench.close()
+
+
+def body(_args: RoleArgs, config: Config, stop: Stop) -> None:
+    """Score step after step, and write each as it is done."""
+    folder = Path(config.run.dir)
+    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
+    work = Rescoring(config, plan)
+    try:
+        versions = {name: bench.version for name, bench in work.benches.items()}
+        (folder / VERSIONS).write_bytes(msgspec.json.encode(versions))
+        with (folder / LINES).open("ab", buffering=0) as file:
+            for step in plan.steps:
+                if stop.is_set():
+                    raise AsyncRLError("role.failed", f"asked to end before step {step}", where="rescore")
+                file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in work.step(step)))
+    finally:
+        work.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process; its exit code."""
+    return run("rescore", body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""Errors of the stand-in for mlflow."""
+
+
+class MlflowException(Exception):
+    pass

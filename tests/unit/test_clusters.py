@@ -1,0 +1,223 @@
+"""The rendered jobs: whole, readable by those who run them, and without a secret in them."""
+
+import ast
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.cluster_config import ClusterConfig, name_of
+from asyncrl.clusters import render, render_command
+from asyncrl.clusters.commands import Shell, Site, for_cluster, shell
+from asyncrl.clusters.yaml import document
+from asyncrl.config import Config, parse
+from asyncrl.errors import ConfigError, ConfigErrors
+from asyncrl.keys import write_keys
+
+yaml = pytest.importorskip("yaml", reason="reading manifests needs PyYAML")
+TEXT = """
+[model]
+path = "/data/model"
+[data]
+path = "/data/prompts.jsonl"
+[[reward]]
+function = "a:b"
+[run]
+name = "My run_3"
+dir = "/data/my runs/it's"
+[buffer]
+redis_url = "redis://u:topsecret@host"
+store = "redis"
+"""
+SITE = Site(folder="/shared/my jobs", work="/shared/it's work", keys="/shared/my jobs/keys")
+
+
+def config(**settings: Any) -> Config:
+    words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return for_cluster(parse(TEXT, overrides=[word.replace("__", ".", 1) for word in words]), SITE)
+
+
+def made(backend: str, **settings: Any) -> dict[str, str]:
+    if backend == "k8s":
+        settings.setdefault("cluster__claim", "shared")
+    return render(config(**settings), SITE, backend=backend)
+
+
+BACKENDS = ("slurm", "k8s", "ray")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_configuration_gives_the_same_files_without_a_secret(backend: str, tmp_path: Path) -> None:
+    files = made(backend)
+    assert files == made(backend)
+    assert not [name for name, text in files.items() if "topsecret" in text]
+    again = parse(files["config.toml"])
+    assert again.network.buffer == "tcp://0.0.0.0:5555" and again.network.weightsync == "tcp://0.0.0.0:5556"
+    assert again.network.key_file.endswith("keys/server.key"), "beyond loopback there are keys"
+    text = "".join(files.values())
+    for role in ("services", "producers", "rewards", "learner"):
+        assert f"launch {role}" in text.replace('"', "").replace(",\n", " ") or f"- {role}" in text
+    for name in ("join.key", "server.key"):
+        assert name in text
+
+
+def directives(text: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
+    settings: dict[str, Any] = {
+        "cluster__producers": 7, "cluster__producer_gpus": 2, "cluster__learner_gpus": 4, "cluster__partition": "long",
+        "cluster__account": "a1", "cluster__time_limit": "24:00:00", "cluster__options": ["--exclusive"],
+        "cluster__setup": ["module load cuda"], "cluster__grace_s": 120, "learner__ranks": 4,
+    }  # fmt: skip
+    files = made("slurm", **settings)
+    for name, text in files.items():
+        if name.endswith((".sh", ".sbatch")):
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)
+            assert done.returncode == 0, (name, done.stderr)
+            assert "module load cuda" in text and f"cd {shlex.quote(SITE.work)}" in text
+    producers, learner = directives(files["producers.sbatch"]), directives(files["learner.sbatch"])
+    assert producers["array"] == "0-6" and producers["gpus-per-node"] == "2" and "requeue" in producers
+    assert learner["gpus-per-node"] == "4" and learner["nodes"] == "1" and "array" not in learner
+    for one in (producers, learner, directives(files["services.sbatch"])):
+        assert one["signal"] == "B:TERM@120" and one["partition"] == "long" and one["account"] == "a1"
+        assert one["time"] == "24:00:00" and "exclusive" in one
+    assert "join.key" in files["producers.sbatch"] and "server.key" not in files["producers.sbatch"]
+    assert "server.key" in files["learner.sbatch"]
+    assert "gpus-per-node" not in directives(files["services.sbatch"])
+
+
+def test_a_gang_on_several_hosts_meets_at_the_first() -> None:
+    text = made("slurm", cluster__learner_hosts=3)["learner.sbatch"]
+    assert directives(text)["nodes"] == "3" and "srun" in text and '--node-rank "$SLURM_NODEID"' in text
+    assert '--head "$HEAD:5557"' in text and "scontrol show hostnames" in text
+    job = objects("k8s", "learner.yaml", cluster__learner_hosts=3)[1]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
+    words = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert words[words.index("--head") + 1] == "my-run-3-learner-0.my-run-3-learner:5557"
+    assert "@NODE@" in made("ray", cluster__learner_hosts=3)["driver.py"]
+
+
+def objects(backend: str, name: str, **settings: Any) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(made(backend, **settings)[name]))
+
+
+@pytest.mark.parametrize("setup", [[], ["source /data/venv/bin/activate", 'echo "it\'s: on"']])
+def test_kubernetes_manifests_fit_their_schemas(setup: list[str]) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="the schemas come with kubernetes-validate")
+    settings: dict[str, Any] = {
+        "cluster__setup": setup, "cluster__producers": 3, "cluster__producer_gpus": 1, "cluster__learner_gpus": 8,
+        "cluster__preemptible_class": "spot", "learner__ranks": 8, "cluster__learner_hosts": 2,
+    }  # fmt: skip
+    files = made("k8s", **settings)
+    seen = []
+    for name in (name for name in files if name.endswith(".yaml")):
+        for one in yaml.safe_load_all(files[name]):
+            validate.validate(one, "1.31", strict=True)
+            seen.append((one["kind"], one["metadata"]["name"]))
+    assert sorted(seen) == [
+        ("ConfigMap", "my-run-3-config"), ("Deployment", "my-run-3-producers"), ("Deployment", "my-run-3-rewards"),
+        ("Deployment", "my-run-3-services"), ("Job", "my-run-3-learner"), ("Service", "my-run-3-learner"),
+        ("Service", "my-run-3-services"),
+    ]  # fmt: skip
+    broken = yaml.safe_load(files["config.yaml"]) | {"dat": {}}
+    with pytest.raises(Exception, match="dat"):  # its own class of error, which is not exported by a stable name
+        validate.validate(broken, "1.31", strict=True)
+
+
+def test_pods_get_what_their_role_needs_and_no_more() -> None:
+    def pods(name: str) -> list[dict[str, Any]]:
+        found = objects("k8s", name, cluster__preemptible_class="spot", cluster__producer_gpus=1)
+        return [one["spec"]["template"]["spec"] for one in found if "template" in one["spec"]]
+
+    producers, rewards = pods("producers.yaml")
+    [services], [learner] = pods("services.yaml"), pods("learner.yaml")
+    for pod, key in ((producers, "join"), (rewards, "join"), (services, "server"), (learner, "server")):
+        [secret] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+        assert secret == {"secretName": f"my-run-3-{key}-key", "defaultMode": 0o400}
+        assert pod["terminationGracePeriodSeconds"] == 300 and pod["automountServiceAccountToken"] is False
+        assert ("priorityClassName" in pod) == (key == "join")
+    limits = [pod["containers"][0]["resources"]["limits"] for pod in (producers, rewards)]
+    assert limits == [{"memory": "16Gi", "nvidia.com/gpu": 1}, {"memory": "16Gi"}]
+    [config_map] = objects("k8s", "config.yaml")
+    inside = parse(config_map["data"]["config.toml"])
+    assert inside.network.key_file == "/etc/asyncrl-keys/server.key"
+    words = producers["containers"][0]["command"]
+    assert words[:5] == ["python", "-m", "asyncrl", "launch", "producers"]
+    assert "weightsync.stream_host=$(POD_IP)" in words, "the kubelet puts the address of the pod there"
+    with pytest.raises(ConfigError, match="volume"):
+        render(config(), SITE, backend="k8s")
+
+
+def test_the_driver_of_ray_is_python_and_asyncrl_needs_no_ray() -> None:
+    text = made("ray", cluster__setup=["module load 'x y'"])["driver.py"]
+    tree = ast.parse(text)
+    assert any(isinstance(node, ast.Import) and node.names[0].name == "ray" for node in tree.body)
+    root = Path(__file__).parents[2]
+    for path in root.glob("asyncrl/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not [name for name in names if name.split(".")[0] == "ray"], path
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"a": [1, {"b": "x: y", "c": []}], "d": {}, "e": "yes", "f": "1", "g": "", "h": "#", "i": True, "j": None},
+     {"text": "one\n\n  two: 'x'\n# three\n", "lines": ["a\nb\n", " lead\n", "tab\t"], "n": [["x"], [{"y": "-"}]]},
+     [["a", "b"], {"c": {"d": [{"e": 1, "f": 2}, 3]}}], {"on": "off", "a b": "\u00fc", "0x1": "1e3", "~": "null"}],
+)  # fmt: skip
+def test_yaml_says_what_was_meant(value: Any) -> None:
+    assert yaml.safe_load(document(value)) == value, document(value)
+
+
+def test_words_stay_words_in_a_shell() -> None:
+    words = ["printf", "%s\\n", "--a", "it's $HOME", "--b", Shell('"$X"'), "; rm -rf /", "--", "`id`"]
+    done = subprocess.run(["bash", "-c", shell(words)], capture_output=True, text=True, timeout=20, check=True,
+                          env={**os.environ, "X": "x y"})  # fmt: skip
+    assert done.stdout.splitlines() == ["--a", "it's $HOME", "--b", "x y", "; rm -rf /", "--", "`id`"]
+
+
+def test_names_are_of_dns_and_strange_settings_are_refused() -> None:
+    assert name_of(config()) == "my-run-3" and name_of(config(run__name="___")) == "run"
+    assert len(name_of(config(run__name="x-" * 60))) <= 40
+    for setting, value in (("name", "Upper"), ("partition", "a\n#SBATCH --x"), ("account", "a b"), ("memory", "1 G"),
+                           ("image", "x;y"), ("options", ["rm -rf /"]), ("options", ["--x\nrm"]),
+                           ("port", 80), ("learner_gpus", 1)):  # fmt: skip
+        with pytest.raises(ConfigErrors):
+            config(**{f"cluster__{setting}": value, "learner__ranks": 2})
+    assert {field.name for field in msgspec.structs.fields(ClusterConfig)} >= {"devices", "producers", "learner_hosts"}
+
+
+def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, text in (("config.json", "{}"), ("model.safetensors", ""), ("tokenizer.json", "{}")):
+        (model / name).write_text(text)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "my.toml").write_text(
+        '[model]\npath = "model"\n[data]\npath = "p.jsonl"\n[[reward]]\n'
+        'function = "asyncrl.recipes.tasks:running_sum_reward"\n'
+    )  # fmt: skip
+    target = tmp_path / "jobs"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    assert render_command(Path("my.toml"), [], backend="slurm", folder=target) == 0
+    assert (target / "notes.txt").read_text() == "mine" and not (target / "keys").exists()
+    assert os.access(target / "submit.sh", os.X_OK) and not os.access(target / "config.toml", os.X_OK)
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+    assert parse((target / "config.toml").read_text()).run.dir == str(tmp_path / "runs" / "run")
+    write_keys_before = target / "keys"
+    write_keys_before.mkdir()
+    write_keys(write_keys_before / "server.key")
+    assert render_command(Path("my.toml"), [], backend="slurm", folder=target) == 0
+    with pytest.raises(ConfigErrors, match="nowhere"):
+        render_command(Path("my.toml"), ["model.path=nowhere"], backend="slurm", folder=target)

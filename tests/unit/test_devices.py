@@ -1,0 +1,104 @@
+"""Who gets which accelerator: a table of cases, and the environment of planned processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import devices
+from asyncrl.check import check
+from asyncrl.config import Config, parse
+from asyncrl.devices import Devices, Placed, environment_of, found, placed, problems, shown
+from asyncrl.plan import TARGETS, plan
+
+TEXT = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "a:b"\n'
+
+
+def config(**settings: Any) -> Config:
+    return parse(TEXT, overrides=[f"{key.replace('__', '.')}={value}" for key, value in settings.items()])
+
+
+def cuda(count: int) -> Devices:
+    return Devices("cuda", tuple(map(str, range(count))))
+
+
+ALL = TARGETS["all"]
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int, Placed]] = {
+    "one each": ({"producers__count": 2, "learner__ranks": 2}, ALL, 4, Placed((0, 1), (2, 3))),
+    "too few": ({"producers__count": 3, "learner__ranks": 2}, ALL, 4, Placed((0, 1), (2, 3, 2))),
+    "one for all": ({"producers__count": 2}, ALL, 1, Placed((0,), (0, 0))),
+    "some left": ({"producers__count": 1}, ALL, 8, Placed((0,), (1,))),
+    "producers alone": ({"producers__count": 3}, TARGETS["producers"], 2, Placed((), (0, 1, 0))),
+    "a learner alone": ({"learner__ranks": 2}, TARGETS["learner"], 2, Placed((0, 1))),
+    "learner on the CPU": ({"learner__device": "cpu", "producers__count": 2}, ALL, 2, Placed((), (0, 1))),
+    "producers on the CPU": ({"producers__device": "cpu"}, ALL, 2, Placed((0,))),
+    "a device by name": ({"producers__device": "'cuda:1'"}, ALL, 2, Placed((0,))),
+    "the other kind": ({"producers__device": "npu"}, ALL, 2, Placed((0,))),
+    "none": ({}, ALL, 0, Placed()),
+    "shared": ({"cluster__devices": "share"}, ALL, 4, Placed()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_gets_which(case: str) -> None:
+    settings, roles, count, expected = CASES[case]
+    assert placed(config(**settings), roles, cuda(count)) == expected
+
+
+def test_nobody_shares_while_there_is_a_free_one() -> None:
+    for count in range(1, 9):
+        for ranks in range(1, 5):
+            for producers in range(1, 6):
+                one = placed(config(learner__ranks=ranks, producers__count=producers), ALL, cuda(count))
+                if ranks + producers <= count:
+                    assert not one.shared
+                elif ranks <= count:
+                    assert len(set(one.learner)) == ranks, "ranks never share"
+                used = {*one.learner, *one.producers}
+                assert len(used) == min(count, ranks + producers), "no device is idle while others are shared"
+
+
+def test_what_the_scheduler_hides_stays_hidden(tmp_path: Path) -> None:
+    assert found(environment={}, folder=tmp_path) == Devices()
+    assert found(environment={}, folder=tmp_path / "none") == Devices()
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert found(environment={}, folder=tmp_path) == cuda(4)
+    hidden = found(environment={"CUDA_VISIBLE_DEVICES": "6, GPU-aa,7"}, folder=tmp_path)
+    assert hidden == Devices("cuda", ("6", "GPU-aa", "7"))
+    one = placed(config(), ALL, hidden)
+    assert environment_of(0, one, hidden) == {"CUDA_VISIBLE_DEVICES": "GPU-aa"} and environment_of(1, one, hidden) == {}
+    assert shown(one, hidden) == "learner: cuda 6; producers: cuda GPU-aa"
+    assert found(environment={"CUDA_VISIBLE_DEVICES": ""}, folder=tmp_path).ids == ()
+    for name in list(tmp_path.iterdir()):
+        name.unlink()
+    (tmp_path / "davinci0").touch()
+    (tmp_path / "davinci_manager").touch()
+    npu = found(environment={}, folder=tmp_path)
+    assert npu == Devices("npu", ("0",))
+    assert environment_of(0, Placed((), (0,)), npu) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
+
+
+def test_processes_are_planned_with_their_device() -> None:
+    made = config(producers__count=2, learner__ranks=2)
+    plans = {one.name: one for one in plan(made, ALL, config_path=Path("c"), devices=cuda(4))}
+    assert [plans[f"producer-{n}"].env["CUDA_VISIBLE_DEVICES"] for n in (0, 1)] == ["2", "3"]
+    for name in ("learner", "buffer", "weightsync", "reward-0"):
+        assert "CUDA_VISIBLE_DEVICES" not in plans[name].env, "the learner's ranks see all devices"
+    plain = plan(made, ALL, config_path=Path("c"))
+    assert not any("CUDA_VISIBLE_DEVICES" in one.env for one in plain)
+
+
+def test_too_few_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(cluster__devices="own", producers__count=2)
+    [(code, message, path)] = problems(made, ALL, cuda(2))
+    assert code == "config.conflict" and "1 ranks and 2 producers on 2" in message and path == ("cluster", "devices")
+    assert list(problems(made, ALL, cuda(3))) == [] and list(problems(config(), ALL, cuda(1))) == []
+    [(_, message, _)] = problems(config(learner__ranks=3), ALL, cuda(2))
+    assert "learner.ranks = 3" in message
+    monkeypatch.setattr(devices, "found", lambda: cuda(2))
+    checked = check(made)
+    assert any(error.code == "config.conflict" and "cluster.devices" in error.render() for error in checked.errors)
+    checked = check(config(producers__count=2))
+    assert [one.value for one in checked.findings if one.name == "devices"] == ["learner: cuda 0; producers: cuda 1, 1"]
+    assert any("share" in note for note in checked.notes)

@@ -1,0 +1,142 @@
+"""The reader of growing JSONL files: torn lines, rotation, cut files, a folder that is away, going on where it was."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.metrics import JsonTail, MetricsLog, Position
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_torn_and_damaged_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    tail = JsonTail(path, from_end=False)
+    assert tail.poll() == []  # it does not exist yet
+    append(path, '{"a": 1}\n{"a"')
+    assert tail.poll() == [{"a": 1}]
+    assert tail.behind_bytes == len('{"a"')
+    append(path, ": 2}\nnot json\n[3]\n\n")
+    with path.open("ab") as file:
+        file.write(b'{"a": "\xff"}\n{"a": 4')
+    assert tail.poll() == [{"a": 2}] and tail.damaged == 3
+    append(path, "}\n")
+    assert tail.poll() == [{"a": 4}]
+
+
+def test_a_file_that_is_put_aside_is_read_to_its_end_first(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, '{"a": 1}\n')
+    tail = JsonTail(path, from_end=False)
+    assert tail.poll() == [{"a": 1}]
+    append(path, '{"a": 2}\n')
+    path.rename(tmp_path / "x.jsonl.1")
+    append(path, '{"a": 3}\n')
+    assert tail.poll() + tail.poll() == [{"a": 2}, {"a": 3}]
+
+
+def test_from_the_end_a_line_that_is_being_written_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, '{"a": 1}\n{"a"')
+    tail = JsonTail(path)
+    append(path, ": 2}\n")
+    assert tail.poll() == [{"a": 2}]
+
+
+def test_a_file_that_was_cut_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, '{"a": 1}\n{"a": 2}\n')
+    tail = JsonTail(path, from_end=False)
+    assert len(tail.poll()) == 2
+    path.write_text('{"a": 3}\n')
+    assert tail.poll() == [{"a": 3}]
+
+
+def test_a_folder_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "x.jsonl"
+    append(path, '{"a": 1}\n')
+    tail = JsonTail(path, from_end=False)
+    assert len(tail.poll()) == 1
+    folder.rename(tmp_path / "away")
+    assert tail.poll() == [] and tail.behind_bytes == 0
+    append(tmp_path / "away" / "x.jsonl", '{"a": 2}\n')
+    (tmp_path / "away").rename(folder)
+    assert tail.poll() == [{"a": 2}]
+
+
+def test_an_error_of_the_file_system_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, '{"a": 1}\n')
+    tail = JsonTail(path, from_end=False)
+
+    def broken(*_: Any) -> bytes:
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pread", broken)
+        assert tail.poll() == []
+    assert tail.poll() == [{"a": 1}]
+
+
+def test_a_position_is_the_end_of_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, '{"a": 1}\n{"a"')
+    tail = JsonTail(path, from_end=False)
+    tail.poll()
+    append(path, ": 2}\n")
+    position = msgspec.json.decode(msgspec.json.encode(tail.position), type=Position)
+    assert JsonTail(path, from_end=False, position=position).poll() == [{"a": 2}]
+    path.unlink()
+    append(path, '{"b": 1}\n' * 9)
+    other = JsonTail(path, from_end=False, position=Position(0, 5))  # of another file
+    assert len(other.poll()) == 9
+    reused = Position(path.stat().st_ino, 5)  # a new file that got the number of an old one: 5 is no line's end
+    assert len(JsonTail(path, from_end=False, position=reused).poll()) == 9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_written_in_whatever_pieces_arrives_once_and_in_order(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    path, found, written = tmp_path / "x.jsonl", list[int](), 0
+    tail = JsonTail(path, from_end=False)
+    data = b""
+    for _ in range(400):
+        choice = rng.random()
+        if choice < 0.5:
+            data += msgspec.json.encode({"n": written, "text": "x" * rng.randint(0, 300)}) + b"\n"
+            written += 1
+        if choice > 0.3:
+            cut = rng.randint(0, len(data))
+            with path.open("ab") as file:
+                file.write(data[:cut])
+            data = data[cut:]
+        if choice > 0.8:
+            found += [line["n"] for line in tail.poll()]
+        if choice > 0.97 and not data:
+            path.rename(tmp_path / "old")  # rotation between two whole lines
+        if choice > 0.9:  # another process takes over; only a whole file tells it where it was
+            tail.close()
+    with path.open("ab") as file:
+        file.write(data)
+    while lines := tail.poll():
+        found += [line["n"] for line in lines]
+    assert found == list(range(written)) and tail.damaged == 0
+
+
+def test_it_reads_what_the_log_writes(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl")
+    tail = JsonTail(tmp_path / "m.jsonl")
+    log.write({"lag_mean": 0.5, "loss": float("nan")}, role="learner")
+    [line] = tail.poll()
+    log.close()
+    assert (line["lag_mean"], line["skipped"], line["role"]) == (0.5, ["loss"], "learner")

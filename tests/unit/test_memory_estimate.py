@@ -1,0 +1,126 @@
+"""The estimate of memory: parameters against the model classes, parts against sums by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.check_machine import Machine, machine_of, missing
+from asyncrl.config import Config, parse
+from asyncrl.memory_estimate import RoleMemory, estimate, shape_of, shown
+from asyncrl.plan import TARGETS
+
+GIB = 1 << 30
+QWEN_05B = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_moe": EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2},
+    "deepseek_v3": {
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 12, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def made(**settings: object) -> Config:
+    values = {"model.path": '"m"', "data.path": '"d.jsonl"', "reward": '[{function = "x:y"}]', **settings}
+    return parse("", overrides=[f"{key}={value}" for key, value in values.items()])
+
+
+def parts(config: Config, role: str, place: str, model: dict[str, Any], *, accelerator: bool = True) -> dict[str, int]:
+    [one] = [one for one in estimate(config, model, TARGETS["all"], accelerator=accelerator)
+             if (one.role, one.place) == (role, place)]  # fmt: skip
+    assert one.total_bytes == sum(part.bytes for part in one.parts)
+    return {part.name: part.bytes for part in one.parts}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_parameters_are_those_of_the_model_classes(kind: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **TINY | OWN[kind])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    exact = sum(parameter.numel() for parameter in model.parameters())
+    shape = shape_of(config.to_dict())
+    assert shape is not None and abs(shape.parameters - exact) <= 0.02 * exact, (shape.parameters, exact)
+
+
+def test_the_example_of_the_module() -> None:
+    shape = shape_of(QWEN_05B)
+    assert shape is not None and round(shape.parameters / 1e6) == 494
+    config = made(**{"learner.ranks": 4, "learner.packing": "true"})
+    held = parts(config, "learner", "device", QWEN_05B)
+    assert abs(held["weights"] + held["gradients"] + held["optimizer"] - 1.84 * GIB) < 0.01 * GIB
+    keys_values = parts(config, "producer", "device", QWEN_05B)["K/V"]
+    assert keys_values == 64 * (1024 + 1024) * 24 * 2 * (2 * 64) * 2
+
+
+def test_what_settings_change() -> None:
+    plain = parts(made(), "learner", "device", QWEN_05B)
+    assert parts(made(**{"learner.gradient_checkpointing": "true"}), "learner", "device", QWEN_05B)[
+        "activations"] < 0.2 * plain["activations"]  # fmt: skip
+    assert parts(made(**{"learner.optim.name": '"adamw_8bit"'}), "learner", "device", QWEN_05B)["optimizer"] < (
+        0.3 * plain["optimizer"])  # fmt: skip
+    adapters = parts(made(**{"learner.lora.rank": 8}), "learner", "device", QWEN_05B)
+    assert adapters["weights"] == plain["weights"] and adapters["optimizer"] < 0.02 * plain["optimizer"]
+    critic = parts(made(**{"learner.algorithm.advantage": '"gae"'}), "learner", "device", QWEN_05B)
+    assert critic["critic"] == plain["weights"] + plain["gradients"] + plain["optimizer"]
+    reference = parts(made(**{"learner.algorithm.kl.where": '"loss"'}), "learner", "device", QWEN_05B)
+    assert reference["reference"] * 2 == plain["weights"]
+    halved = parts(made(**{"learner.logprob_chunk_tokens": 512}), "learner", "device", QWEN_05B)
+    assert plain["logits chunk"] - halved["logits chunk"] == 3 * 512 * 151936 * 4
+    assert "weights to come" not in parts(made(**{"weightsync.in_place": "true"}), "producer", "device", QWEN_05B)
+    offloaded = made(**{"learner.cpu_offload": "true"})
+    assert "optimizer" in parts(offloaded, "learner", "host", QWEN_05B)
+    assert "optimizer" not in parts(offloaded, "learner", "device", QWEN_05B)
+    assert "optimizer" in parts(made(), "learner", "host", QWEN_05B, accelerator=False)
+
+
+def test_an_unknown_model_is_not_guessed() -> None:
+    assert shape_of({"model_type": "mamba", "hidden_size": 8}) is None
+    assert estimate(made(), {}, TARGETS["all"], accelerator=False) == []
+
+
+def test_what_the_machine_lacks() -> None:
+    memory = estimate(made(**{"learner.ranks": 2}), QWEN_05B, TARGETS["all"], accelerator=True)
+    small = Machine(2, GIB, {"cuda": 1, "npu": 0}, GIB, 1 << 20)
+    said = " | ".join(missing(made(**{"learner.ranks": 2}), TARGETS["all"], small, memory))
+    assert "2 ranks and 1 producer share 1 cuda device" in said
+    assert "of host memory: this machine has 1.0 GiB" in said and "/dev/shm" in said and "for checkpoints" in said
+    large = Machine(64, 512 * GIB, {"cuda": 8, "npu": 0}, 900 * GIB, 256 * GIB)
+    assert list(missing(made(), TARGETS["all"], large, memory)) == []
+    wanted = made(**{"learner.device": '"npu"'})
+    assert list(missing(wanted, TARGETS["all"], large, [])) == [
+        "learner.device = 'npu': this machine shows no npu devices"]  # fmt: skip
+
+
+def test_this_machine_is_read_from_files(tmp_path: Any) -> None:
+    dev = tmp_path / "dev"
+    (dev / "shm").mkdir(parents=True)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci0", "davinci_manager"):
+        (dev / name).touch()
+    (tmp_path / "meminfo").write_text("MemTotal:        1024 kB\nMemFree: 1 kB\n")
+    machine = machine_of(tmp_path / "not" / "yet", dev=dev, meminfo=tmp_path / "meminfo")
+    assert machine.devices == {"cuda": 2, "npu": 1} and machine.accelerator == "cuda"
+    assert machine.memory_bytes == 1 << 20 and machine.disk_free_bytes > 0 and machine.cores >= 1
+
+
+def test_sizes_are_shown_in_units() -> None:
+    assert [shown(size) for size in (10, 2048, 5 << 20, int(1.8 * GIB))] == ["10 B", "2 KiB", "5 MiB", "1.8 GiB"]
+    assert RoleMemory("buffer", "host", 1, ()).total_bytes == 0

@@ -1,0 +1,194 @@
+"""Metrics for Prometheus: the text format, what is refused, and that the dashboard names what exists."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from synthetic_run import START, write_run
+
+from asyncrl.following import Following, Heard
+from asyncrl.metrics import CATALOGUE
+from asyncrl.plan import TARGETS, plan
+from asyncrl.prometheus import CONTENT, Newest, Server, series_of, shown_names, text_of
+from asyncrl.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "configs" / "grafana" / "asyncrl.json"
+SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)*)\} (-?[0-9.e+-]+)')
+
+
+def parsed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The series of an exposition, checked against the format: help and type once per name, before its lines."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    helped: list[str] = []
+    typed: list[str] = []
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            helped.append(line.split(" ", 3)[2])
+            assert len(line.split(" ", 3)[3]) > 3
+        elif line.startswith("# TYPE "):
+            name, kind = line.split(" ")[2:]
+            assert name == helped[-1] and kind in ("gauge", "counter")
+            typed.append(name)
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match is not None, line
+            assert match[1] == typed[-1], "the lines of a name stand together"
+            labels = dict(re.findall(r'([a-z]+)="((?:[^"\\]|\\.)*)"', match[2]))
+            found.setdefault(match[1], []).append((labels, float(match[3])))
+    assert len(set(typed)) == len(typed)
+    return found
+
+
+def heard(**values: float) -> Heard:
+    return Heard(100.0, values, "")
+
+
+def test_every_metric_of_the_catalogue_can_be_shown_with_its_meaning() -> None:
+    values = dict.fromkeys(CATALOGUE, 1.5)
+    text = text_of({("learner", "learner"): Heard(100.0, values, "")}, run="r", now=101.0)
+    found = parsed(text)
+    assert found.keys() - {"asyncrl_line_age_s"} == {series_of(name)[0] for name in CATALOGUE}
+    assert "# HELP asyncrl_lag_max largest lag in the batch (steps)\n" in text
+    assert "# TYPE asyncrl_generated_tokens counter\n" in text and "# TYPE asyncrl_lag_max gauge\n" in text
+
+
+def test_labels_and_open_families() -> None:
+    newest = {
+        ("learner", "learner"): heard(**{"reward/exact": 0.5, "lag/2/ess": 0.9, "pass_at/4": 1.0,
+                                         "val-core/add/acc/pass@4/mean": 0.25, "reward_mean": 0.75}),
+        ("producer", 'bad"name\\\n'): heard(busy_share=0.5),
+    }  # fmt: skip
+    found = parsed(text_of(newest, run="my run", now=100.0))
+    who = {"run": "my run", "role": "learner", "name": "learner"}
+    assert found["asyncrl_reward"] == [({**who, "part": "exact"}, 0.5)]
+    assert found["asyncrl_lag_ess"] == [({**who, "lag": "2"}, 0.9)]
+    assert found["asyncrl_pass_at"] == [({**who, "k": "4"}, 1.0)]
+    assert found["asyncrl_val_core"] == [({**who, "figure": "add/acc/pass@4/mean"}, 0.25)]
+    assert found["asyncrl_reward_mean"] == [(who, 0.75)]
+    assert found["asyncrl_busy_share"][0][0]["name"] == 'bad\\"name\\\\\\n'
+
+
+def test_a_worker_that_is_silent_is_left_out_and_its_silence_is_shown() -> None:
+    newest = {("producer", "p"): heard(busy_share=0.5), ("learner", "learner"): heard(lag_mean=1.0)}
+    found = parsed(text_of(newest, run="r", now=200.0))
+    assert "asyncrl_busy_share" not in found and "asyncrl_lag_mean" in found  # a step may take longer than that
+    assert {labels["name"]: age for labels, age in found["asyncrl_line_age_s"]} == {"p": 100.0, "learner": 100.0}
+
+
+def test_a_run_as_it_was_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=12)
+    found = parsed(Newest(run, clock=lambda: START + 15).text())
+    assert found["asyncrl_step"] == [({"run": "synthetic <run>", "role": "learner", "name": "learner"}, 12.0)]
+    assert [labels["name"] for labels, _ in found["asyncrl_busy_share"]] == ["producer-0", "producer-1", "reward-0"]
+    assert found.keys() <= shown_names()
+    following = Following(run)
+    assert [point.step for point in following.poll()] == list(range(1, 13))
+
+
+def test_the_dashboard_names_metrics_that_exist() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    texts = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    texts += [variable["query"] for variable in board["templating"]["list"]]
+    names = {name for text in texts for name in re.findall(r"\basyncrl_\w+", text)}
+    assert len(names) > 40 and names <= shown_names()
+    rows = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
+    assert rows == ["health", "learning", "speed", "faults"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids) and "asyncrl_lag_mean_" not in names
+
+
+# ---------------------------------------------------------------- the server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(write_run(tmp_path / "run", steps=3), 0)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join(timeout=10)
+
+
+def ask(server: Server, method: str, path: str, *, host: str = "") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    answer.body = answer.read().decode()  # type: ignore[attr-defined]
+    connection.close()
+    return answer
+
+
+def test_it_answers_a_scrape(server: Server) -> None:
+    for host in ("", "localhost", "localhost:9464", "[::1]:9464", "127.0.0.1"):
+        answer = ask(server, "GET", "/metrics", host=host)
+        assert (answer.status, answer.getheader("Content-Type")) == (200, CONTENT)
+        assert parsed(answer.body)["asyncrl_step"][0][1] == 3.0  # type: ignore[attr-defined]
+        assert not [name for name, _ in answer.getheaders() if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "localhost:x", "10.0.0.1"]
+)
+def test_a_page_that_rebinds_its_name_is_refused(server: Server, host: str) -> None:
+    answer = ask(server, "GET", "/metrics", host=host)
+    assert answer.status == 403 and "asyncrl_" not in answer.body  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("method", "path", "code"), [
+    ("POST", "/metrics", 405), ("OPTIONS", "/metrics", 405), ("HEAD", "/metrics", 405), ("DELETE", "/", 405),
+    ("GET", "/", 404), ("GET", "/../../etc/passwd", 404),
+])  # fmt: skip
+def test_everything_else_is_refused(server: Server, method: str, path: str, code: int) -> None:
+    assert ask(server, method, path).status == code
+
+
+def test_it_listens_on_loopback_alone(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_the_command_prints_and_serves(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    command = [sys.executable, "-m", "asyncrl", "metrics", str(run.root)]
+    once = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert parsed(once.stdout)["asyncrl_step"][0][1] == 3.0
+    with subprocess.Popen([*command, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        address = serving.stdout.readline().split()[-1]
+        port = int(address.split(":")[2].partition("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().status == 200
+        taken = subprocess.run([*command, "--port", str(port)], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                               check=False)  # fmt: skip
+        assert taken.returncode == 2 and "net.port_in_use" in taken.stderr
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(timeout=30) == 0
+
+
+def test_it_is_a_process_beside_the_learner(tmp_path: Path) -> None:
+    from asyncrl.config import parse
+
+    text = (tmp_path / "run").as_posix()
+    config = parse(f'run.dir = "{text}"\nmodel.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
+                   "[trackers]\nuse = ['wandb']\nprometheus_port = 9464\n")  # fmt: skip
+    plans = {one.name: one for one in plan(config, TARGETS["all"], config_path=Path("c.toml"))}
+    assert [name for name in plans if name.startswith("tracker")] == ["tracker-wandb", "tracker-prometheus"]
+    assert plans["tracker-prometheus"].argv[2] == "asyncrl.prometheus"
+    producers = plan(config, TARGETS["producers"], config_path=Path("c.toml"))
+    assert not [one for one in producers if one.role == "tracker"]
+    assert msgspec.to_builtins(config.trackers)["every_s"] == 2.0
+    assert RunDir(config.run_dir).trackers.name == "trackers"
