@@ -59,6 +59,12 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "unsafe or impossible address", "bind to loopback, or set network.key_file for CURVE keys", EXIT_CONFIG
     ),
     "config.tokenizer": ErrorInfo("tokenizer cannot be used", "give model.path a tokenizer with an EOS", EXIT_CONFIG),
+    "plan.numbers": ErrorInfo(
+        "the forecast lacks numbers", "give --from RUN of a run with more steps, or --assume KEY=VALUE", EXIT_CONFIG
+    ),
+    "plan.stuck": ErrorInfo(
+        "the forecast does not come to its end", "raise buffer.late_timeout_s, or correct what was assumed", EXIT_CONFIG
+    ),
     "config.extra": ErrorInfo("an optional package is missing", "install the named extra", EXIT_CONFIG),
     # things outside
     "net.port_in_use": ErrorInfo("address already in use", "stop the other process or choose another", EXIT_CONFIG),

@@ -2,7 +2,8 @@
 
 Two demonstration runs in `--work` (kept: a second call takes them as they are). In the first a producer and the learner
 are killed, and `asyncrl top` is drawn while it runs. Pictures: top, the head of the report, its time and fault
-chapters, tokens of samples, the comparison of both runs, TensorBoard. Needs a Chromium; no network.
+chapters, tokens of samples, the comparison of both runs. Needs a Chromium; no network. (No TensorBoard: without a
+driver of the browser nothing says when its page is drawn.)
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -43,7 +42,6 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 KILLS = ((10, "producer-1"), (18, "learner"))
 TOP_AT = 24
 TOP_WIDTH = 1180
-TAGS = "reward_mean%7Clag_mean%7Centropy%24%7Ctokens_per_s"  # shown of TensorBoard
 SEEN = "top.json"  # what a look at the running system found
 
 
@@ -68,9 +66,7 @@ def main() -> int:
     picture.take(part(page, work, "faults").as_uri(), "report-faults", width=1280, height=640)
     picture.take(part(page, work, "samples").as_uri(), "report-samples", width=1280, height=640)
     compared = write_comparison([faulty, other], out=work / "comparison.html")
-    picture.take(part(compared, work, "curves").as_uri(), "comparison", width=1280, height=840)
-    with tensorboard(faulty) as address:
-        picture.take(address, "tensorboard", width=1280, height=800, settle_ms=20_000)
+    picture.take(part(compared, work, "curves").as_uri(), "comparison", width=1280, height=760)
     return picture.say()
 
 
@@ -145,10 +141,9 @@ def draw_top(folder: Path) -> tuple[Path, int]:
 def part(page: Path, work: Path, chapter: str = "") -> Path:
     """A copy of a page that shows one chapter of it, and no folder of this machine."""
     text = page.read_text().replace(f"{work}/", "")
-    shown = (
-        f"main>#{chapter}{{display:block}}main>#{chapter}+p{{display:block}}main>#{chapter}+p+.cards{{display:grid}}"
-    )
-    style = f"<style>main>*{{display:none}}{shown}main>h2{{margin-top:0}}</style>" if chapter else ""
+    rules = (("", "block"), ("+p", "block"), ("+p+.cards", "grid"))
+    shown = "".join(f"main>#{chapter}{rest}{{display:{how}!important}}" for rest, how in rules)
+    style = f"<style>main>*{{display:none!important}}{shown}main>h2{{margin-top:0}}</style>" if chapter else ""
     path = page.with_name(f"part-{page.stem}-{chapter}.html")
     path.write_text(text.replace("</head>", f"{style}</head>"))
     return path
@@ -164,14 +159,14 @@ class Pictures:
         self._chromium = chromium
         self._taken: list[Path] = []
 
-    def take(self, address: str, name: str, *, width: int, height: int, settle_ms: int = 3_000) -> None:
+    def take(self, address: str, name: str, *, width: int, height: int) -> None:
         """One picture. Raises SystemExit where it is missing or too large for a repository."""
         target = IMAGES / f"{name}.png"
         target.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as profile:
             subprocess.run(
                 [self._chromium, *FLAGS, f"--user-data-dir={profile}", f"--screenshot={target}",
-                 f"--window-size={width},{height}", f"--virtual-time-budget={settle_ms}", address],
+                 f"--window-size={width},{height}", "--virtual-time-budget=3000", address],
                 check=False, timeout=CHROMIUM_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         if not target.exists() or target.stat().st_size > MOST_BYTES:
@@ -185,30 +180,6 @@ class Pictures:
                 f"{path.stat().st_size:>8} {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
             )
         return 0
-
-
-@contextmanager
-def tensorboard(run: RunDir) -> Iterator[str]:
-    """TensorBoard on the run's curves; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", str(run.tensorboard), "--port", str(port), "--host",
-         "127.0.0.1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/?darkMode=false&tagFilter={TAGS}#timeseries"
-    finally:
-        child.terminate()
-        child.wait(timeout=20)
 
 
 if __name__ == "__main__":

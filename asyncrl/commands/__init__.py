@@ -17,4 +17,5 @@ MODULES = (
     "author_tools",
     "machine",
     "environments",
+    "planning",
 )
