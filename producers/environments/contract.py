@@ -29,7 +29,7 @@ from producers.prompts import BadPrompt, encode_prompt
 from producers.rollout import Finished
 from producers.tokenizer import Tokenizer
 
-CANCEL_S = 5.0
+CANCEL_S = 3.0
 #: What the policy says where nobody tells: answers that fit, and some that fit nothing.
 SAYINGS = (
     "1", "I do not know.", '<tool_call>{"name": "none", "arguments": {}}</tool_call>', "<tool_call>{oops", "", "é 東",
@@ -223,7 +223,7 @@ class _Contract:
                     pass
 
             task = asyncio.create_task(consume())
-            hanging = asyncio.create_task(engine.hanging.wait())  # bounded: cancelled after CANCEL_S
+            hanging = asyncio.create_task(engine.hanging.wait())  # bounded: by the wait below
             await asyncio.wait([task, hanging], timeout=CANCEL_S, return_when=asyncio.FIRST_COMPLETED)
             hanging.cancel()
             task.cancel()

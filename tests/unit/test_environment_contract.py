@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import env_lab
 import pytest
 
 from asyncrl.testing import check_environment
@@ -45,7 +44,7 @@ async def stubborn(chat: Any, row: Any) -> float:
         await chat.say()
         await chat.say("more")
     except asyncio.CancelledError:
-        await asyncio.sleep(7)
+        await asyncio.sleep(4)
     return 0.0
 
 
@@ -71,6 +70,8 @@ def broken(name: str, **how: Any) -> dict[str, str]:
 
 
 def test_an_environment_that_keeps_the_contract(tmp_path: Path) -> None:
+    import env_lab  # brings torch, which the processes of `test_the_command` do without
+
     env_lab.tokenizer_in(tmp_path)
     found = check_environment(f"{__name__}:Counter", row=ROW, model=str(tmp_path), says=["a", "b"])
     assert all(one.kept for one in found), found
@@ -97,6 +98,8 @@ def test_what_is_broken_is_named(name: str, finding: str, detail: str) -> None:
 
 
 def test_a_template_that_cannot_show_the_observations(tmp_path: Path) -> None:
+    import env_lab
+
     env_lab.tokenizer_in(tmp_path, env_lab.REASONING)
     assert (
         "shows what came before otherwise" in broken("Counter", model=str(tmp_path))["the chat template can show them"]

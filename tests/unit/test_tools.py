@@ -221,10 +221,14 @@ def test_search_finds_the_best_first(corpus: Path) -> None:
     assert answer(box, "search", query="zeppelin") == "nothing found"
 
 
-@given(st.text(max_size=60))
-def test_any_text_is_a_query(query: str) -> None:
+def test_any_text_is_a_query() -> None:
     tool = SearchTool(str(Path(__file__).parents[2] / "docs"), results=1)
-    assert isinstance(tool.search(query), str)
+
+    @given(st.text(max_size=60))
+    def ask(query: str) -> None:
+        assert isinstance(tool.search(query), str)
+
+    ask()
 
 
 def test_a_corpus_that_cannot_be_read(tmp_path: Path) -> None:
