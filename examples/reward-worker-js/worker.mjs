@@ -1,6 +1,7 @@
 // A reward worker: leases unscored samples from the buffer, scores them, sends scores and failures.
 //
 //   node worker.mjs --connect ADDRESS --model FOLDER [--reward ./reward.mjs] [--name js-0] [--key FILE] [--samples 16]
+//                   [--judge NAME] [--timeout-s 30]
 //
 // A reward that cannot be computed is a failure with its reason, never a reward of 0: the buffer has it tried elsewhere.
 import { createHash } from "node:crypto";
@@ -16,15 +17,19 @@ import { TAGS, arraysOf, named } from "./wire.mjs";
 const POLL_S = 1;
 const BEAT_MS = 1000;
 const WORK = { message: "RewardWork", fields: ["items", "done"] };
-const ITEM = ["group", "index", "token", "attempt", "row", "finish", "fields"];
+const ITEM = ["group", "index", "token", "attempt", "row", "finish", "fields", "judge", "rows"];
 
 export function sampleOf(fields, payload, tokenizer) {
   const item = Object.fromEntries(ITEM.map((name, place) => [name, fields[place]]));
-  const { prompt, response } = arraysOf(item.fields, payload);
+  const { prompt, response, mask } = arraysOf(item.fields, payload);
+  // A session of several contexts: [start, length] of prompts within the response, which are no answer.
+  const inside = (item.rows ?? []).map(([start, length]) => [start, start + length]);
+  const shown = response.filter((_, place) => !inside.some(([start, stop]) => place >= start && place < stop));
   const text = (ids) => (ids.length ? tokenizer.decode(ids, { skip_special_tokens: true }) : "");
   const row = JSON.parse(item.row);
   const truth = row.reward_model?.ground_truth ?? row.ground_truth ?? row.answer;
-  return { ...item, row, truth, promptIds: prompt, responseIds: response, prompt: text(prompt), response: text(response) };
+  // mask: 1 where the policy said it, 0 where it was shown to it; undefined: it said all of it
+  return { ...item, row, truth, promptIds: prompt, responseIds: response, mask, prompt: text(prompt), response: text(shown) };
 }
 
 async function scored(sample, reward, timeoutMs) {
@@ -51,7 +56,7 @@ async function main() {
     options: {
       connect: { type: "string" }, model: { type: "string" }, reward: { type: "string", default: "reward.mjs" },
       name: { type: "string", default: "js-0" }, key: { type: "string", default: "" },
-      samples: { type: "string", default: "16" }, "timeout-s": { type: "string", default: "30" },
+      samples: { type: "string", default: "16" }, judge: { type: "string", default: "" }, "timeout-s": { type: "string", default: "30" },
     },
   });
   if (!args.connect || !args.model) throw new Error("--connect ADDRESS and --model FOLDER are needed");
@@ -76,7 +81,7 @@ async function main() {
   beats.catch((error) => { console.error(error.message); process.exitCode = 69; stopping = true; });
 
   while (!stopping) {
-    const request = [TAGS.RewardRequest[0], args.name, Number(args.samples), POLL_S];
+    const request = [TAGS.RewardRequest[0], args.name, Number(args.samples), POLL_S, args.judge];
     const packet = await client.ask(request, { waitMs: POLL_S * 1000 });
     const { items, done } = named(packet.header, WORK);
     if (items.length === 0) {
@@ -89,7 +94,7 @@ async function main() {
     const scores = results.flatMap((result) => (result.score ? [result.score] : []));
     const failures = results.flatMap((result) => (result.failure ? [result.failure] : []));
     for (const failure of failures) console.error(`group ${failure[0]} sample ${failure[1]}: ${failure[3]}: ${failure[4]}`);
-    await client.ask([TAGS.Scores[0], args.name, scores, failures, version]);
+    await client.ask([TAGS.Scores[0], args.name, scores, failures, version, args.judge]);
     counts.scored_samples += scores.length;
     counts.failed_rewards += failures.length;
     waitingFor = "samples";
