@@ -149,7 +149,8 @@ class Work:
                     changes.append((t, config.producers.threads * (1.0 if busy else -1.0)))
         for line in lines:
             start, end = training_of(line)
-            changes += [(start, float(config.learner.threads)), (end, -float(config.learner.threads))]
+            threads = float(config.learner.threads * config.learner.ranks)
+            changes += [(start, threads), (end, -threads)]
         if not changes:
             return
         demand = Curve([(min(t for t, _ in changes), OTHER_DEMAND), *changes])

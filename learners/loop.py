@@ -261,7 +261,7 @@ class Learner:
         kept: dict[int, list[float]] = {}
         if count := self._config.log.samples_per_step:
             mine = result.log.logprobs() if result.log is not None else {}
-            kept = shown.gather(self._gang, mine, shown.places(batch, count) if batch is not None else [])
+            kept = shown.gather(self._gang, mine, batch, count)
         if self._services is None or batch is None:
             return
         values = self._trial.stats | result.metrics | self._saver.stats | values | {

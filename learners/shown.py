@@ -8,6 +8,8 @@ Called by `learners.loop` (`places`, `gather`) and `learners.services` (`lines`)
 3. the texts of the tokens joined are the text of these tokens: a character of several tokens stands at its last one;
 4. a long sample keeps its first `MAX_TOKENS` tokens; what a rank sends is of the kept samples alone.
 
+A sample of several sequences (`wire.SampleHead.rows`) is shown as one: the prompts in it are tokens without log-probs.
+
 Example: of rewards 1, 0, 1, 0.5 with two to keep, the samples at places 0 and 1.
 """
 
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learners.batch import group_lag
+from learners.estimates import Cut, cuts_of
 
 if TYPE_CHECKING:
     from buffers.client import ClaimedBatch
@@ -41,15 +44,27 @@ def places(batch: ClaimedBatch, count: int) -> list[int]:
     return (order[:half] + order[max(half, len(order) - (count - half)) :])[:count]
 
 
-def gather(gang: Gang, mine: Mapping[int, Array], wanted: Sequence[int] | None) -> dict[int, list[float]]:
-    """The learner's log-probs of the `wanted` samples (given on rank 0), by place. Collective."""
-    chosen = msgspec.msgpack.decode(gang.share(None if wanted is None else _encode(list(wanted))), type=list[int])
+def gather(gang: Gang, mine: Mapping[int, Array], batch: ClaimedBatch | None, count: int) -> dict[int, list[float]]:
+    """The learner's log-probs of the samples that are kept, by place: NaN where the policy did not go. Collective.
+
+    `mine`: of this rank, by the place of the sequence: a sample may be several. `batch` on rank 0.
+    """
+    cuts: dict[int, Cut] = {}
+    if batch is not None:
+        samples, kept = [sample for group in batch.groups for sample in group.samples], set(places(batch, count))
+        cuts = {number: cut for number, cut in enumerate(cuts_of(samples))
+                if cut.sample in kept and cut.start < MAX_TOKENS}  # fmt: skip
+    chosen = msgspec.msgpack.decode(gang.share(None if batch is None else _encode(list(cuts))), type=list[int])
     part = {place: mine[place][:MAX_TOKENS].astype(np.float32).tobytes() for place in chosen if place in mine}
-    every: dict[int, list[float]] = {}
+    found: dict[int, Array] = {}
     for text in gang.gather_shares(_encode(part)):
         for place, data in msgspec.msgpack.decode(text, type=dict[int, bytes]).items():
-            every[place] = np.frombuffer(data, np.float32).tolist()
-    return every
+            if batch is not None and place in cuts:
+                cut = cuts[place]
+                whole = found.setdefault(cut.sample, np.full(samples[cut.sample].response.size, np.nan, np.float32))
+                values = np.frombuffer(data, np.float32)
+                whole[cut.start : cut.start + values.size] = values
+    return {place: values[:MAX_TOKENS].tolist() for place, values in found.items()}
 
 
 def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int, list[float]]) -> list[dict[str, Any]]:

@@ -55,10 +55,15 @@ def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
     memory = limits.memory_bytes if request.memory_limit_MB < 1 else request.memory_limit_MB * MIB
     return SandboxJob(
         code=request.code, stdin=request.stdin or "", args=tuple(request.args), fetch=tuple(request.fetch_files),
-        files={name: base64.b64decode(content or "") for name, content in request.files.items()},
+        files={name: bytes_of(content or "") for name, content in request.files.items()},
         timeout_s=min(limits.timeout_s, request.run_timeout or limits.timeout_s),
         memory_bytes=min(limits.memory_bytes, memory),
     )  # fmt: skip
+
+
+def bytes_of(text: str) -> bytes:
+    """What base64 says, in lines or not. Raises binascii.Error."""
+    return base64.b64decode("".join(text.split()), validate=True)
 
 
 def answer_of(result: SandboxResult) -> dict[str, Any]:
@@ -82,7 +87,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Run a program."""
-        length = int(self.headers.get("Content-Length") or -1)
+        stated = self.headers.get("Content-Length") or ""
+        length = int(stated) if stated.isdecimal() else -1
         if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
             self.close_connection = True
             self._answer(403 if not self._allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})

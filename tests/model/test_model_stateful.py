@@ -28,7 +28,7 @@ from model_mutants import BoundOfTheMoment, OlderTokensIgnored, RequiredIgnored
 from asyncrl.errors import AsyncRLError, Fenced
 from asyncrl.wire import Lease, LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
 from buffers.groups import Groups
-from buffers.ledger import COMPETING, Group, Ledger, Record, Settings, State, Underway
+from buffers.ledger import COMPETING, Group, JudgeRule, Ledger, Record, Settings, State, Underway
 
 PRODUCERS = ("p0", "p1", "p2", "p3")
 WHO = st.sampled_from(PRODUCERS)
@@ -58,6 +58,7 @@ class System(RuleBasedStateMachine):
             group_size=size, batch_groups=batch, max_staleness=eta, depth=min(depth, eta), total_groups=total,
             on_late=on_late, late_timeout_s=20.0, max_reissue=reissue, lease_timeout_s=6.0, reward_retries=1,
             max_failed_groups=9999, max_poison_rate=1.0, max_filtered_rate=1.1, max_reuse=reuse, over_issue=more,
+            judges=(JudgeRule("", 1), JudgeRule("deep", 2)) if total % 2 else (),
         )  # fmt: skip
         self.book = self.fresh(1)
         self.now, self.numbers, self.rows = 0.0, 0, {}
@@ -249,14 +250,16 @@ class System(RuleBasedStateMachine):
     )
     def score(self, name: str, reward: float | None, count: int) -> None:
         self.book.saw("reward", name, self.now)
-        items = self.book.reward_lease(name, max_samples=count, request=self.number(), now=self.now)
+        judge = "deep" if name == "r1" and self.base.judges else ""
+        items = self.book.reward_lease(name, max_samples=count, request=self.number(), now=self.now, judge=judge)
+        SEEN["judged"] += len(items) * bool(judge)
         scores = tuple(Score(item.group, item.index, item.token, reward or 0.0, {}) for item in items)
         if reward is None:
             failures = tuple(RewardFailure(item.group, item.index, item.token, "raised", "x") for item in items)
-            self.book.scores(Scores(name, (), failures), now=self.now)
+            self.book.scores(Scores(name, (), failures, judge=judge), now=self.now)
         else:
-            self.book.scores(Scores(name, scores, ()), now=self.now)
-            assert self.book.scores(Scores(name, scores, ()), now=self.now).accepted == 0
+            self.book.scores(Scores(name, scores, (), judge=judge), now=self.now)
+            assert self.book.scores(Scores(name, scores, (), judge=judge), now=self.now).accepted == 0
 
     # ------------------------------------------------------------ the learner
 
@@ -385,7 +388,7 @@ class System(RuleBasedStateMachine):
                     group = book.groups.get(lease.group)
                     if group is not None and group.token == lease.token and group.state == State.LEASED:
                         left = tuple(index for index in lease.missing if index not in group.samples)
-                        self.submit(name, lease, left, self.engines[name], 1.0)
+                        self.submit(name, lease, left, self.engines[name], None if self.base.judges else 1.0)
                 self.held[name] = []
             for name in ("r0", "r1"):
                 self.score(name, 1.0, 99)

@@ -369,11 +369,11 @@ class Outcome(msgspec.Struct):
     seconds: float = 0.0
 
 
-def fuzz(folder: Path, *, frames: int, seed: int) -> Outcome:
+def fuzz(folder: Path, *, frames: int, seed: int, roles: Sequence[str] = ("buffer", "weightsync")) -> Outcome:
     """All targets: every frame to the decoder and to one of two live services, one whole frame of four inside."""
     outcome, dice, started = Outcome(uncaught=[]), random.Random(seed), time.monotonic()
     inside = Inside(folder)
-    live = {role: Live(folder, role) for role in ("buffer", "weightsync")}
+    live = {role: Live(folder, role) for role in roles}
     base: dict[str, int] = {}
     source = attacks(seed, damaged=0.8, facts=lambda: inside.facts(dice))
     try:
@@ -389,7 +389,8 @@ def fuzz(folder: Path, *, frames: int, seed: int) -> Outcome:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 outcome.uncaught.append(f"{error!r} at {Path(where.filename).name}:{where.lineno}"[:300])
                 inside.service = None
-            live["buffer" if number % 3 else "weightsync"].throw(injured)
+            if live:
+                live["buffer" if number % 3 else "weightsync"].throw(injured)
             if number == frames // 5:
                 base = {role: one.rss() for role, one in live.items()}
         for role, one in live.items():

@@ -32,7 +32,7 @@ def test_every_command_and_option_says_what_it_is() -> None:
     commands = generate.subcommands(cli.parser())
     assert len(commands) >= 16
     for name, (one, text) in commands.items():
-        assert text and (one.epilog or "").lstrip().startswith(("example", "targets", "settings", "task")), name
+        assert text and f"asyncrl {name}" in (one.epilog or ""), f"{name}: give it an example"
         silent = [generate.argument(action) for action in one._actions if not action.help]
         assert silent == [], name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from made_batches import a_batch, a_group, a_sample
@@ -70,18 +71,41 @@ def test_a_tokenizer_that_drops_leading_spaces_keeps_them_between_tokens() -> No
     assert shown.pieces([0, 1, 2], lambda ids: " ".join(words[one] for one in ids)) == ["the", " cat", " sat"]
 
 
-def test_ranks_send_what_rank_0_asks_for() -> None:
-    table = Table(2)
-    mine = [{0: np.array([-1.0, -2.0], np.float32), 1: np.zeros(2, np.float32)}, {2: np.array([-3.0], np.float32)}]
-    found: list[object] = [None, None]
+def gathered(made, mine, count):  # type: ignore[no-untyped-def]
+    """What rank 0 of a gang hears; each rank has its part of `mine`."""
+    table = Table(len(mine))
+    found: list[object] = [None] * len(mine)
 
     def rank(number: int) -> None:
-        wanted = [2, 0, 5] if number == 0 else None
-        found[number] = shown.gather(ThreadGang(number, 2, table), mine[number], wanted)
+        gang = ThreadGang(number, len(mine), table)
+        found[number] = shown.gather(gang, mine[number], made if number == 0 else None, count)
 
-    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(len(mine))]
     for one in ranks:
         one.start()
     for one in ranks:
         one.join(timeout=60)
-    assert found[0] == {0: [-1.0, -2.0], 2: [-3.0]}
+    assert found[1:] == [{}] * (len(mine) - 1)
+    return found[0]
+
+
+def test_ranks_send_what_rank_0_keeps() -> None:
+    full = {place: np.full(3, -1.0 - place, np.float32) for place in range(4)}
+    made = batch([[0.5, 1.0], [0.0, 0.7]])  # kept: 1 and 2
+    assert gathered(made, [{0: full[0], 2: full[2]}, {1: full[1], 3: full[3]}], 2) == {1: [-2.0] * 3, 2: [-3.0] * 3}
+    assert gathered(made, [{0: full[0]}, {1: full[1]}], 2) == {1: [-2.0] * 3}  # the other one was not trained
+    assert gathered(made, [full], 0) == {}
+
+
+def test_a_sample_of_several_sequences_is_shown_as_one() -> None:
+    """Sequences: tokens 0-1 behind the group's prompt; tokens 4-5 behind tokens 2-3; then the next sample."""
+    long = a_sample(0, np.arange(6), np.full(6, -0.5, np.float32), 1.0, mask=np.array([1, 1, 0, 0, 1, 1], np.uint8))
+    long = msgspec.structs.replace(long, rows=((2, 2),))
+    other = a_sample(1, np.arange(2), np.full(2, -0.5, np.float32), 0.0)
+    made = a_batch(3, 2, [a_group(0, np.array([7]), [long, other])])
+    mine = {0: np.array([-1.0, -2.0], np.float32), 1: np.array([-3.0, -4.0], np.float32), 2: np.zeros(2, np.float32)}
+    found = gathered(made, [mine], 2)
+    line = shown.lines(made, 2, decode, found)[0]
+    assert line["learner"] == [-1.0, -2.0, None, None, -3.0, -4.0]
+    assert line["engine"] == [-0.5, -0.5, None, None, -0.5, -0.5]
+    assert found[1] == [0.0, 0.0]
