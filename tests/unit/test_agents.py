@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from env_lab import SayingEngine, config_of, tokenizer_in
+from env_lab import REASONING, SayingEngine, config_of, tokenizer_in
 
 import producers.agents.processes
 from asyncrl.config import Config
@@ -189,6 +189,22 @@ def test_a_chat_that_goes_on_is_one_row_and_nothing_is_encoded_again(folder: Pat
     assert whole[: len(engine.asked[1].prompt_ids)] == engine.asked[1].prompt_ids.tolist()
     shown = tokenizer.decode([t for t in whole if t])
     assert "why 0?" in shown and "why 1?" in shown
+
+
+@pytest.mark.parametrize("check", ["tail", "strict"])
+def test_a_template_that_shows_answers_otherwise_later(tmp_path: Path, check: str) -> None:
+    """As Qwen3's, which leaves reasoning out of earlier answers: the tokens stand there as they were said."""
+    tokenizer = tokenizer_in(tmp_path, REASONING)
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        made = await client.chat.completions.create(model="m", messages=row["prompt"])
+        messages = [*row["prompt"], made.choices[0].message, user("sure?")]
+        await client.chat.completions.create(model="m", messages=messages)
+
+    config = settings(tmp_path, f'template = "{check}"')
+    (item,), _, failure = played(config, tokenizer, lambda _, turn, __: f"answer {turn}", plays=plays)
+    assert failure is None and len(item.rows) == 0
+    assert texts_of(item, tokenizer) == ["answer 0", "answer 1"]
 
 
 def test_an_edited_history_is_a_row_of_its_own_with_the_tokens_of_our_answers(

@@ -165,6 +165,9 @@ def test_retry_after_holds_all_requests_back() -> None:
     outcomes, server, _ = judge(busy, ["a", "b", "c"], concurrency=1)
     assert all(isinstance(outcome, Verdict) for outcome in outcomes)
     assert server.times[1] - server.times[0] >= 0.6
+    outcomes, server, _ = judge(busy, ["a"] * 8, concurrency=2)
+    assert all(isinstance(outcome, Verdict) for outcome in outcomes)
+    assert server.times[2] - server.times[0] >= 0.6, "other samples wait too, but for the one under way"
     outcomes, server, _ = judge(busy, ["a"], timeout_s=0.5)
     assert isinstance(outcomes[0], Problem) and len(server.bodies) == 1, "longer than the sample has"
 
