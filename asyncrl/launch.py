@@ -91,6 +91,7 @@ def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
     """Like `launch`, with the configuration in hand."""
+    _only_judge(config, options)  # a wrong name is told before anything is looked at
     checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)

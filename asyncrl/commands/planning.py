@@ -51,7 +51,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     return plan_command(
         Options(
-            tuple(args.configs), tuple(args.overrides), args.run_folder, tuple(args.assume), args.gpus, args.steps, args.cores,
-            not args.fixed_batch, args.json,
+            tuple(args.configs), tuple(args.overrides), args.run_folder, tuple(args.assume), args.gpus,
+            args.steps, args.cores, not args.fixed_batch, args.json,
         )
     )  # fmt: skip

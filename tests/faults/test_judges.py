@@ -55,7 +55,7 @@ def assert_judged(plant: Plant) -> tuple[int, int]:
 @pytest.mark.timeout(180)
 def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path, figure: Any) -> None:
     extra = (TWO, 'judge=[{name="deep", retries=0}]', "reward_workers.retries=0", "reward_workers.batch_samples=4")
-    with Plant(tmp_path, steps=12, rewards=2, judges={"deep": 2}, rewards_code=REWARDS.format(deep=0.01),
+    with Plant(tmp_path, steps=2000, rewards=2, judges={"deep": 2}, rewards_code=REWARDS.format(deep=0.01),
                extra=extra) as plant:  # fmt: skip
         make_hard(plant, 2)
         late = ("reward-1", "reward-deep-1")
@@ -63,11 +63,14 @@ def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path,
         plant.wait("a step", lambda: plant.committed() >= 1)
         for name in late:
             plant.begin(name)
+        for name in late:
+            plant.wait(f"an answer of {name}", lambda name=name: any(
+                line["worker"] == name for line in plant.history("judged")))  # fmt: skip
         for number in range(4):
             at = len(plant.history("judged"))
             plant.wait("some scores", lambda at=at: len(plant.history("judged")) > at + 6)
             plant.kill(("reward-0", "reward-deep-0", "reward-1", "reward-deep-0")[number])
-        plant.wait_done(120)
+        plant.finish()
         found = plant.assert_accounted()
         assert not found.dead and not found.dropped, "a worker that dies costs no try"
         assert plant.restarts["reward-0"] == 1 and plant.restarts["reward-deep-0"] == 2
