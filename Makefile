@@ -10,7 +10,7 @@ TEST_LIMIT_S ?= 2400
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-again test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
+.PHONY: demo test test-again test-long test-node check unit chaos fuzz install clean redis bwrap bench bench-learner docs screenshots docs-site vllm test-vllm sglang test-sglang trl trackers test-trackers
 
 install: $(STAMP)
 

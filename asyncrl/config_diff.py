@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config import Config, ModelConfig, all_keys, load, with_derived
+from asyncrl.config import Config, ModelConfig, all_keys, load, redacted, with_derived
 from asyncrl.rundir import RunDir
 
 
@@ -34,8 +34,8 @@ class Difference(NamedTuple):
 
 
 def read(path: Path) -> Config:
-    """The configuration of a file or of a run. Raises `run.missing`, or ConfigErrors."""
-    return load(RunDir(path).require().config if path.is_dir() else path)
+    """The configuration of a file or of a run, without passwords. Raises `run.missing`, or ConfigErrors."""
+    return redacted(load(RunDir(path).require().config if path.is_dir() else path))
 
 
 def differences(left: Config, right: Config) -> Iterator[Difference]:

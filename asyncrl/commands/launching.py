@@ -19,6 +19,7 @@ examples:
   asyncrl launch all base.toml more.toml          (more.toml wins)
   asyncrl launch all my.toml --dry-run            (nothing starts)
   asyncrl launch producers my.toml --connect tcp://10.0.0.1:5555 --key join.key    (on another host)
+  asyncrl launch rewards my.toml --judge slow      (more workers of one judge)
   asyncrl launch all my.toml --backend slurm --render jobs                         (writes the jobs of a cluster)
 
 Ctrl-C once: the learner writes a checkpoint and everything ends; the same command resumes.

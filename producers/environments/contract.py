@@ -223,7 +223,7 @@ class _Contract:
                     pass
 
             task = asyncio.create_task(consume())
-            hanging = asyncio.create_task(engine.hanging.wait())
+            hanging = asyncio.create_task(engine.hanging.wait())  # bounded: cancelled after CANCEL_S
             await asyncio.wait([task, hanging], timeout=CANCEL_S, return_when=asyncio.FIRST_COMPLETED)
             hanging.cancel()
             task.cancel()

@@ -1,7 +1,7 @@
 """Environments of the package `verifiers`, 0.1 (`pip install "verifiers>=0.1.14,<0.2"`): the environment `verifiers`.
 
 `[environment] name = "verifiers"`, `args = {id = "wordle"}`: what `verifiers.load_environment(id, **args)` gives. The
-row is its input (`prompt`, `answer`, `info`, `task`, `example_id`), so `[data]` should hold the rows of its data set.
+row is its input (`prompt`, `answer`, `info`, `example_id`), so `[data]` should hold the rows of its data set.
 The environment talks to a client of its own kind that plays the turns here. Guarantees: what the policy said stays as
 it was sampled; where the environment goes on from the messages so far, what is new is shown; any other list of messages
 opens a row of its own; the reward is that of the environment's rubric, its metrics are parts; an error that the
@@ -31,7 +31,7 @@ class VerifiersRollout:
 
     async def __call__(self, chat: Chat, row: Row) -> dict[str, Any]:
         """One sample."""
-        given = {"example_id": row.get("example_id", 0), "task": row.get("task", ""), **row}
+        given = {"example_id": 0, **row}
         environment = self._environment
         state = await environment.rollout(given, self._client(chat), "policy", {})
         if state.get("error") is not None:

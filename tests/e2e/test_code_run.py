@@ -62,7 +62,8 @@ def test_verls_data_and_reward_file_run_as_they_are_beside_code(run: Any, tiny_m
     (run.folder / "verl_score.py").write_text(VERL_REWARD)
     rewards = """reward=[
         {function = "verl_score.py:compute_score", data_sources = ["openai/gsm8k"], args = {format_score = 0.25}},
-        {function = "builtin:code", data_sources = ["code"], args = {prefix = "'''", suffix = "'''"}},
+        {function = "builtin:code", data_sources = ["code"],
+         args = {prefix = "'''", suffix = "'''", timeout_s = 5}},
     ]""".replace("\n", " ").replace(", ]", "]")
     done = run.launch(f"model.path={model}", f"data.path={run.folder}/train.parquet", "learner.steps=3", rewards)
     assert done.returncode == 0, done.stdout + run.logs()

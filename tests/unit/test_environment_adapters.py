@@ -129,7 +129,9 @@ def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         verifiers.MultiTurnEnv  # noqa: B018 - the package imports it here
     except AttributeError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(verifiers, "load_environment", lambda _id, **options: load_environment(**options))
+    monkeypatch.setattr(
+        verifiers, "load_environment", lambda _id, **options: load_environment(**options), raising=False
+    )
     said = ["yes", "no", "yes!"]
     done, engine = played(tmp_path, 'name = "verifiers"\nargs = {id = "three"}\n', lambda _i, turn, _c: said[turn],
                           {**ROW, "answer": "x", "example_id": 0})  # fmt: skip

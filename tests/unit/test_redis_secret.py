@@ -53,3 +53,11 @@ def test_no_dump_and_no_change_shows_it(url: str, tmp_path: Path) -> None:
     assert QUOTED not in line and HIDDEN in line
     path.write_text(text)
     assert changes(path, redacted(config)) == []
+
+
+def test_a_comparison_shows_no_password(tmp_path: Path) -> None:
+    from asyncrl.config_diff import read
+
+    path = tmp_path / "mine.toml"
+    path.write_text(TEXT.replace("URL", next(iter(URLS))))
+    assert read(path).buffer.redis_url == URLS[next(iter(URLS))]

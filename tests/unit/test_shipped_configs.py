@@ -21,8 +21,13 @@ from asyncrl.plan import TARGETS, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
-SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.toml") if path.parent.name != "presets")
-EXAMPLES = [path for path in SHIPPED if path.parent.name == "examples"]
+SHIPPED = sorted(
+    path
+    for folder in ("configs", "examples")
+    for path in (ROOT / folder).rglob("*.toml")
+    if path.parent.name != "presets"
+)
+EXAMPLES = [path for path in SHIPPED if path.parent == ROOT / "configs" / "examples"]
 #: What this machine may lack: packages and environments of engines, a Redis server. Never a mistake of the file.
 OF_THE_MACHINE = {"config.extra", "store.no_server"}
 #: Sizes in the config.json of the models that examples name.
@@ -45,7 +50,7 @@ ROW = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "data_
 
 
 def names(path: Path) -> str:
-    return str(path.relative_to(ROOT / "configs"))
+    return str(path.relative_to(ROOT))
 
 
 @pytest.fixture
