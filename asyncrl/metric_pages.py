@@ -19,6 +19,7 @@ HEALTH = frozenset({
     "truncated_share", "zero_advantage_share", "issued_length_mean", "trained_length_mean", "dropped_length_mean",
     "length_bias", "issued", "leased", "unscored", "ready", "claimed", "trained", "retired", "outstanding",
     "engine_version", "swaps", "members_committed", "round",
+    "turns", "tool_calls", "observed_share", "rows_mean", "waiting",
 })  # fmt: skip
 SPEED = frozenset({
     "wait_s", "fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s", "publish_bytes", "delta_bytes", "delta_s",
@@ -26,23 +27,23 @@ SPEED = frozenset({
     "model_flops", "tflops_per_device", "mfu", "mfu_step", "memory_bytes", "memory_peak_bytes", "busy_share",
     "generated_tokens", "generated_samples", "groups_in_flight", "samples_in_flight", "held_tokens", "kv_used",
     "live_slots", "swap_s", "scored_samples", "reward_call_s", "ingest_bytes", "round_s", "round_bytes",
-    "carried_bytes", "saved_tokens",
+    "carried_bytes", "saved_tokens", "call_s",
 })  # fmt: skip
 FAULTS = frozenset({
     "dropped", "dead", "over_bound_groups", "replayed", "checkpoint_failures", "refused_samples", "failed_rewards",
     "bad_frames", "duplicates", "discarded_checkpoints", "preempted_samples", "continued_samples", "members_left_out",
-    "evaluation_failed", "evaluation_missing", "rejected_share",
+    "evaluation_failed", "evaluation_missing", "rejected_share", "malformed_calls", "failed_episodes",
 })  # fmt: skip
 
 
 def page_of(name: str) -> Page:
     """The page of a metric: health, speed and faults by the tables above; everything else is about learning."""
-    last = name.rpartition("/")[2] if name.startswith("lag/") else name
+    last = name.rpartition("/")[2] if name.startswith(("lag/", "judge/")) else name
     if name in FAULTS or last in FAULTS:
         return "faults"
     if name in HEALTH or last in HEALTH or name.startswith(("lag/", "evaluation_")):
         return "health"
-    return "speed" if name in SPEED else "learning"
+    return "speed" if last in SPEED else "learning"
 
 
 def tag_of(name: str, *, role: str = "") -> str:

@@ -84,6 +84,11 @@ def series_of(name: str) -> tuple[str, Labels, Metric]:
             lag, figure = "", lag
         meaning = CATALOGUE.get(figure, CATALOGUE["lag/tokens_share"])
         return f"asyncrl_lag_{figure}", (("lag", lag),), meaning._replace(meaning=f"of samples that old: {meaning[2]}")
+    if name.startswith("judge/"):
+        which, _, figure = name.removeprefix("judge/").rpartition("/")
+        same = [known for key, known in CATALOGUE.items() if key.startswith("judge/") and key.endswith(f"/{figure}")]
+        metric = same[0] if same else Metric("1", "buffer", "of a judge")
+        return f"asyncrl_judge_{figure}", (("judge", which),), metric
     for prefix, (shown, label) in FAMILIES.items():
         if name.startswith(prefix):
             known = next((metric for key, metric in CATALOGUE.items() if key.startswith(prefix)), None)
@@ -96,7 +101,7 @@ def shown_names() -> set[str]:
     """Every name that can be shown (the dashboard's test)."""
     lags = {f"lag/0/{name.rpartition('/')[2]}" for name in CATALOGUE if not name.startswith(OPEN)}
     families = {f"{prefix}x" for prefix in FAMILIES}
-    plain = {name for name in CATALOGUE if not name.startswith(OPEN)}
+    plain = {name for name in CATALOGUE if not name.startswith(OPEN) or name.startswith("judge/")}
     return {series_of(name)[0] for name in plain | families | lags | {"lag/0/tokens_share"}} | {"asyncrl_line_age_s"}
 
 

@@ -174,7 +174,7 @@ def render(state: dict[str, Any]) -> str:
         lines.append(f"{'queue':<12}{' · '.join(counts) or 'nothing yet'}")
         over = bool(state["result"]) and not living
         if not over:
-            lines += [f"{name:<12}{words}" for name, words in _workers(state).items()]
+            lines += [f"{name:<11} {words}" for name, words in _workers(state).items()]
     for service, words in (("buffer", _buffer_words), ("weightsync", _weightsync_words)):
         if service in state:
             answer = state[service]
