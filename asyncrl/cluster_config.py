@@ -32,6 +32,7 @@ class ClusterConfig(Section, frozen=True):
     learner_hosts: Positive = 1  # hosts of the gang, with learner.ranks processes each
     learner_gpus: Count = 0  # accelerators of one host of the learner
     producer_gpus: Count = 0  # accelerators of one producer job
+    reward_gpus: Count = 0  # accelerators of the job of reward workers, for judges that are models
     cpus: Positive = 4  # CPU cores of one job
     memory: str = "16G"  # of one job
     port: Port = 5555  # of the buffer; weight sync has the next one, the gang's head the one after

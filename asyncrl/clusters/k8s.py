@@ -84,7 +84,9 @@ class _Pods:
         words = launch(self.config, role, config_path=CONFIG, connect=self.connect, key=f"{KEYS}/join.key",
                        host="$(POD_IP)")  # fmt: skip
         producers = role == "producers"
-        pod = self._pod(role, words, key="join", gpus=self.cluster.producer_gpus if producers else 0)
+        pod = self._pod(
+            role, words, key="join", gpus=self.cluster.producer_gpus if producers else self.cluster.reward_gpus
+        )
         if self.cluster.preemptible_class:
             pod["priorityClassName"] = self.cluster.preemptible_class
         return self._deployment(role, self.cluster.producers if producers else 1, pod, {"type": "RollingUpdate"})

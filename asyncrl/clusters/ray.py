@@ -29,7 +29,7 @@ ENVIRONMENT = {environment}
 PORT, GRACE_S, WAIT_S = {port}, {grace_s}, {wait_s}
 COMMANDS = {commands}
 PRODUCERS, LEARNER_HOSTS = {producers}, {hosts}
-CPUS, PRODUCER_GPUS, LEARNER_GPUS = {cpus}, {producer_gpus}, {learner_gpus}
+CPUS, PRODUCER_GPUS, REWARD_GPUS, LEARNER_GPUS = {cpus}, {producer_gpus}, {reward_gpus}, {learner_gpus}
 
 
 def own_address():
@@ -81,7 +81,7 @@ def main():
     learners = [place(LEARNER_GPUS) for _ in range(LEARNER_HOSTS)]
     head = "%s:%d" % (ray.get(learners[0].address.remote(), timeout=WAIT_S), PORT + 2)
     workers = [place(PRODUCER_GPUS) for _ in range(PRODUCERS)]
-    rewards = place(0)
+    rewards = place(REWARD_GPUS)
     roles = [(services, "services", {{}}), (rewards, "rewards", {{}})]
     roles += [(worker, "producers", {{}}) for worker in workers]
     roles += [(learner, "learner", {{"NODE": rank, "HEAD": head}}) for rank, learner in enumerate(learners)]
@@ -123,5 +123,6 @@ def render(config: Config, site: Site) -> Files:
         grace_s=cluster.grace_s, wait_s=cluster.wait_s, commands=json.dumps(lines, indent=4),
         producers=cluster.producers, hosts=cluster.learner_hosts, cpus=cluster.cpus,
         producer_gpus=cluster.producer_gpus, learner_gpus=cluster.learner_gpus,
+        reward_gpus=cluster.reward_gpus,
     )  # fmt: skip
     return {"driver.py": text}

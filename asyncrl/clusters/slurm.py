@@ -89,7 +89,7 @@ def _worker(config: Config, site: Site, role: str) -> str:
     command = launch(
         config, role, config_path=f"{site.folder}/config.toml", connect=ADDRESS, key=f"{site.keys}/join.key", host=HOST
     )  # fmt: skip
-    gpus = cluster.producer_gpus if role == "producers" else 0
+    gpus = cluster.producer_gpus if role == "producers" else cluster.reward_gpus
     lines = [_header(config, site, role, gpus=gpus, more=more), _find_services(config, site), "exec " + shell(command)]
     return "\n".join(lines) + "\n"
 

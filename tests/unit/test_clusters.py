@@ -105,6 +105,13 @@ def test_a_gang_on_several_hosts_meets_at_the_first() -> None:
     assert "@NODE@" in made("ray", cluster__learner_hosts=3)["driver.py"]
 
 
+def test_reward_workers_with_judges_get_accelerators() -> None:
+    assert directives(made("slurm", cluster__reward_gpus=2)["rewards.sbatch"])["gpus-per-node"] == "2"
+    rewards = objects("k8s", "producers.yaml", cluster__reward_gpus=2)[1]["spec"]["template"]["spec"]["containers"][0]
+    assert rewards["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert "PRODUCER_GPUS, REWARD_GPUS, LEARNER_GPUS = 4, 0, 2, 0" in made("ray", cluster__reward_gpus=2)["driver.py"]
+
+
 def objects(backend: str, name: str, **settings: Any) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(made(backend, **settings)[name]))
 
