@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, 0.1 (`pip install "verifiers>=0.1.14,<0.2"`): the environment `verifiers`.
+"""Environments of the package `verifiers`, 0.1 (`pip install asyncrl[verifiers]`): the environment `verifiers`.
 
 `[environment] name = "verifiers"`, `args = {id = "wordle"}`: what `verifiers.load_environment(id, **args)` gives. The
 row is its input (`prompt`, `answer`, `info`, `example_id`), so `[data]` should hold the rows of its data set.
@@ -118,7 +118,7 @@ def _package() -> Any:
     try:
         import verifiers
     except ImportError as error:
-        message = f"{error}: pip install 'verifiers>=0.1.14,<0.2'"
+        message = f"{error}: pip install 'asyncrl[verifiers]'"
         raise ConfigError("config.extra", message, where="environment.name") from None
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError("config.extra", "it has no load_environment: version 0.1 is needed", where="verifiers")
