@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Run
 
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import agent_openai
+import agent_openai  # noqa: E402 - its folder is no package
 
 pytestmark = pytest.mark.slow
 
 
-def prepare(run: Run, *, steps: int) -> None:
+def prepare(run: Any, *, steps: int) -> None:
     """The benchmark's configuration in this run's folder."""
     text = agent_openai.configuration(run.folder, run.folder / "model", steps=steps)
     agent_openai.make_model(run.folder / "model")
     run.config.write_text(text)
 
 
-def complete(run: Run, *, groups: int) -> dict[str, Any]:
+def complete(run: Any, *, groups: int) -> dict[str, Any]:
     audit: dict[str, Any] = run.audit()
     assert audit["exit"] == 0, audit
     assert (audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, groups)
@@ -32,7 +32,7 @@ def complete(run: Run, *, groups: int) -> dict[str, Any]:
     return audit
 
 
-def test_an_agent_plays_a_short_run(run: Run) -> None:
+def test_an_agent_plays_a_short_run(run: Any) -> None:
     prepare(run, steps=2)
     done = run.launch(
         "buffer.batch_groups=2", "sampling.group_size=2", "environment.agent.max_processes=2", "log.archive=true"
@@ -48,7 +48,7 @@ def test_an_agent_plays_a_short_run(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_the_openai_client_trains_a_policy(run: Run, figure: Any) -> None:
+def test_the_openai_client_trains_a_policy(run: Any, figure: Any) -> None:
     prepare(run, steps=20)
     done = run.launch(timeout=400)
     assert done.returncode == 0, done.stdout + run.logs()

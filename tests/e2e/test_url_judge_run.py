@@ -6,10 +6,10 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from aiohttp import web
-from conftest import Run
 
 from asyncrl.metrics import read_lines
 
@@ -76,7 +76,7 @@ def grader() -> Iterator[Grader]:
 
 
 @pytest.mark.long
-def test_a_model_behind_a_url_scores_a_run(run: Run, grader: Grader) -> None:
+def test_a_model_behind_a_url_scores_a_run(run: Any, grader: Grader) -> None:
     run.config.write_text(run.config.read_text() + GRADER.format(url=f"http://127.0.0.1:{grader.port}/v1"))
     done = run.launch(timeout=300)
     assert done.returncode == 0, done.stdout + run.logs()
