@@ -119,7 +119,7 @@ $(TRACKERS_STAMP): pyproject.toml
 	touch $@
 
 test-trackers: $(TRACKERS_STAMP)
-	timeout --foreground -s INT -k 60 600 $(TRACKERS_VENV)/bin/python -m pytest tests/trackers
+	REAL_TRACKERS=1 timeout --foreground -s INT -k 60 600 $(TRACKERS_VENV)/bin/python -m pytest tests/trackers
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -51,6 +51,11 @@ def tell(rig: Rig, folder: Path, points: list[tuple[int, dict[str, float]]]) -> 
     return done.stdout + done.stderr
 
 
+@pytest.mark.skipif(not os.environ.get("REAL_TRACKERS"), reason="make test-trackers: with the packages themselves")
+def test_no_stand_in_was_used() -> None:
+    assert all(REAL.values()), REAL
+
+
 def name_there(rig: Rig, name: str) -> str:
     return name.replace("@", "_") if rig.name == "mlflow" else name
 
