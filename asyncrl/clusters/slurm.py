@@ -54,7 +54,7 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     lines += ["set -euo pipefail", *(f"export {name}={value}" for name, value in environment(config).items())]
     lines += [f"cd {shlex.quote(site.work)}", *cluster.setup]
     lines += ["# The address of this host as others reach it.", 'HOST=$(getent ahostsv4 "$(hostname)" | '
-              "awk '$1 !~ /^127\\./ {print $1; exit}')", 'HOST=${HOST:-127.0.0.1}']  # fmt: skip
+              "awk '$1 !~ /^127\\./ && !found++ {print $1}')", 'HOST=${HOST:-127.0.0.1}']  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -108,11 +108,11 @@ def _learner(config: Config, site: Site) -> str:
     ]
     if several:
         lines += [
-            'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             "export ADDRESS HEAD",
             "# Each host has an address of its own, which it finds out itself.",
             "run_on_each_host() {",
-            "    HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ {print $1; exit}')",
+            "    HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ && !found++ {print $1}')",
             "    HOST=${HOST:-127.0.0.1}",
             f"    exec {command}",
             "}",

@@ -82,6 +82,8 @@ def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
         if name.endswith((".sh", ".sbatch")):
             done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False)
             assert done.returncode == 0, (name, done.stderr)
+            # Under pipefail, who stops reading early ends the script by the broken pipe of who still writes.
+            assert "| head" not in text and "exit}" not in text
             assert "module load cuda" in text and f"cd {shlex.quote(SITE.work)}" in text
     producers, learner = directives(files["producers.sbatch"]), directives(files["learner.sbatch"])
     assert producers["array"] == "0-6" and producers["gpus-per-node"] == "2" and "requeue" in producers
@@ -98,6 +100,7 @@ def test_a_gang_on_several_hosts_meets_at_the_first() -> None:
     text = made("slurm", cluster__learner_hosts=3)["learner.sbatch"]
     assert directives(text)["nodes"] == "3" and "srun" in text and '--node-rank "$SLURM_NODEID"' in text
     assert '--head "$HEAD:5557"' in text and "scontrol show hostnames" in text
+    assert "| head" not in text and "exit}" not in text
     job = objects("k8s", "learner.yaml", cluster__learner_hosts=3)[1]
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
     words = job["spec"]["template"]["spec"]["containers"][0]["command"]
