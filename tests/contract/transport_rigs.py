@@ -45,7 +45,7 @@ class Held:
         if sizes:
             sizes[0] = (sizes[0][0], 0, *sizes[0][2:])[:buckets]  # nothing changed in that bucket
         self.hops = tuple(
-            Hop(seed - count + number, f"{seed - count + number:032x}", size) for number, size in enumerate(sizes)
+            Hop(10 + seed - count + number, f"{seed - count + number:032x}", size) for number, size in enumerate(sizes)
         )
         self.steps = [bytearray(random.bytes(n)) for size in sizes for n in size]
         self.opened = self.closed = 0

@@ -86,7 +86,7 @@ def test_evaluations_beside_training_survive_a_killed_producer_and_buffer(run) -
     assert (last["evaluation_scored"], last["why"]) == (ROWS, "")
     assert (last["evaluation_version_min"], last["evaluation_version_max"]) == (8, 8), "the weights of the last step"
     assert {"even", "odd"} == set(last["sources"])
-    assert "evaluation of step 8" in out and "<h2>Evaluations</h2>" in (run.dir / "report.html").read_text()
+    assert "evaluation of step 8" in out and "<h3>Evaluations</h3>" in (run.dir / "report.html").read_text()
     curves = b"".join(path.read_bytes() for path in (run.dir / "tensorboard").glob("events*"))
     assert b"val-core/even/reward/mean@4" in curves
 

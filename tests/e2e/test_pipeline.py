@@ -215,7 +215,7 @@ def test_a_second_learner_is_refused_by_name(run) -> None:  # type: ignore[no-un
 
 
 BAD = {
-    "typo": (["buffer.max_stalness=3"], "config.unknown_key", "did you mean 'max_staleness'"),
+    "typo": (["buffer.max_stalness=3"], "config.unknown_key", "did you mean buffer.max_staleness"),
     "missing reward": (['reward=[{function="my_rewards:nope"}]'], "config.reward", "nope"),
     "missing reward module": (['reward=[{function="no_such_module:f"}]'], "config.reward", "no_such_module"),
     "missing model": (["model.path=/does/not/exist"], "config.model", "/does/not/exist"),
