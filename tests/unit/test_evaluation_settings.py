@@ -122,7 +122,7 @@ def test_check_looks_at_the_file_and_counts(tmp_path: Path) -> None:
     ],
 )
 def test_notes(settings: list[str], words: str) -> None:
-    assert any(words in note for note in notes_on(made(ON, *settings), ["buffer"]))
+    assert any(words in note for note in notes_on(made(ON, *settings), ["buffer"], cores=8))
 
 
 def test_prompts_are_the_first_rows_in_their_order(tmp_path: Path) -> None:

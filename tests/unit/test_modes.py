@@ -33,7 +33,11 @@ def messages_of(text: str, *overrides: str) -> str:
         (DPO, ["sampling.temperature=0.7"], "sampling.temperature must be 1"),
         (DPO, ['buffer.filters=["zero_variance"]'], "no rewards to filter by"),
         (DPO, ["learner.preference.loss=ipo", "learner.preference.label_smoothing=0.1"], "sigmoid loss alone"),
-        (DPO, ["learner.micro_batch_tokens=4000"], "2 * (data.max_prompt_tokens + sampling.max_new_tokens) = 4096"),
+        (
+            DPO,
+            ["learner.micro_batch_tokens=4000"],
+            "2 * (data.max_prompt_tokens + sampling.max_new_tokens) = 2 * (1024 + 1024) = 4096",
+        ),
         (DPO, ["producers.engine=hf"], "no [[reward]]"),
     ],
 )

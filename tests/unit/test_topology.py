@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl import check, config, parallel
+from asyncrl import check_files, config, parallel
 from asyncrl.config import ParallelConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from learners.gang import Gang
@@ -141,7 +141,7 @@ def test_layouts_that_fit_are_taken() -> None:
 def test_heads_and_experts_divide(tmp_path: Path, layout: str, model: dict[str, Any], key: str) -> None:
     made = config.parse(TOML, overrides=["learner.ranks=12", "learner.backend=other", f"learner.parallel.{layout}"])
     (tmp_path / "config.json").write_text(json.dumps(model))
-    found = [error.message for error in check.check_layout(made, tmp_path / "config.json")]
+    found = [error.message for error in check_files.check_layout(made, tmp_path / "config.json")]
     assert any(key in message for message in found) if key else not found
     (tmp_path / "config.json").write_text("{")
-    assert not list(check.check_layout(made, tmp_path / "config.json"))
+    assert not list(check_files.check_layout(made, tmp_path / "config.json"))
