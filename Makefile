@@ -54,7 +54,7 @@ test-again: redis bwrap $(ASIDE)
 
 # Acceptance runs of half a minute and more, one at a time.
 test-long: redis bwrap $(ASIDE)
-	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 $(BIN)/python -m pytest -m long -n 0
+	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 1800 $(BIN)/python -m pytest -m long -n 0
 
 # The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.
 NODE_EXAMPLE = examples/reward-worker-js

@@ -36,7 +36,7 @@ def messages_of(text: str, *overrides: str) -> str:
         (
             DPO,
             ["learner.micro_batch_tokens=4000"],
-            "2 * (data.max_prompt_tokens + sampling.max_new_tokens) = 2 * (1024 + 1024) = 4096",
+            "max_new_tokens) = 2 * (1024 + 1024) = 4096",
         ),
         (DPO, ["producers.engine=hf"], "no [[reward]]"),
     ],
