@@ -1,7 +1,7 @@
 """The files of docker/: linted, and nothing of a run or a key in an image. Building needs a daemon and a network."""
 
-import re
 import os
+import re
 import shutil
 import subprocess
 import sys
