@@ -34,7 +34,7 @@ from engine_lab import (
 )  # fmt: skip
 from rigs import RIGS, Rig
 
-from asyncrl.engine import GenDelta, joined
+from asyncrl.engine import Engine, GenDelta, joined
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import expand
 from asyncrl.wire import Tensor
