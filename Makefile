@@ -46,7 +46,8 @@ test: check redis bwrap $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What failed in the last `make test` or `make test-long`, alone on the machine: many processes at once can outlast a deadline. More than 20 are no accident.
+# What failed in the last `make test` or `make test-long`, alone: many processes at once can outlast a deadline. More than 20
+# are no accident.
 test-again: redis bwrap $(ASIDE)
 	$(BIN)/python tests/failed_before.py --at-most 20
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 900 \
