@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ IMAGES = Path(__file__).parent / "images"
 MOST_BYTES = 300_000
 RUN_S = 1200.0
 CHROMIUM_S = 120.0
+LOOPBACK = "127.0.0.1"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars")  # fmt: skip
 #: When (step) which process is killed; the picture of `top` is taken at step TOP_AT.
@@ -67,6 +69,7 @@ def main() -> int:
     picture.take(part(page, work, "samples").as_uri(), "report-samples", width=1280, height=640)
     compared = write_comparison([faulty, other], out=work / "comparison.html")
     picture.take(part(compared, work, "curves").as_uri(), "comparison", width=1280, height=760)
+    tensorboard(faulty, picture)
     return picture.say()
 
 
@@ -149,6 +152,31 @@ def part(page: Path, work: Path, chapter: str = "") -> Path:
     return path
 
 
+def tensorboard(run: RunDir, picture: Pictures) -> None:
+    """TensorBoard's page of the run, by a server of its own; the page shows the folder that it is given."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", "--logdir", run.tensorboard.name, "--host", LOOPBACK,
+         "--port", str(port)], cwd=run.tensorboard.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        until(lambda: answers(port), server)
+        picture.take(f"http://{LOOPBACK}:{port}/#custom_scalars", "tensorboard", width=1280, height=1000, load_ms=25000)
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection((LOOPBACK, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 # ---------------------------------------------------------------- pictures
 
 
@@ -159,14 +187,15 @@ class Pictures:
         self._chromium = chromium
         self._taken: list[Path] = []
 
-    def take(self, address: str, name: str, *, width: int, height: int) -> None:
-        """One picture. Raises SystemExit where it is missing or too large for a repository."""
+    def take(self, address: str, name: str, *, width: int, height: int, load_ms: int = 3000) -> None:
+        """One picture, once the page has had that much of its own time. Raises SystemExit where it is missing or too
+        large for a repository."""
         target = IMAGES / f"{name}.png"
         target.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as profile:
             subprocess.run(
                 [self._chromium, *FLAGS, f"--user-data-dir={profile}", f"--screenshot={target}",
-                 f"--window-size={width},{height}", "--virtual-time-budget=3000", address],
+                 f"--window-size={width},{height}", f"--virtual-time-budget={load_ms}", address],
                 check=False, timeout=CHROMIUM_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         if not target.exists() or target.stat().st_size > MOST_BYTES:
