@@ -7,6 +7,8 @@ ASIDE := $(VENV)/aside/.installed
 TEST_WORKERS ?= 3
 # A run that hangs ends with what it found so far.
 TEST_LIMIT_S ?= 2400
+# How a run of the tests ended: `make test-again` goes on from a run that came to its end alone.
+ENDED = code=$$?; mkdir -p .pytest_cache && echo $$code > .pytest_cache/ended; exit $$code
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
@@ -44,7 +46,7 @@ check: install
 
 test: check redis bwrap $(ASIDE)
 	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 $(TEST_LIMIT_S) \
-		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder; $(ENDED)
 
 # What failed in the last `make test` or `make test-long`, alone: many processes at once can outlast a deadline. More than 20
 # are no accident.
@@ -55,7 +57,7 @@ test-again: redis bwrap $(ASIDE)
 
 # Acceptance runs of half a minute and more, one at a time.
 test-long: redis bwrap $(ASIDE)
-	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 1800 $(BIN)/python -m pytest -m long -n 0
+	PATH="$(CURDIR)/.redis:$$PATH" timeout --foreground -s INT -k 60 1800 $(BIN)/python -m pytest -m long -n 0; $(ENDED)
 
 # The reward worker in JavaScript against a real buffer (node 20 and npm). Its packages run no scripts of their own.
 NODE_EXAMPLE = examples/reward-worker-js
