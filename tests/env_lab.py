@@ -11,8 +11,11 @@ import numpy as np
 
 from asyncrl.config import Config, parse
 from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.environment import EnvironmentFailure
 from asyncrl.recipes import calculator
 from learners.tiny_model import make_tokenizer
+from producers.prompts import encode_prompt
+from producers.rollout import Finished
 from producers.tokenizer import Tokenizer
 
 ASCII = "".join(map(chr, range(32, 127))) + "\n"
@@ -79,3 +82,28 @@ class SayingEngine:
         """Noted."""
         self.given_up += list(ids or ())
         return 0
+
+
+def play(
+    environment: Any, engine: Any, config: Config, tokenizer: Tokenizer, row: dict[str, Any], *, samples: int,
+    limit_s: float,
+) -> tuple[list[Finished], EnvironmentFailure | None]:  # fmt: skip
+    """The finished samples of one group by index, and the failure that came out at the end."""
+    prompt = encode_prompt(row, config.data, tokenizer, environment.tools)
+    request = GenRequest("7:1", prompt, tuple(range(samples)), 5, config.sampling.max_new_tokens)
+    done: list[Finished] = []
+
+    async def run() -> EnvironmentFailure | None:
+        await environment.open()
+        try:
+            async for item in environment.play(engine, request, row):
+                assert isinstance(item, Finished)
+                done.append(item)
+        except EnvironmentFailure as failure:
+            return failure
+        finally:
+            await environment.close()
+        return None
+
+    failure = asyncio.run(asyncio.wait_for(run(), limit_s))
+    return sorted(done, key=lambda item: item.sample.index), failure

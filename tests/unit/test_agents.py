@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import env_lab
 import numpy as np
 import openai
 import pytest
@@ -83,24 +84,8 @@ def played(
     assert isinstance(environment, Agents)
     ASKED["now"] = plays
     engine = Streaming(tokenizer, script)
-    prompt = encode_prompt(row, config.data, tokenizer, environment.tools)
-    request = GenRequest("7:1", prompt, tuple(range(samples)), 5, config.sampling.max_new_tokens)
-    done: list[Finished] = []
-
-    async def run() -> EnvironmentFailure | None:
-        await environment.open()
-        try:
-            async for item in environment.play(engine, request, row):  # type: ignore[arg-type]
-                assert isinstance(item, Finished)
-                done.append(item)
-        except EnvironmentFailure as failure:
-            return failure
-        finally:
-            await environment.close()
-        return None
-
-    failure = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-    return sorted(done, key=lambda item: item.sample.index), engine, failure
+    done, failure = env_lab.play(environment, engine, config, tokenizer, row, samples=samples, limit_s=LIMIT_S)
+    return done, engine, failure
 
 
 def posted(url: str, key: str, body: bytes) -> int:

@@ -44,22 +44,8 @@ def played(
     """The finished samples of a group, by index, the engine, and the failure that came out at the end."""
     environment = Turns(config, tokenizer, rollout or rollout_of(config))
     engine = SayingEngine(tokenizer, script)
-    prompt = encode_prompt(row, config.data, tokenizer, environment.tools)
-    request = GenRequest("7:1", prompt, tuple(range(samples)), 5, config.sampling.max_new_tokens)
-    done: list[Finished] = []
-
-    async def run() -> EnvironmentFailure | None:
-        await environment.open()
-        try:
-            async for item in environment.play(engine, request, row):  # type: ignore[arg-type]
-                assert isinstance(item, Finished)
-                done.append(item)
-        except EnvironmentFailure as failure:
-            return failure
-        return None
-
-    failure = asyncio.run(asyncio.wait_for(run(), 60))
-    return sorted(done, key=lambda item: item.sample.index), engine, failure
+    done, failure = env_lab.play(environment, engine, config, tokenizer, row, samples=samples, limit_s=60)
+    return done, engine, failure
 
 
 def text_of(tokenizer: Tokenizer, item: Finished, masked: int = 1) -> str:

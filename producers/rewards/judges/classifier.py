@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from asyncrl.device import Device
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Asked, Done, Outcome, Problem, Verdict, checked, problem_of
+from producers.rewards.judges.outcome import Asked, Done, Outcome, Problem, Verdict, checked, in_batches, problem_of
 from producers.tokenizer import Tokenizer
 
 DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
@@ -83,18 +83,7 @@ class Classifier:
 
     async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
         """All samples, in batches of similar length."""
-        rows: list[tuple[int, list[int]]] = []
-        for place, sample in enumerate(samples):
-            try:
-                rows.append((place, self._ids(sample)))
-            except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
-                done(place, problem_of(error))
-        rows.sort(key=lambda row: len(row[1]))
-        for first in range(0, len(rows), self.table.concurrency):
-            batch = rows[first : first + self.table.concurrency]
-            outcomes = await asyncio.to_thread(self._scores, [ids for _, ids in batch])
-            for (place, _), outcome in zip(batch, outcomes, strict=True):
-                done(place, outcome)
+        await in_batches(samples, done, ids_of=self._ids, forward=self._scores, rows=self.table.concurrency)
 
     def _ids(self, sample: RewardSample) -> list[int]:
         assert self._tokenizer is not None

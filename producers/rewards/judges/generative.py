@@ -24,12 +24,22 @@ import torch
 from asyncrl import config as configuration
 from asyncrl.device import Device
 from asyncrl.engine import Engine, GenRequest
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.plugins import find
 from producers.engines.own_weights import commit_folder
 from producers.rewards.functions import RewardSample
 from producers.rewards.judges.classifier import folder_digest
-from producers.rewards.judges.outcome import Asked, Done, Outcome, Problem, Verdict, checked, each, problem_of
+from producers.rewards.judges.outcome import (
+    Asked,
+    Done,
+    Outcome,
+    Problem,
+    Verdict,
+    checked,
+    each,
+    in_batches,
+    problem_of,
+)
 from producers.rewards.judges.templates import messages_of, number_in, yes_share
 from producers.tokenizer import Tokenizer
 
@@ -168,18 +178,11 @@ class YesNo(_Asking):
 
     async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
         """All samples, `concurrency` rows in a forward pass."""
-        rows: list[tuple[int, list[int]]] = []
-        for place, sample in enumerate(samples):
-            try:
-                rows.append((place, self.ids_of(sample, room=self.table.max_tokens)))
-            except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
-                done(place, problem_of(error))
-        rows.sort(key=lambda row: len(row[1]))
-        for first in range(0, len(rows), self.table.concurrency):
-            batch = rows[first : first + self.table.concurrency]
-            outcomes = await asyncio.to_thread(self._forward, [ids for _, ids in batch])
-            for (place, _), outcome in zip(batch, outcomes, strict=True):
-                done(place, outcome)
+
+        def ids_of(sample: RewardSample) -> list[int]:
+            return self.ids_of(sample, room=self.table.max_tokens)
+
+        await in_batches(samples, done, ids_of=ids_of, forward=self._forward, rows=self.table.concurrency)
 
     def _forward(self, rows: list[list[int]]) -> list[Outcome]:
         try:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.judge_config import JudgeConfig
 from producers.rewards.functions import RewardSample
 
@@ -101,3 +102,22 @@ async def each(
 
     # bounded: each by wait_for
     await asyncio.gather(*(guarded(place, sample) for place, sample in enumerate(samples)))
+
+
+async def in_batches(
+    samples: Sequence[RewardSample], done: Done, *, ids_of: Callable[[RewardSample], list[int]],
+    forward: Callable[[list[list[int]]], list[Outcome]], rows: int,
+) -> None:  # fmt: skip
+    """Score samples by forward passes of up to `rows` rows of similar length, on a thread. `done` as in `Model`."""
+    found: list[tuple[int, list[int]]] = []
+    for place, sample in enumerate(samples):
+        try:
+            found.append((place, ids_of(sample)))
+        except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
+            done(place, problem_of(error))
+    found.sort(key=lambda row: len(row[1]))
+    for first in range(0, len(found), rows):
+        batch = found[first : first + rows]
+        outcomes = await asyncio.to_thread(forward, [ids for _, ids in batch])
+        for (place, _), outcome in zip(batch, outcomes, strict=True):
+            done(place, outcome)
