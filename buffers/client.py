@@ -16,7 +16,6 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -35,9 +34,9 @@ from buffers.batches import SampleData as SampleData  # noqa: PLC0414
 from buffers.batches import claimed as claimed  # noqa: PLC0414
 from buffers.batches import group_data as group_data  # noqa: PLC0414
 from buffers.batches import row_of
-from buffers.begun import BegunOf, packed, unpacked
 from buffers.begun import BegunSample as BegunSample  # noqa: PLC0414
 from buffers.begun import PieceData as PieceData  # noqa: PLC0414
+from buffers.begun import packed, unpacked
 from buffers.carry import epoch_of as epoch_of  # noqa: PLC0414 - this module is the door
 from buffers.carry import grown_ledger as grown_ledger  # noqa: PLC0414
 from buffers.handover import PlaceWriter
@@ -103,7 +102,8 @@ class _AsyncClient:
 
 
 class ProducerClient(_AsyncClient):
-    """For producers: lease, submit, give back. One `lease` at a time; `begun` is what others began of its samples.
+    """For producers: lease, submit, give back. A newer `lease` ends the wait of an older one. `begun`, by (group,
+    token), is what others began of the samples of a lease; who starts the lease takes it out.
 
     On the service's host payloads of `place_from` bytes and more (None: what the service says) are written to a file
     that the service reads.
@@ -111,8 +111,14 @@ class ProducerClient(_AsyncClient):
 
     role = "producer"
     place_from: int | None = None
-    begun: BegunOf = MappingProxyType({})
     _writer: PlaceWriter | None = None
+
+    def __init__(
+        self, address: str, *, name: str, keys: Keys | None = None, max_bytes: int = MAX_BYTES, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
+        self.begun: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
+        self._orphans: set[asyncio.Future[None]] = set()
 
     async def hello(
         self, fingerprint: str = "", role: str = "", run_id: str = "", *, evaluation_rows: int = 0
@@ -142,10 +148,12 @@ class ProducerClient(_AsyncClient):
         try:
             packet = await asyncio.shield(asked)
         except asyncio.CancelledError:
-            self._orphan = asyncio.ensure_future(self._return_orphans(asked))
+            orphan = asyncio.ensure_future(self._return_orphans(asked))
+            self._orphans.add(orphan)
+            orphan.add_done_callback(self._orphans.discard)
             raise
         leases: wire.Leases = packet.message
-        self.begun = unpacked(leases, packet.payloads)
+        self.begun |= unpacked(leases, packet.payloads)
         return leases
 
     async def keep(

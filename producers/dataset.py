@@ -106,10 +106,16 @@ class NoWeights:
     """What stands in the place of weight sync: there is nothing to wait for."""
 
     waiting_for = ""
+    version = 0
 
     async def wait_version(self, at_least: int, timeout_s: float) -> int:
         """At once."""
         return at_least
+
+    async def wait_newer(self, version: int, timeout_s: float) -> bool:
+        """Nothing newer comes."""
+        await asyncio.sleep(timeout_s)
+        return False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until the end of the process."""

@@ -50,7 +50,7 @@ from producers.tokenizer import Tokenizer
 from weightsync.receiver import Receiver
 
 T = TypeVar("T")
-#: A lease request names the engine's version; a swap outdates it. So polls are short: a swap costs at most this much.
+#: A lease request names the engine's version. A swap outdates it: it is asked anew at once, and after this long anyway.
 POLL_S = 0.25
 REASON_LETTERS = 300
 GIVE_BACK_S = 5.0  # at the end of the process
@@ -110,14 +110,34 @@ class Producer:
     async def _ask(self, groups: int) -> bool:
         """Lease up to that many groups and start them; True when none will come any more."""
         asked = time.monotonic()
-        version = self.engine.health().version
+        version, committed = self.engine.health().version, self.receiver.version
         if version < 0:  # dirty; what is leased already stands still as well
             self.waiting_for = self.receiver.waiting_for
-            await asyncio.sleep(self.poll_s)
+            await self.receiver.wait_newer(committed, self.poll_s)
             return False
-        answer = await self._patiently(
-            lambda: self.client.lease(engine_version=version, max_groups=groups, wait_s=self.poll_s)
-        )
+        asking = [asyncio.ensure_future(self._lease(version, groups))]
+        newer = asyncio.ensure_future(self.receiver.wait_newer(committed, self.poll_s))
+        try:
+            # bounded: the receiver's wait is
+            await asyncio.wait({*asking, newer}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking[0].done() and self.engine.health().version > version:
+                # The service answers the older request first, now: with nothing, if it has not granted it meanwhile.
+                asking.append(asyncio.ensure_future(self._lease(self.engine.health().version, groups)))
+            answers = [self._take(await task) for task in asking]  # bounded: a request has its deadline
+        finally:
+            for task in (*asking, newer):
+                task.cancel()
+        if not any(answer.leases or answer.done for answer in answers):
+            # A service that answers at once (it knows that waiting is futile) must not make this a busy loop.
+            await asyncio.sleep(max(0.0, min(0.05, self.poll_s - (time.monotonic() - asked))))
+        return any(answer.done for answer in answers)
+
+    async def _lease(self, version: int, groups: int) -> Leases:
+        ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
+        return await self._patiently(ask)
+
+    def _take(self, answer: Leases) -> Leases:
+        """Start what was leased."""
         self._heard(answer)
         if answer.leases:
             failpoint("producer.after_lease")
@@ -126,10 +146,7 @@ class Producer:
                 self.capacity.leased(lease, len(lease.missing))
             self.work[asyncio.create_task(self._group(lease))] = lease
         self.waiting_for = "" if self.work else answer.reason or "a lease"
-        if not answer.leases and not answer.done:
-            # A service that answers at once (it knows that waiting is futile) must not make this a busy loop.
-            await asyncio.sleep(max(0.0, min(0.05, self.poll_s - (time.monotonic() - asked))))
-        return answer.done
+        return answer
 
     def _heard(self, answer: Leases) -> None:
         """An answer to a request for work came (see `producers.dataset`)."""
@@ -138,7 +155,7 @@ class Producer:
         """Generate the missing samples of one leased group."""
         prompts: Prompts | HeldOutPrompts = self.prompts
         sampling = self.config.sampling
-        begun = self.client.begun.get((lease.group, lease.token), ())  # the next answer replaces it
+        begun = self.client.begun.pop((lease.group, lease.token), ())
         if is_evaluation(lease.group):
             prompts, sampling = self.held_out, self.held_out.sampling
         try:

@@ -145,6 +145,15 @@ class Receiver:
             ) from None  # fmt: skip
         return self.version
 
+    async def wait_newer(self, version: int, timeout_s: float) -> bool:
+        """Wait for a commit of a newer version than this; False where there was none in time."""
+        try:
+            async with asyncio.timeout(timeout_s), self._advanced:
+                await self._advanced.wait_for(lambda: self.version > version)
+        except TimeoutError:
+            return False
+        return True
+
     async def run(self, stop: asyncio.Event) -> None:
         """Follow the service until `stop` is set or it says stop."""
         self._fingerprint = self._engine.fingerprint()

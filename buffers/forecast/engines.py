@@ -4,7 +4,7 @@ Called by `buffers.forecast.simulation`. Guarantees:
 1. every live sample gets a token per decode step, of `decode_s + decode_sample_s * live` seconds of work; `slots` are
    decoded at once, the others wait in the order of their leases;
 2. twice as many samples as slots are leased (`producers.capacity`); a request names the version that the engine holds
-   when it is made, and keeps it until it is answered, at most `POLL_S`;
+   when it is made; one that waits is made anew when the version changes, and after `POLL_S`;
 3. a sample's oldest version is that of the engine when its first token is made.
 A sample ends when the engine's count of tokens per live sample has grown by its length: one number for all of them, so
 an event costs the logarithm of what is live.
@@ -184,3 +184,5 @@ class Engine:
         self._seat()
         if first:
             self.look()
+        elif self._asked:
+            self._ask(self.version, self._wanted())

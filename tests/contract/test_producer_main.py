@@ -16,11 +16,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl import role, wire
 from asyncrl.config import Config, parse
+from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
 from asyncrl.sockets import Call, Responder, ipc_address
 from asyncrl.wire import Manifest
 from producers import main
+from producers.capacity import Capacity
+from producers.patience import Patience
 from weightsync.digest import digest_tensors
 from weightsync.plan import TensorSpec, plan_buckets
 
@@ -125,6 +128,13 @@ class FakeReceiver:
         async with asyncio.timeout(timeout_s):
             while self.version < at_least:
                 await asyncio.sleep(0.005)
+
+    async def wait_newer(self, version: int, timeout_s: float) -> bool:
+        try:
+            await self.wait_version(version + 1, timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
@@ -314,7 +324,60 @@ def test_nothing_is_leased_while_the_engine_is_of_no_version() -> None:
     """An update in place: a lease now would only wait, and lapse."""
     producer: Any = object.__new__(main.Producer)
     producer.engine = SimpleNamespace(health=lambda: SimpleNamespace(version=-1))
-    producer.receiver = SimpleNamespace(waiting_for="version 4 by stream")
+    waits: list[int] = []
+
+    async def wait_newer(version: int, timeout_s: float) -> bool:
+        waits.append(version)
+        return True
+
+    producer.receiver = SimpleNamespace(waiting_for="version 4 by stream", version=3, wait_newer=wait_newer)
     producer.client = None  # asking would fail
     assert asyncio.run(producer._ask(3)) is False
     assert producer.waiting_for == "version 4 by stream"
+    assert waits == [3]  # for the commit, not for a fixed time
+
+
+@pytest.mark.parametrize("crossed", [False, True], ids=["it waited", "it was granted meanwhile"])
+def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: bool) -> None:
+    """Else a synchronous run would lose the rest of the long poll in every step."""
+    asked: list[int] = []
+    started: list[int] = []
+
+    async def whole() -> bool:
+        superseded, committed = asyncio.Event(), asyncio.Event()
+
+        async def lease(*, engine_version: int, max_groups: int, wait_s: float) -> wire.Leases:
+            asked.append(engine_version)
+            if len(asked) == 1:
+                committed.set()
+                await asyncio.wait_for(superseded.wait(), 10)  # the service holds it until a newer one comes
+            else:
+                superseded.set()
+            number = asked.index(engine_version)
+            got = (wire.Lease(number, 70, 1, (0, 1), 5, 4),) if number or crossed else ()
+            return wire.Leases(got, 0)
+
+        async def wait_newer(version: int, timeout_s: float) -> bool:
+            await asyncio.wait_for(committed.wait(), 10)
+            health.version = producer.receiver.version = version + 1
+            return True
+
+        async def group(lease: wire.Lease) -> None:
+            started.append(lease.group)
+
+        health = SimpleNamespace(version=3)
+        producer: Any = object.__new__(main.Producer)
+        producer.poll_s, producer.work, producer.waiting_for = 20.0, {}, ""
+        producer.engine = SimpleNamespace(health=lambda: health)
+        producer.receiver = SimpleNamespace(version=3, wait_newer=wait_newer, waiting_for="")
+        producer.client = SimpleNamespace(lease=lease)
+        producer.patience = Patience("it", limit_s=10)
+        producer.capacity = Capacity(EngineCapabilities("none", 8, 0), group_samples=2, prior_tokens=8)
+        producer._group = group
+        done: bool = await producer._ask(3)
+        await asyncio.gather(*producer.work)
+        return done
+
+    assert asyncio.run(whole()) is False
+    assert asked == [3, 4]
+    assert started == ([0, 1] if crossed else [1])
