@@ -24,6 +24,9 @@ from buffers.underway import HandingOut
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
 #: Reasons of a loss of which the holder may know nothing: it is told, should it come back.
 FORGOTTEN = frozenset({"silent"})
+#: Preempted workers come back under new names, thousands in a long run: one that stays away is forgotten (or after ten
+#: times `lease_timeout_s`, where that is longer).
+FORGET_S = 3600.0
 
 
 class Leasing(HandingOut):
@@ -99,6 +102,16 @@ class Leasing(HandingOut):
         for name in self.scores_due.busy():
             if now - self._last_seen("reward", name, now) > limit:
                 self._lose_scoring(name)
+        self._forget_workers(now, max(FORGET_S, 10 * limit))
+
+    def _forget_workers(self, now: float, limit_s: float) -> None:
+        """Drop who was silent for so long and holds nothing."""
+        for (role, name), worker in list(self.workers.items()):
+            if role != "learner" and now - worker.seen > limit_s and not self.held.get(name):
+                del self.workers[role, name]
+                if role == "producer":
+                    self.held.pop(name, None)
+                    self.barred.pop(name, None)
 
     def living_workers(self, judge: str, now: float) -> set[str]:
         """Reward workers of this judge that were heard from."""

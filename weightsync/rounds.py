@@ -21,7 +21,7 @@ Guarantees (searched in tests/model/test_sync_search.py):
 2. commit is told only to a member that reported this round prepared with the manifest's digest;
 3. a member that misses `timeout_s` in a round is left out of it with the reason; the others are not held up; a round
    takes no more members after `timeout_s`, so it is decided within twice that;
-4. silent for `member_timeout_s` is DEAD; it comes back by polling;
+4. silent for `member_timeout_s` is DEAD; it comes back by polling; after an hour it is forgotten;
 5. a member that joins late, or failed, gets the target in a new round without a new publish (after a growing pause),
    and from another source;
 6. a member that already received an older version of the same epoch whole may commit it (progress), then goes on;
@@ -51,6 +51,7 @@ from weightsync.transports.base import UNUSABLE
 
 FIRST_PAUSE_S = 0.2  # before a member that failed tries again; doubles
 LONGEST_PAUSE_S = 5.0
+FORGET_S = 3600.0  # preempted generators come back under new names: a dead one is forgotten then
 
 
 class Rounds(Facts):
@@ -340,3 +341,5 @@ class Rounds(Facts):
             if member.part is None and not member.dead and now - member.last_seen > self.config.member_timeout_s:
                 member.dead = True
                 self._together.pop(member.name, None)
+        for member in [one for one in self.members.values() if one.dead and now - one.last_seen > FORGET_S]:
+            del self.members[member.name]

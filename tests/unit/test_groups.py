@@ -136,6 +136,23 @@ def test_lease_expiry_keeps_what_arrived() -> None:
     assert run.send(0, 0, version=1, checksum=2, name="q").accepted == (0,) and run.state(0) == "READY"
 
 
+def test_who_stays_away_for_an_hour_is_forgotten() -> None:
+    """Preempted producers come back under new names, thousands of them in a long run."""
+    run = Run()
+    run.lease()
+    for number in range(100):
+        run.g.saw("reward", f"r{number}", run.now)
+        run.lease(count=0, name=f"p{number}")
+    run.now = 3599.0
+    run.g.tick(run.now)
+    assert len(run.g.workers) == 202  # with p and the learner
+    run.g.saw("producer", "p7", run.now)
+    run.now = 3700.0
+    run.g.tick(run.now)
+    assert set(run.g.workers) == {("producer", "p7"), ("learner", "l")}
+    assert run.lease(name="p") == [0] and run.g.groups[0].holder == "p"  # it may come back
+
+
 def test_lost_without_samples_gets_a_new_deadline() -> None:
     run = Run()
     assert run.lease(0, 3) == [0, 1, 2]

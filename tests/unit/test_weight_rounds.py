@@ -123,6 +123,21 @@ def test_the_example_of_the_docstring() -> None:
     assert sim.ended() == [(1, "committed"), (2, "committed")] and set(sim.finished[1].parts) == {"b"}
 
 
+def test_a_dead_member_is_forgotten_after_an_hour() -> None:
+    """Preempted generators come back under new names."""
+    sim = Sim()
+    sim.publish(1)
+    for name in ("a", "b"):
+        sim.take(name, receive(sim.poll(name)))
+    for _ in range(3599):
+        sim.tick(1)
+        sim.poll("a")
+    assert sim.state("b") == "dead"
+    sim.tick(2)
+    assert set(sim.rounds.members) == {"a"}
+    assert sim.poll("b") is None and sim.state("b") == "serving"  # what it holds is still the target
+
+
 def test_nobody_there_the_round_waits_for_the_first() -> None:
     sim = Sim()
     sim.publish(0)
