@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.judge_config import data_source_of
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Pieces, Samples, SamplesReply
-from buffers.judging import Verdict
+from buffers.judging import TOO_MANY_PARTS, Verdict
 from buffers.leasing import Leasing
 from buffers.ledger import Group, Record, Sample, State
 from buffers.notes import SampleEvent
@@ -102,12 +102,13 @@ class Arriving(Leasing):
                 return f"digest: {head.producer} {held}, published was {known[-1]}"
         return ""
 
-    @staticmethod
-    def _wrong_rewards(head: Samples) -> str:
+    def _wrong_rewards(self, head: Samples) -> str:
         if all(map(math.isfinite, head.rewards.values())):
             parts = [(index, name) for index, named in head.parts.items() for name, part in named.items()
                      if not math.isfinite(part)]  # fmt: skip
-            return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite" if parts else ""
+            if parts:
+                return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite"
+            return "" if all(map(self.parts_known, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"
         bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
         return f"reward: of sample {bad[0]} is not finite"
 

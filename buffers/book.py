@@ -24,7 +24,7 @@ from buffers.admission import Plan
 from buffers.judged import open_judges
 from buffers.ledger import COMPETING, Batch, Budget, Change, Ended, Group, IdSet, Meta, Record, Settings, State
 from buffers.notes import Cancelled, Event, Taken, Worker
-from buffers.score_queue import ScoreQueue
+from buffers.score_queue import ScoreQueue, let_go
 from buffers.tuning import Tuning
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,6 +38,8 @@ _ranges = msgspec.msgpack.Decoder(tuple[tuple[int, int], ...]).decode
 _digests = msgspec.msgpack.Decoder(dict[int, tuple[str, ...]]).decode
 
 
+#: Data sources whose judges are remembered: the names come with the rows.
+KEPT_SOURCES = 1024
 #: Seconds between two proofs of the whole book: one costs about a microsecond per group that is not retired.
 PROOF_S = 1.0
 
@@ -182,7 +184,7 @@ class Book:
         elif group.state == State.LEASED:
             self.pending.pop(group.id, None)
             if group.holder:
-                self.held[group.holder].discard(group.id)
+                let_go(self.held, group.holder, group.id)
                 self.named.pop(group.id, None)
         elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
             entry = (group.deadline or 0, group.sequence, group.id)
@@ -309,6 +311,8 @@ class Book:
             return (DEFAULT,)
         found = self._judges.get(source)
         if found is None:
+            if len(self._judges) >= KEPT_SOURCES:
+                self._judges.clear()
             rules = [(rule.name, rule.data_sources) for rule in self.settings.judges]
             found = self._judges[source] = judges_for(source, rules)
         return found

@@ -24,6 +24,7 @@ from asyncrl.versions import oldest_version
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation_book import EvaluationBook, HeldOut, Prompt, Round
 from buffers.judged import Judged, said_by, take_answer, take_failure
+from buffers.judging import TOO_MANY_PARTS
 from buffers.leasing import GRACEFUL
 from buffers.ledger import Record
 from buffers.notes import Cancelled
@@ -237,7 +238,9 @@ class EvaluationWork(EvaluationBook):
                 return f"digest: {head.producer} holds {digest or 'nothing'} as version {version}, not {known[-1]}"
         bad = [index for index, reward in head.rewards.items()
                if not all(map(math.isfinite, (reward, *head.parts.get(index, {}).values())))]  # fmt: skip
-        return f"reward: of sample {bad[0]} is not finite" if bad else ""
+        if bad:
+            return f"reward: of sample {bad[0]} is not finite"
+        return "" if all(map(self.groups.parts_known, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"
 
     def _accept(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record, now: float) -> None:
         self._out(prompt)
@@ -323,6 +326,8 @@ class EvaluationWork(EvaluationBook):
             return "token: the reward lease was lost"
         if isinstance(item, Score) and not all(map(math.isfinite, (item.reward, *item.parts.values()))):
             item = RewardFailure(item.group, item.index, item.token, "not_finite", f"reward {item.reward}")
+        if isinstance(item, Score) and not self.groups.parts_known(item.parts):
+            item = RewardFailure(item.group, item.index, item.token, "parts", TOO_MANY_PARTS)
         self.scores_due.release((item.group, item.index, judge))
         if isinstance(item, Score):
             self._answered(prompt, sample, item, message, now=now)

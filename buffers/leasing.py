@@ -24,6 +24,8 @@ from buffers.underway import HandingOut
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
 #: Reasons of a loss of which the holder may know nothing: it is told, should it come back.
 FORGOTTEN = frozenset({"silent"})
+#: Workers that are remembered, beside those that hold something.
+MOST_WORKERS = 4096
 
 
 class Leasing(HandingOut):
@@ -33,7 +35,7 @@ class Leasing(HandingOut):
 
     def hello(self, role: str, name: str, *, pid: int, host: str, now: float) -> None:
         """A process introduces itself, holding nothing: what that name still holds here is lost at once."""
-        self.workers[role, name] = Worker(name, pid, host, now)
+        self._meet(role, Worker(name, pid, host, now))
         if role == "producer":
             for number in sorted(self.held.get(name, ())):
                 self._lose(self.groups[number], "restarted", now)
@@ -49,7 +51,7 @@ class Leasing(HandingOut):
         """A process is alive: its leases stay its own; with `holds` only those that it names."""
         worker = self.workers.get((role, name))
         if worker is None or worker.pid not in (0, pid):
-            worker = self.workers[role, name] = Worker(name)
+            worker = self._meet(role, Worker(name))
             self.barred.pop(name, None)
             for number in sorted(self.held.get(name, ())) if role == "producer" else ():
                 if self.groups[number].pid not in (0, pid):
@@ -77,9 +79,26 @@ class Leasing(HandingOut):
 
     def saw(self, role: str, name: str, now: float) -> Worker:
         """The worker of that name, seen now."""
-        worker = self.workers.setdefault((role, name), Worker(name))
+        worker = self.workers.get((role, name)) or self._meet(role, Worker(name))
         worker.seen = now
         return worker
+
+    def _meet(self, role: str, worker: Worker) -> Worker:
+        """A worker that is new, or new under its name. Names are what peers say: who was not heard from for longest
+        and holds nothing makes room."""
+        self.workers.pop((role, worker.name), None)
+        idle = ((other.seen, key) for key, other in self.workers.items() if not self._holds(*key))
+        gone = min(idle, default=None) if len(self.workers) >= MOST_WORKERS else None
+        if gone is not None:
+            del self.workers[gone[1]]
+            self.barred.pop(gone[1][1], None)
+        self.workers[role, worker.name] = worker
+        return worker
+
+    def _holds(self, role: str, name: str) -> bool:
+        if role == "learner":
+            return name == self.meta.learner[0]
+        return bool(self.held.get(name) if role == "producer" else self.scores_due.held.get(name))
 
     def _lose_scoring(self, name: str) -> None:
         self.scores_due.lose(name)
@@ -311,4 +330,4 @@ class Leasing(HandingOut):
             if message.dead:
                 self._end(group, State.DEAD, "prompt", now, message.reason, tell=False)
             else:
-                self._lose(group, message.reason, now, counts=message.reason not in GRACEFUL)
+                self._lose(group, message.reason[:200], now, counts=message.reason not in GRACEFUL)

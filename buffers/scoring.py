@@ -23,6 +23,7 @@ import msgspec
 from asyncrl.judge_config import DEFAULT, shown
 from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
 from buffers.judged import Judged, said_by, settle, take_answer, take_failure
+from buffers.judging import TOO_MANY_PARTS
 from buffers.ledger import Group, Sample, State
 from buffers.pieces import Checkpointing
 from buffers.score_queue import Key
@@ -119,6 +120,9 @@ class Scoring(Checkpointing):
             return found
         if not (math.isfinite(score.reward) and all(math.isfinite(part) for part in score.parts.values())):
             failure = RewardFailure(score.group, score.index, score.token, "not_finite", f"reward {score.reward}")
+            return self._failure(failure, message, now)
+        if not self.parts_known(score.parts):
+            failure = RewardFailure(score.group, score.index, score.token, "parts", TOO_MANY_PARTS)
             return self._failure(failure, message, now)
         group, sample, late = found
         self.judge_counts[judge, "scored"] += 1
