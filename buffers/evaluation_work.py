@@ -151,7 +151,7 @@ class EvaluationWork(EvaluationBook):
     def _granted(self, prompt: Prompt) -> Lease:
         missing = tuple(index for index in range(self.config.samples) if index not in prompt.samples)
         step, row = place_of(prompt.id)
-        return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row), step)
+        return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row, prompt.attempt), step)
 
     def _lose(self, prompt: Prompt, why: str, now: float, *, counts: bool = True) -> None:
         """The holder will not finish it: what arrived stays, the rest waits for another producer."""
