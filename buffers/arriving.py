@@ -125,16 +125,16 @@ class Arriving(Leasing):
             if index not in accepted:
                 continue
             if len(runs) == 1:  # one version for all tokens
-                oldest = runs[0][0]
+                oldest = newest = runs[0][0]
                 if oldest not in digests or len(digests) > 1:  # nearly all samples of a message share them
                     digests = {oldest: head.digests.get(oldest, "")}
             else:
-                oldest = oldest_version(runs) or 0
+                oldest, newest = oldest_version(runs) or 0, max((version for version, _ in runs), default=0)
                 digests = {version: head.digests.get(version, "") for version, _ in runs}
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
             parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
-            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward, parts)
+            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward, parts, newest=newest)
             if group.underway:
                 self._forget_underway(group, index)
             events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward, parts))

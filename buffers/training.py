@@ -123,7 +123,10 @@ class Training(Scoring):
     def _abandon(self, groups: Iterable[Group], newest: int, now: float) -> int:
         """Tokens of a version that does not exist (the learner went back to an older checkpoint) are not trained on:
         such groups are generated again. How many."""
-        found = [group for group in groups if any(sample.oldest > newest for sample in group.samples.values())]
+        found = [
+            group for group in groups
+            if any(max(sample.oldest, sample.newest) > newest for sample in group.samples.values())
+        ]  # fmt: skip
         for group in found:
             self._restart_group(group, "abandoned", now)
         return len(found)
