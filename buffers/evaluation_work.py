@@ -151,7 +151,9 @@ class EvaluationWork(EvaluationBook):
     def _granted(self, prompt: Prompt) -> Lease:
         missing = tuple(index for index in range(self.config.samples) if index not in prompt.samples)
         step, row = place_of(prompt.id)
-        return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row, prompt.attempt), step)
+        return Lease(
+            prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row, prompt.attempt), step
+        )
 
     def _lose(self, prompt: Prompt, why: str, now: float, *, counts: bool = True) -> None:
         """The holder will not finish it: what arrived stays, the rest waits for another producer."""
@@ -279,6 +281,8 @@ class EvaluationWork(EvaluationBook):
         again = self.scores_due.again(name, request)
         if again or request <= worker.answered:
             return [self._item(key) for key in again]
+        if not self.scores_due.waits(judge):
+            return []
         others = self.groups.living_workers(judge, now) - {name}
 
         def may(key: Key) -> bool:
@@ -322,7 +326,7 @@ class EvaluationWork(EvaluationBook):
         newest = item.token if lease is None else lease.token  # a late score counts, a late failure does not
         known = item.token == newest or (isinstance(item, Score) and item.token < newest)
         oldest = max(sample.token, said.failed_token) if isinstance(item, RewardFailure) else sample.token
-        if not known or item.token <= oldest:
+        if not known or not oldest < item.token <= self.groups._token:
             return "token: the reward lease was lost"
         if isinstance(item, Score) and not all(map(math.isfinite, (item.reward, *item.parts.values()))):
             item = RewardFailure(item.group, item.index, item.token, "not_finite", f"reward {item.reward}")

@@ -20,7 +20,9 @@ from buffers.leasing import lease_seed
 from buffers.ledger import Record, State
 
 
-@pytest.mark.parametrize("module", [buffers.groups, buffers.admission, buffers.leasing, buffers.ledger, buffers.score_queue])
+@pytest.mark.parametrize(
+    "module", [buffers.groups, buffers.admission, buffers.leasing, buffers.ledger, buffers.score_queue]
+)
 def test_examples_of_the_docstrings(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.failed == 0 and result.attempted > 0
@@ -352,6 +354,17 @@ def test_scores_after_a_restart_of_the_service_count() -> None:
     run.reload()
     assert run.g.scores(Scores("r", (Score(0, 0, tokens[0], 1.0),)), now=0.0).accepted == 1
     assert set(work(run)) == {1}
+
+
+def test_a_score_under_a_token_that_nobody_was_given_is_refused() -> None:
+    """Nobody has the sample at the moment: a token of the future is not one that has expired."""
+    run = Run(group_size=1)
+    unscored(run)
+    (number,) = work(run)
+    run.g.hello("reward", "r", pid=2, host="h", now=run.now)
+    future = run.g._token + 1
+    reply = run.g.scores(Scores("r", (Score(number, 0, future, 1.0),)), now=run.now)
+    assert reply.refused == {f"{number}:0": "token: never granted"} and run.state(number) == "UNSCORED"
 
 
 def test_a_score_of_given_up_content_is_refused() -> None:
