@@ -4,8 +4,8 @@ Called by the buffer (which hands the work out), producers, reward workers, the 
 counts its groups 0, 1, 2, ...; the prompts of evaluations have ids of their own from `FIRST` on, so that a group says
 by its number alone that it is never trained. Guarantees:
 1. `group_of` and `place_of` are inverse; ids stay below 2^53, so that they survive JSON anywhere;
-2. `seed_of` depends on the run's seed and the row, not on the step: evaluations of two steps use the same random
-   numbers, which takes some of the noise out of their difference.
+2. `seed_of` depends on the run's seed, the row and the attempt, not on the step: evaluations of two steps use the same
+   random numbers, which takes some of the noise out of their difference.
 It holds no state. The figures are in `asyncrl.evaluation_figures`, the bookkeeping in `buffers.evaluation`.
 
 Example: row 3 of the evaluation of step 20.
@@ -50,9 +50,12 @@ def place_of(group: int) -> tuple[int, int]:
     return (group - FIRST) >> ROW_BITS, (group - FIRST) & (MAX_ROWS - 1)
 
 
-def seed_of(seed: int, row: int) -> int:
-    """The seed of a row's samples, 56 bits."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/evaluation/{row}".encode(), digest_size=7).digest(), "little")
+def seed_of(seed: int, row: int, attempt: int = 0) -> int:
+    """The seed of a row's samples, 56 bits. What failed by the text that it sampled would fail again: another attempt
+    draws others.
+    """
+    text = f"{seed}/evaluation/{row}" + (f"/{attempt}" if attempt else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def sampling_of(config: Config) -> SamplingConfig:

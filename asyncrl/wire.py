@@ -10,7 +10,7 @@ number must not join an answer to another request. Guarantees:
 1. `decode` is the only decoder; whatever a frame holds, it raises nothing but `WireError` (faults.md F19, F20);
 2. decoding is strict: unknown tags, surplus fields, other schema numbers and sizes over the limit are errors;
 3. no pickle; arrays are raw little-endian buffers that are read without a copy (`numpy.frombuffer`, read-only);
-4. new fields have defaults and go last; golden bytes of every message stand in `tests/unit/golden`.
+4. new fields have defaults and go last; golden bytes of every message stand in `tests/unit/golden_messages.json`.
 It does not validate meaning (token ids, log-probs): `validate_samples` does, at ingest and before batching.
 """
 
@@ -46,6 +46,7 @@ COPY_THRESHOLD_BYTES: Final = 256 << 10
 LARGEST: Final = 1 << 62  # what comes after it still fits where 64 bits are all there is
 Whole = Annotated[int, Meta(ge=0, le=LARGEST)]
 Version = Annotated[int, Meta(ge=-1, le=LARGEST)]  # -1: none yet
+Name = Annotated[str, Meta(max_length=200)]  # of a process or a role: services keep tables by it
 Buffer = bytes | bytearray | memoryview
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -61,10 +62,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Hello(Message, frozen=True, tag=1):
     """A role introduces itself to a service. Answer: `Welcome` or `Refused`."""
 
-    role: str  # producer | reward | learner | observer
-    name: str
+    role: Name  # producer | reward | learner | observer
+    name: Name
     pid: Whole
-    host: str
+    host: Name
     run_id: str = ""  # empty: accept any run
     fingerprint: str = ""  # model fingerprint; empty: not checked
     schema: int = SCHEMA
@@ -107,10 +108,10 @@ class Heartbeat(Message, frozen=True, tag=5):
     their grant never arrived, or its samples were taken by a store that went back.
     """
 
-    role: str
-    name: str
+    role: Name
+    name: Name
     pid: Whole
-    host: str
+    host: Name
     waiting_for: str  # empty while it works; else what it waits for
     stats: dict[str, float] = {}
     holds: tuple[tuple[int, int], ...] | None = None  # None: not said
@@ -166,7 +167,7 @@ class Tuned(Message, frozen=True, tag=11):
 class LeaseRequest(Message, frozen=True, tag=20):
     """Ask for up to `max_groups` groups to generate; waits in the service up to `wait_s`. Answer: `Leases`."""
 
-    producer: str
+    producer: Name
     engine_version: Version
     max_groups: Whole
     wait_s: float
@@ -248,7 +249,7 @@ class Samples(Message, frozen=True, tag=22):
     from) and, where a token was not sampled by the policy, `mask` u1 `[sum T]`.
     """
 
-    producer: str
+    producer: Name
     group: int
     token: int
     samples: tuple[SampleHead, ...]
@@ -285,7 +286,7 @@ class SamplesAt(Message, frozen=True, tag=25):
     `Samples`. Answer: `SamplesReply`; `Refused` with `wire.place` where they are not there: then they are sent.
     """
 
-    producer: str
+    producer: Name
     place: Place
 
 
@@ -304,7 +305,7 @@ class Pieces(Message, frozen=True, tag=28):
     The payload holds `response` i4 `[sum count]` and `logprobs` f4 `[sum count]`, in the order of `samples`.
     """
 
-    producer: str
+    producer: Name
     group: int
     token: int
     samples: tuple[Piece, ...]
@@ -327,7 +328,7 @@ class LeaseReturn(Message, frozen=True, tag=24):
     With `dead` set the group is not tried again: the prompt itself is at fault (too long, not encodable).
     """
 
-    producer: str
+    producer: Name
     groups: tuple[tuple[int, int], ...]  # (group, token)
     reason: str
     dead: bool = False
@@ -339,10 +340,10 @@ class LeaseReturn(Message, frozen=True, tag=24):
 class RewardRequest(Message, frozen=True, tag=30):
     """Ask for up to `max_samples` unscored samples; waits up to `wait_s`. Answer: `RewardWork` + one payload each."""
 
-    worker: str
+    worker: Name
     max_samples: Whole
     wait_s: float
-    judge: str = ""  # samples that this judge has to score; empty: the default one
+    judge: Name = ""  # samples that this judge has to score; empty: the default one
 
 
 class RewardItem(Message, frozen=True):
@@ -386,18 +387,18 @@ class RewardFailure(Message, frozen=True):
     group: int
     index: int
     token: int
-    reason: str  # raised | timeout | memory | not_finite | died
+    reason: str  # raised | timeout | memory | not_finite | died | parts
     detail: str = ""
 
 
 class Scores(Message, frozen=True, tag=32):
     """Scores and failures. Answer: `ScoresReply`."""
 
-    worker: str
+    worker: Name
     scores: tuple[Score, ...]
     failures: tuple[RewardFailure, ...] = ()
     reward_version: str = ""
-    judge: str = ""  # for whom the worker scores: one message is of one judge
+    judge: Name = ""  # for whom the worker scores: one message is of one judge
 
 
 class ScoresReply(Message, frozen=True, tag=33):
@@ -416,11 +417,11 @@ class Register(Message, frozen=True, tag=40):
     Answer: `Registered`, or `Refused` with `learner.duplicate`.
     """
 
-    name: str
+    name: Name
     pid: Whole
-    host: str
+    host: Name
     step: Whole
-    ledger: str  # JSON of buffers.groups.Ledger as it was saved in the checkpoint
+    ledger: str  # JSON of buffers.ledger.Ledger as it was saved in the checkpoint
     takeover: bool = False
     fingerprint: str = ""
     digests: dict[Whole, str] = {}
@@ -451,7 +452,7 @@ class Claim(Message, frozen=True, tag=42):
 
 
 class NotYet(Message, frozen=True, tag=43):
-    """The batch is not complete; `diagnosis` names what is waited for, `late` the groups that are due."""
+    """The batch is not complete; `diagnosis` names who is waited for."""
 
     diagnosis: str
     ready: int
@@ -643,9 +644,9 @@ class RoundReply(Message, frozen=True, tag=63):
 class MemberPoll(Message, frozen=True, tag=64):
     """A generator reports where it stands and asks what to do; doubles as its heartbeat. Answer: `Instruction`."""
 
-    member: str
+    member: Name
     pid: Whole
-    host: str
+    host: Name
     fingerprint: str
     state: str  # joining | stale | prepared | serving
     version: Version

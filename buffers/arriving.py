@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.judge_config import data_source_of
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Pieces, Samples, SamplesReply
-from buffers.judging import Verdict
+from buffers.judging import TOO_MANY_PARTS, Verdict
 from buffers.leasing import Leasing
 from buffers.ledger import Group, Record, Sample, State
 from buffers.notes import SampleEvent
@@ -102,12 +102,13 @@ class Arriving(Leasing):
                 return f"digest: {head.producer} {held}, published was {known[-1]}"
         return ""
 
-    @staticmethod
-    def _wrong_rewards(head: Samples) -> str:
+    def _wrong_rewards(self, head: Samples) -> str:
         if all(map(math.isfinite, head.rewards.values())):
             parts = [(index, name) for index, named in head.parts.items() for name, part in named.items()
                      if not math.isfinite(part)]  # fmt: skip
-            return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite" if parts else ""
+            if parts:
+                return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite"
+            return "" if all(map(self.parts_known, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"
         bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
         return f"reward: of sample {bad[0]} is not finite"
 
@@ -124,16 +125,16 @@ class Arriving(Leasing):
             if index not in accepted:
                 continue
             if len(runs) == 1:  # one version for all tokens
-                oldest = runs[0][0]
+                oldest = newest = runs[0][0]
                 if oldest not in digests or len(digests) > 1:  # nearly all samples of a message share them
                     digests = {oldest: head.digests.get(oldest, "")}
             else:
-                oldest = oldest_version(runs) or 0
+                oldest, newest = oldest_version(runs) or 0, max((version for version, _ in runs), default=0)
                 digests = {version: head.digests.get(version, "") for version, _ in runs}
             oldest_of_all = min(oldest_of_all, oldest)
             reward = rewards.get(index)
             parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
-            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward, parts)
+            mine[index] = Sample(token, item.length, oldest, number, item.finish, reward, parts, newest=newest)
             if group.underway:
                 self._forget_underway(group, index)
             events.append(SampleEvent(at, group.id, index, token, producer, item.length, runs, digests, reward, parts))

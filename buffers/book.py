@@ -24,7 +24,7 @@ from buffers.admission import Plan
 from buffers.judged import open_judges
 from buffers.ledger import COMPETING, Batch, Budget, Change, Ended, Group, IdSet, Meta, Record, Settings, State
 from buffers.notes import Cancelled, Event, Taken, Worker
-from buffers.score_queue import ScoreQueue
+from buffers.score_queue import ScoreQueue, let_go
 from buffers.tuning import Tuning
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,8 +38,15 @@ _ranges = msgspec.msgpack.Decoder(tuple[tuple[int, int], ...]).decode
 _digests = msgspec.msgpack.Decoder(dict[int, tuple[str, ...]]).decode
 
 
+#: Data sources whose judges are remembered: the names come with the rows.
+KEPT_SOURCES = 1024
 #: Seconds between two proofs of the whole book: one costs about a microsecond per group that is not retired.
 PROOF_S = 1.0
+
+
+def urgency(group: Group) -> tuple[float, int]:
+    """The order in which groups that wait for a producer are leased."""
+    return (math.inf if group.deadline is None else group.deadline, group.id)
 
 
 class Book:
@@ -65,6 +72,7 @@ class Book:
         self.due: Counter[int] = Counter()  # deadline -> competing groups
         self.ready_order: list[tuple[int, int, int]] = []  # (deadline, sequence, id), earliest first
         self.pending: dict[int, None] = {}  # leased to nobody: they wait for a producer
+        self.pending_order: list[tuple[float, int]] = []  # the same as (deadline, id), earliest first; none: inf
         self.held: dict[str, set[int]] = {}
         self.barred: dict[str, tuple[int, float]] = {}  # producer -> (version that it holds wrongly, until when)
         self.named: dict[int, float] = {}  # leased group -> when its holder last named it
@@ -107,7 +115,8 @@ class Book:
             elif key[0] == "b" and key[1:].isdigit():
                 batch = _batch(value)
                 self.batches[batch.step] = batch
-        for _, batch in sorted(self.batches.items()):
+        self.batches = dict(sorted(self.batches.items()))
+        for batch in self.batches.values():
             for number in batch.groups:
                 self._take_in(self.groups[number], batch)
         self._token = max(self._token, *(group.token for group in self.groups.values()), 0)
@@ -180,9 +189,11 @@ class Book:
             entry = (group.deadline or 0, group.sequence, group.id)
             del self.ready_order[bisect.bisect_left(self.ready_order, entry)]
         elif group.state == State.LEASED:
-            self.pending.pop(group.id, None)
+            if group.id in self.pending:
+                del self.pending[group.id]
+                del self.pending_order[bisect.bisect_left(self.pending_order, urgency(group))]
             if group.holder:
-                self.held[group.holder].discard(group.id)
+                let_go(self.held, group.holder, group.id)
                 self.named.pop(group.id, None)
         elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
             entry = (group.deadline or 0, group.sequence, group.id)
@@ -213,6 +224,7 @@ class Book:
                 self.held.setdefault(group.holder, set()).add(group.id)
             else:
                 self.pending[group.id] = None
+                bisect.insort(self.pending_order, urgency(group))
         elif group.state == State.TRAINED and len(group.uses) < group.max_uses:
             bisect.insort(self.used_order, (group.deadline or 0, group.sequence, group.id))
         if group.state in (State.LEASED, State.UNSCORED):
@@ -309,6 +321,8 @@ class Book:
             return (DEFAULT,)
         found = self._judges.get(source)
         if found is None:
+            if len(self._judges) >= KEPT_SOURCES:
+                self._judges.clear()
             rules = [(rule.name, rule.data_sources) for rule in self.settings.judges]
             found = self._judges[source] = judges_for(source, rules)
         return found
@@ -327,12 +341,17 @@ class Book:
     @property
     def frontier(self) -> int:
         """The version that the next new claim starts from: after the committed step and every recorded batch."""
-        return max(self.meta.version, max(self.batches, default=0))
+        return max(self.meta.version, self._newest_batch)
+
+    @property
+    def _newest_batch(self) -> int:
+        """The last step whose batch is recorded: they are in the order of their steps (`check`)."""
+        return next(reversed(self.batches), 0)
 
     @property
     def outstanding(self) -> int:
         """Groups that compete for a batch, and the newest batch that is not committed."""
-        newest = max(self.batches, default=0)
+        newest = self._newest_batch
         training = len(self.batches[newest].groups) if newest > self.meta.version else 0
         return sum(self.counts[state] for state in COMPETING) + training
 
@@ -388,7 +407,9 @@ class Book:
                 raise AsyncRLError("internal", f"{name}: {getattr(self, name)}, the rows say {getattr(fresh, name)}")
         if (fresh.ready_order, fresh.used_order) != (self.ready_order, self.used_order):
             raise AsyncRLError("internal", "the order of ready or used groups disagrees with the rows")
-        if fresh.pending.keys() != self.pending.keys():
+        if list(self.batches) != sorted(self.batches):
+            raise AsyncRLError("internal", "the recorded batches are not in the order of their steps")
+        if fresh.pending.keys() != self.pending.keys() or fresh.pending_order != self.pending_order:
             raise AsyncRLError("internal", "the pending groups disagree with the rows")
         if {key: ids for key, ids in fresh.held.items() if ids} != {key: ids for key, ids in self.held.items() if ids}:
             raise AsyncRLError("internal", "the lease holders disagree with the rows")

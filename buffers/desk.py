@@ -23,10 +23,14 @@ from asyncrl.metrics import CATALOGUE, MetricsLog
 from asyncrl.rundir import RunDir, endpoint, run_id
 from asyncrl.sockets import Call
 from asyncrl.wire import Buffer, Message
+from buffers.awake import AwakeClock
 from buffers.evaluation import Evaluations
 from buffers.groups import Groups
 from buffers.replies import status_json
 from buffers.stores.base import Store
+
+ROLES = ("producer", "reward", "learner", "observer")
+TOLD_S = 5.0  # a shorter standstill is not worth a line
 
 
 class Poll(msgspec.Struct):
@@ -44,7 +48,7 @@ class Desk:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.config = config
-        self._clock = clock  # monotonic seconds; the simulator injects its own
+        self._clock = AwakeClock(clock, self._stood_still)  # the simulator injects a clock of its own
         self.groups = groups
         self.evaluations = evaluations
         self.store = store
@@ -59,6 +63,12 @@ class Desk:
         self._lease_polls: dict[str, Poll] = {}
         self._reward_polls: dict[str, Poll] = {}
         self._lengths = LengthWatch()  # the bias alarm's running means
+
+    def _stood_still(self, seconds: float) -> None:
+        """What is told in wall time goes on with the wall's."""
+        self.groups.wall_offset += seconds
+        if seconds >= TOLD_S:
+            print(f"buffer: it stood still for {seconds:.1f} s, which count against nobody's lease", flush=True)
 
     def _answer(self, call: Call, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         self._replies.append((call, message, payloads))
@@ -84,7 +94,7 @@ class Desk:
             )
         if hello.run_id and hello.run_id != mine:
             raise HandshakeError("handshake.mismatch", f"{hello.name} belongs to run {hello.run_id}, this is {mine}")
-        if hello.role not in ("producer", "reward", "learner", "observer"):
+        if hello.role not in ROLES:
             raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
         self._check_fingerprint(hello.name, hello.fingerprint)
         if hello.role == "producer":
@@ -108,6 +118,7 @@ class Desk:
 
     def _heartbeat(self, call: Call, now: float) -> None:
         beat: wire.Heartbeat = call.message
+        self._check_beat(beat)
         if beat.role == "learner":
             worker = self.groups.workers.get(("learner", beat.name))
             if self.groups.meta.learner == (beat.name, beat.pid, beat.host) and worker is not None:
@@ -125,14 +136,21 @@ class Desk:
                 holds=beat.holds,
             )
             self.evaluations.heartbeat(beat.role, beat.name, pid=beat.pid, holds=beat.holds, now=now)
-        unknown = [name for name in beat.stats if name not in CATALOGUE and not name.startswith("reward/")]
-        if unknown:
-            raise WireError("wire.unexpected", f"metric {unknown[0]!r} is not in the catalogue")
         self._roles_log.write(
             beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=beat.waiting_for
         )
         cancelled = self.groups.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
         self._answer(call, wire.Ok(cancelled=cancelled))
+
+    def _check_beat(self, beat: wire.Heartbeat) -> None:
+        """Roles and metrics are those that are known; parts of the reward are named by the learner alone."""
+        if beat.role not in ROLES:
+            raise WireError("wire.unexpected", f"role {beat.role!r} is unknown")
+        leads = beat.role == "learner" and self.groups.meta.learner == (beat.name, beat.pid, beat.host)
+        unknown = [name for name in beat.stats
+                   if name not in CATALOGUE and not (leads and name.startswith("reward/"))]  # fmt: skip
+        if unknown:
+            raise WireError("wire.unexpected", f"metric {unknown[0][:200]!r} is not in the catalogue")
 
     def _status(self, call: Call, now: float) -> None:
         extra = {

@@ -22,6 +22,7 @@ from asyncrl.rundir import RunDir
 from asyncrl.wire import RewardRequest, Scores, ScoresReply
 from buffers.evaluation import Evaluations
 from buffers.groups import Groups
+from buffers.history import write_all
 from buffers.scoring import ToScore
 
 
@@ -41,7 +42,7 @@ class EvaluationFiles:
         for step, lines in by_step.items():
             self._run.evaluations.mkdir(mode=0o700, exist_ok=True)
             with (self._run.evaluations / f"step-{step}.jsonl").open("ab", buffering=0) as file:
-                file.write(b"\n".join([*lines, b""]))
+                write_all(file.fileno(), b"\n".join([*lines, b""]))
 
     def write_ended(self, ended: Sequence[dict[str, Any]]) -> None:
         """Lines of metrics of those that do not stand there yet."""

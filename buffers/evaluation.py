@@ -57,6 +57,9 @@ class Evaluations(EvaluationWork):
             if count != rows and other != name and worker is not None and now - worker.seen <= limit:
                 what = f"{name} reads {rows} prompts for evaluations, {other} reads {count}"
                 raise HandshakeError("handshake.mismatch", f"{what}: they see other files")
+        known = {other for role, other in self.groups.workers if role == "producer"}
+        for other in [other for other in said if other not in known]:
+            del said[other]
         said[name] = rows
         if rows == self.meta.rows:
             return

@@ -23,7 +23,7 @@ from buffers.judged import Judged, open_judges
 from buffers.leasing import Leasing
 from buffers.ledger import Change, Record
 from buffers.notes import Worker
-from buffers.score_queue import ScoreQueue
+from buffers.score_queue import ScoreQueue, let_go
 
 
 class HeldOut(msgspec.Struct, array_like=True, gc=False):
@@ -202,7 +202,7 @@ class EvaluationBook:
         self.pending.discard(prompt.id)
         self.named.pop(prompt.id, None)
         if prompt.holder:
-            self.held[prompt.holder].discard(prompt.id)
+            let_go(self.held, prompt.holder, prompt.id)
 
     def _in(self, prompt: Prompt) -> None:
         self._index(prompt)

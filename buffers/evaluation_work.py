@@ -24,6 +24,7 @@ from asyncrl.versions import oldest_version
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation_book import EvaluationBook, HeldOut, Prompt, Round
 from buffers.judged import Judged, said_by, take_answer, take_failure
+from buffers.judging import TOO_MANY_PARTS
 from buffers.leasing import GRACEFUL
 from buffers.ledger import Record
 from buffers.notes import Cancelled
@@ -150,7 +151,9 @@ class EvaluationWork(EvaluationBook):
     def _granted(self, prompt: Prompt) -> Lease:
         missing = tuple(index for index in range(self.config.samples) if index not in prompt.samples)
         step, row = place_of(prompt.id)
-        return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row), step)
+        return Lease(
+            prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row, prompt.attempt), step
+        )
 
     def _lose(self, prompt: Prompt, why: str, now: float, *, counts: bool = True) -> None:
         """The holder will not finish it: what arrived stays, the rest waits for another producer."""
@@ -237,7 +240,9 @@ class EvaluationWork(EvaluationBook):
                 return f"digest: {head.producer} holds {digest or 'nothing'} as version {version}, not {known[-1]}"
         bad = [index for index, reward in head.rewards.items()
                if not all(map(math.isfinite, (reward, *head.parts.get(index, {}).values())))]  # fmt: skip
-        return f"reward: of sample {bad[0]} is not finite" if bad else ""
+        if bad:
+            return f"reward: of sample {bad[0]} is not finite"
+        return "" if all(map(self.groups.parts_known, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"
 
     def _accept(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record, now: float) -> None:
         self._out(prompt)
@@ -276,6 +281,8 @@ class EvaluationWork(EvaluationBook):
         again = self.scores_due.again(name, request)
         if again or request <= worker.answered:
             return [self._item(key) for key in again]
+        if not self.scores_due.waits(judge):
+            return []
         others = self.groups.living_workers(judge, now) - {name}
 
         def may(key: Key) -> bool:
@@ -319,10 +326,12 @@ class EvaluationWork(EvaluationBook):
         newest = item.token if lease is None else lease.token  # a late score counts, a late failure does not
         known = item.token == newest or (isinstance(item, Score) and item.token < newest)
         oldest = max(sample.token, said.failed_token) if isinstance(item, RewardFailure) else sample.token
-        if not known or item.token <= oldest:
+        if not known or not oldest < item.token <= self.groups._token:
             return "token: the reward lease was lost"
         if isinstance(item, Score) and not all(map(math.isfinite, (item.reward, *item.parts.values()))):
             item = RewardFailure(item.group, item.index, item.token, "not_finite", f"reward {item.reward}")
+        if isinstance(item, Score) and not self.groups.parts_known(item.parts):
+            item = RewardFailure(item.group, item.index, item.token, "parts", TOO_MANY_PARTS)
         self.scores_due.release((item.group, item.index, judge))
         if isinstance(item, Score):
             self._answered(prompt, sample, item, message, now=now)

@@ -15,9 +15,9 @@ tests.
                                                            (claimed again, at most max_reuse times and until it is due)
 
 The transitions stand in layers, each a class on top of the one before: `book` (rows, indexes, changes), `tunable` (live
-tuning), `judging` (poison, filters, budgets), `underway` (what was begun), `leasing` (producers), `arriving` (samples),
-`pieces` (checkpoints of samples), `scoring` (reward workers), `training` (claim, commit), `reconcile` (registration),
-and here the clock, the diagnosis. Guarantees:
+tuning), `judging` (poison, filters, budgets), `underway` (what was begun), `fairness` (shares of producers), `leasing`
+(producers), `arriving` (samples), `pieces` (checkpoints of samples), `scoring` (reward workers), `training` (claim,
+commit), `reconcile` (registration), and here the clock, the diagnosis. Guarantees:
 1. time is passed in, randomness there is none: the same calls give the same decisions;
 2. a decision touches memory only; `take()` gives the rows, events and free payloads for the store to apply at once;
 3. `issued = leased + unscored + ready + claimed + trained + retired + dropped + dead` (`check`, on every commit);

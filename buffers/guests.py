@@ -121,7 +121,10 @@ class Guests:
 
     def _sync(self) -> None:
         while self._dirty:  # what is adopted meanwhile stands in it again
-            segment, _ = self._dirty.popitem()
+            try:
+                segment, _ = self._dirty.popitem()
+            except KeyError:  # freed since the look at it, on the service's thread
+                return
             with suppress(FileNotFoundError):  # freed
                 file = os.open(segment_path(self._folder, segment), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:

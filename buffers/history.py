@@ -11,6 +11,7 @@ the file. Guarantees:
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.errors import Unavailable
+
+LINE_BYTES = 1 << 20  # longer than a line
 KEY = "hist"
 _encode = msgspec.json.Encoder().encode_lines
 
@@ -39,15 +43,15 @@ class History:
 
     def _complete(self, last: bytes) -> None:
         size = os.fstat(self._file).st_size
-        tail = os.pread(self._file, 1 << 20, max(0, size - (1 << 20)))
+        looked = len(last) + LINE_BYTES
+        tail = os.pread(self._file, looked, max(0, size - looked))
         torn = len(tail) - (tail.rfind(b"\n") + 1)
         if torn:
             os.ftruncate(self._file, size - torn)
             tail = tail[:-torn]
-        if last and not tail.endswith(last[-(1 << 20) :]) and not self._holds(last):
+        if last and not tail.endswith(last) and not self._holds(last):
             # After a torn line some lines of the row may be there already: append only what is missing.
-            done = next((cut for cut in _line_ends(last) if tail.endswith(last[:cut])), 0)
-            os.write(self._file, last[done:])
+            write_all(self._file, last[_done(tail, last) :])
 
     def _holds(self, lines: bytes) -> bool:
         """Whether the lines stand further up: the store came back as it was earlier, and must not repeat itself."""
@@ -59,7 +63,7 @@ class History:
     def write(self, lines: bytes) -> None:
         """Append the lines."""
         if lines:
-            os.write(self._file, lines)
+            write_all(self._file, lines)
             if self._fsync == "always":
                 os.fdatasync(self._file)
 
@@ -73,7 +77,24 @@ class History:
         os.close(self._file)
 
 
-def _line_ends(text: bytes) -> list[int]:
-    """Where the lines of the text end, the last one first (and not the end of the text itself)."""
-    ends = [place + 1 for place, byte in enumerate(text) if byte == 10]
-    return sorted((end for end in ends if end < len(text)), reverse=True)
+def _done(tail: bytes, lines: bytes) -> int:
+    """How many bytes of the lines the tail ends with."""
+    first = lines[: lines.find(b"\n") + 1]
+    place = tail.rfind(first)
+    while place >= 0:
+        if lines.startswith(tail[place:]):
+            return len(tail) - place
+        place = tail.rfind(first, 0, place)
+    return 0
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Append all of it: the kernel may take a part alone. Raises `disk.full` or `store.refused`: the service then ends
+    and starts again."""
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except OSError as error:
+        code = "disk.full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "store.refused"
+        raise Unavailable(code, f"log file: {error.strerror}") from None

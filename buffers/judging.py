@@ -15,12 +15,16 @@ A filter is a pure function that is handed in; nothing here loads code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from buffers.filters import ZERO_VARIANCE, Filter
 from buffers.ledger import Group, Settings, State
 from buffers.tunable import Tunable
 
+#: Names of parts of rewards that a run may have: each becomes a metric of every step.
+MOST_PARTS = 256
+LONGEST_PART = 200
+TOO_MANY_PARTS = f"a run has at most {MOST_PARTS} names of parts, of at most {LONGEST_PART} letters"
 #: Where a group goes that is not READY: state, reason, detail.
 Verdict = tuple[State, str, str]
 
@@ -34,6 +38,7 @@ class Judging(Tunable):
     ) -> None:  # fmt: skip
         super().__init__(settings, epoch=epoch, wall_offset=wall_offset)
         self.filters = tuple(filters)
+        self.part_names: set[str] = set()  # of rewards, since the service started
 
     def load(self, rows: Iterable[tuple[str, bytes]]) -> None:
         """Take over persisted rows. A budget that had been spent is granted again."""
@@ -42,6 +47,14 @@ class Judging(Tunable):
             self.budget.spent, self.budget.poison, self.budget.filtered = False, [], []
             self.budget.forgiven = {reason: self.ended_counts[State.DEAD, reason] for reason in _CODES}
             self._touch("budget")
+
+    def parts_known(self, parts: Mapping[str, float]) -> bool:
+        """Note these names of parts; False where the run would have too many, or one is too long."""
+        names = parts.keys() - self.part_names
+        if len(self.part_names) + len(names) > MOST_PARTS or any(len(name) > LONGEST_PART for name in names):
+            return False
+        self.part_names |= names
+        return True
 
     def _spend(self, code: str, message: str) -> None:
         if self.fault is None:

@@ -1,6 +1,6 @@
 """Producers' side of the state machine: lease, samples, loss, return.
 
-Called through `buffers.groups.Groups`; the layer above `underway`. Guarantees:
+Called through `buffers.groups.Groups`; the layer above `fairness`. Guarantees:
 1. a lease is granted only where (F) holds with it and, for a new prompt, (D) and the run's total allow it;
 2. a lost lease keeps the samples that arrived; only the missing ones are leased again, at most `max_reissue` times;
 3. a group keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new
@@ -12,13 +12,12 @@ Called through `buffers.groups.Groups`; the layer above `underway`. Guarantees:
 from __future__ import annotations
 
 import hashlib
-import math
 
 from asyncrl.wire import Lease, LeaseReturn
 from buffers.admission import depth_allows, feasible
+from buffers.fairness import Sharing
 from buffers.ledger import Group, State
 from buffers.notes import Worker
-from buffers.underway import HandingOut
 
 #: Reasons of a return that are no fault of the prompt: the attempt does not count.
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
@@ -27,16 +26,30 @@ FORGOTTEN = frozenset({"silent"})
 #: Preempted workers come back under new names, thousands in a long run: one that stays away is forgotten (or after ten
 #: times `lease_timeout_s`, where that is longer).
 FORGET_S = 3600.0
+#: Workers that are remembered, beside those that hold something.
+MOST_WORKERS = 4096
 
 
-class Leasing(HandingOut):
+def lease_seed(seed: int, number: int, attempt: int) -> int:
+    """The seed of a group's samples, 56 bits, from that of the run. Another attempt draws others: what failed by the
+    text that it sampled would fail again. The history tells the attempt with every lease, and its token with every
+    sample.
+
+    >>> lease_seed(0, 7, 0) == lease_seed(0, 7, 0), lease_seed(0, 7, 0) == lease_seed(0, 7, 1)
+    (True, False)
+    """
+    text = f"{seed}/{number}" + (f"/{attempt}" if attempt else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+class Leasing(Sharing):
     """The layer below plus the leases of producers."""
 
     # ------------------------------------------------------------ workers
 
     def hello(self, role: str, name: str, *, pid: int, host: str, now: float) -> None:
         """A process introduces itself, holding nothing: what that name still holds here is lost at once."""
-        self.workers[role, name] = Worker(name, pid, host, now)
+        self._meet(role, Worker(name, pid, host, now))
         if role == "producer":
             for number in sorted(self.held.get(name, ())):
                 self._lose(self.groups[number], "restarted", now)
@@ -52,7 +65,7 @@ class Leasing(HandingOut):
         """A process is alive: its leases stay its own; with `holds` only those that it names."""
         worker = self.workers.get((role, name))
         if worker is None or worker.pid not in (0, pid):
-            worker = self.workers[role, name] = Worker(name)
+            worker = self._meet(role, Worker(name))
             self.barred.pop(name, None)
             for number in sorted(self.held.get(name, ())) if role == "producer" else ():
                 if self.groups[number].pid not in (0, pid):
@@ -80,9 +93,26 @@ class Leasing(HandingOut):
 
     def saw(self, role: str, name: str, now: float) -> Worker:
         """The worker of that name, seen now."""
-        worker = self.workers.setdefault((role, name), Worker(name))
+        worker = self.workers.get((role, name)) or self._meet(role, Worker(name))
         worker.seen = now
         return worker
+
+    def _meet(self, role: str, worker: Worker) -> Worker:
+        """A worker that is new, or new under its name. Names are what peers say: who was not heard from for longest
+        and holds nothing makes room."""
+        self.workers.pop((role, worker.name), None)
+        idle = ((other.seen, key) for key, other in self.workers.items() if not self._holds(*key))
+        gone = min(idle, default=None) if len(self.workers) >= MOST_WORKERS else None
+        if gone is not None:
+            del self.workers[gone[1]]
+            self.barred.pop(gone[1][1], None)
+        self.workers[role, worker.name] = worker
+        return worker
+
+    def _holds(self, role: str, name: str) -> bool:
+        if role == "learner":
+            return name == self.meta.learner[0]
+        return bool(self.held.get(name) if role == "producer" else self.scores_due.held.get(name))
 
     def _lose_scoring(self, name: str) -> None:
         self.scores_due.lose(name)
@@ -148,8 +178,9 @@ class Leasing(HandingOut):
         if self._is_barred(producer, engine_version, now):
             return ()
         granted: list[Lease] = []
-        quota = self.settings.max_groups_in_flight
-        room = max_groups if not quota else min(max_groups, quota - len(self.held.get(producer, ())))
+        quota, holds = self.settings.max_groups_in_flight, len(self.held.get(producer, ()))
+        most = max_groups if not quota else min(max_groups, quota - holds)
+        room = min(most, self._fair_room(worker, holds + most, engine_version, now))
         while len(granted) < room:
             found = self._next_for(engine_version)
             if found is None:
@@ -174,7 +205,8 @@ class Leasing(HandingOut):
         if lag > settings.depth:
             return f"the engine is {lag} versions behind, pipeline_depth is {settings.depth}: it must sync"
         if self._next_for(engine_version) is not None:
-            return ""
+            worker = self.workers.get(("producer", producer))
+            return "" if worker is None or not worker.others else f"what is ready is kept for {worker.others}"
         if self._competing >= self.unclaimed:
             if not self.pending:
                 return "every prompt of the run is issued"
@@ -192,15 +224,6 @@ class Leasing(HandingOut):
             return True
         self.barred.pop(producer, None)
         return False
-
-    @property
-    def _competing(self) -> int:
-        return self.counts[State.LEASED] + self.counts[State.UNSCORED] + self.counts[State.READY]
-
-    @property
-    def _training_version(self) -> int:
-        """The version that the step in training starts from; between steps the committed one."""
-        return max(self.meta.version, self.frontier - 1)
 
     def _fits(self, engine_version: int, bound: int) -> bool:
         deadline = engine_version + bound
@@ -220,26 +243,33 @@ class Leasing(HandingOut):
             return None
         if engine_version < 0 or engine_version > self.meta.newest + 1 or lag > settings.depth:
             return None
-        for number in self._pending_order():
-            group = self.groups[number]
-            if self._may_resume(group, engine_version, lag):
-                return group
+        found = self._next_pending(engine_version, lag)
+        if found is not None:
+            return found
         if self._competing >= self.unclaimed or not self._fits(engine_version, settings.max_staleness):
             return None
         if not self._deep_enough(self.outstanding, lag):
             return None
         return Group(self.meta.cursor, bound=settings.max_staleness, max_uses=settings.max_reuse)
 
-    def _pending_order(self) -> list[int]:
-        def urgency(number: int) -> tuple[float, int]:
-            deadline = self.groups[number].deadline
-            return (math.inf if deadline is None else deadline, number)
-
-        return sorted(self.pending, key=urgency)
+    def _next_pending(self, engine_version: int, lag: int) -> Group | None:
+        """Of the groups that wait for another attempt the first that may have it. Those of which nothing arrived differ
+        by their bounds alone: each bound is judged once."""
+        order, place = self.pending_order, len(self.pending_order) - self._unbegun
+        for _, number in order[:place]:
+            if self._may_resume(self.groups[number], engine_version, lag):
+                return self.groups[number]
+        judged: set[int] = set()
+        for _, number in order[place:]:
+            group = self.groups[number]
+            if group.bound not in judged and self._may_resume(group, engine_version, lag):
+                return group
+            judged.add(group.bound)
+        return None
 
     def _may_resume(self, group: Group, engine_version: int, lag: int) -> bool:
         if group.deadline is None:  # nothing of it arrived: like a new prompt, but it precedes those
-            active = self.outstanding - sum(self.groups[number].deadline is None for number in self.pending)
+            active = self.outstanding - self._unbegun
             return self._deep_enough(active, lag) and self._fits(engine_version, group.bound)
         if engine_version + group.bound >= group.deadline:
             return True
@@ -280,10 +310,8 @@ class Leasing(HandingOut):
     def _granted(self, group: Group) -> Lease:
         asked = self.settings.group_size + self.settings.over_issue
         missing = tuple(index for index in range(asked) if index not in group.samples)
-        digest = hashlib.blake2b(f"{self.settings.seed}/{group.id}".encode(), digest_size=7).digest()
-        return Lease(
-            group.id, group.token, group.attempt, missing, int.from_bytes(digest, "little"), group.deadline or 0
-        )
+        seed = lease_seed(self.settings.seed, group.id, group.attempt)
+        return Lease(group.id, group.token, group.attempt, missing, seed, group.deadline or 0)
 
     # ------------------------------------------------------------ loss and return
 
@@ -317,6 +345,8 @@ class Leasing(HandingOut):
     def give_back(self, message: LeaseReturn, *, now: float) -> None:
         """A producer returns leases; with `dead` the prompt itself is at fault. Old tokens are ignored."""
         self.saw("producer", message.producer, now)
+        if message.reason in GRACEFUL:
+            self.workers["producer", message.producer].capacity = 0  # it ends: nothing is kept for it
         for number, token in message.groups:
             group = self.groups.get(number)
             if group is None or group.state != State.LEASED or group.token != token or not token:
@@ -324,4 +354,4 @@ class Leasing(HandingOut):
             if message.dead:
                 self._end(group, State.DEAD, "prompt", now, message.reason, tell=False)
             else:
-                self._lose(group, message.reason, now, counts=message.reason not in GRACEFUL)
+                self._lose(group, message.reason[:200], now, counts=message.reason not in GRACEFUL)

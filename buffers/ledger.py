@@ -132,6 +132,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     failures: int = 0  # in rows of before judges had names; now in `judged`
     failed_by: tuple[str, ...] = ()
     judged: dict[str, Judged] = {}  # what judges said, until all have answered
+    newest: int = -1  # largest version of its tokens; in rows of before it was told: no larger than `oldest`
 
 
 class Underway(msgspec.Struct, array_like=True, gc=False):

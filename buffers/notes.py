@@ -47,6 +47,9 @@ class Worker(msgspec.Struct):
     stats: dict[str, float] = {}
     answered: int = 0  # last request for work that was answered
     waiting_since: float | None = None  # it waits without a break since then
+    capacity: int = 0  # groups that a producer can hold, as its last request said; 0: it has not asked
+    kept: tuple[int, float] = (-1, 0.0)  # version, since when groups are kept for it there
+    others: str = ""  # for whom groups are kept that this producer could have, as its last request was told
     judge: str = ""  # for whom a reward worker scores, as its last request said
 
     def waits(self, what: str, now: float) -> None:

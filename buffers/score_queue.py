@@ -10,11 +10,24 @@ It decides nothing about rewards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 #: Group (or prompt of an evaluation), sample, judge.
 Key = tuple[int, int, str]
+
+
+def let_go(held: dict[str, set[Any]], holder: str, what: Any) -> None:
+    """It no longer holds this; who holds nothing is no entry: names are what peers say.
+
+    >>> held = {"a": {1}}; let_go(held, "a", 1); held
+    {}
+    """
+    mine = held[holder]
+    mine.discard(what)
+    if not mine:
+        del held[holder]
 
 
 class RewardLease(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +56,7 @@ class ScoreQueue:
         """It is no longer to be scored, or was."""
         lease = self.leases.pop(key, None)
         if lease is not None:
-            self.held[lease.worker].discard(key)
+            let_go(self.held, lease.worker, key)
             self.named.pop(lease.token, None)
         queue = self.waiting.get(key[2])
         if queue is not None:
@@ -66,11 +79,10 @@ class ScoreQueue:
             key = (number, index, judge)
             if may(key):
                 taken.append(key)
-        held = self.held.setdefault(worker, set())
         for key in taken:
             assert queue is not None
             del queue[key[:2]]
-            held.add(key)
+            self.held.setdefault(worker, set()).add(key)
             self.leases[key] = RewardLease(new_token(), worker, request)
         return taken
 
@@ -90,7 +102,7 @@ class ScoreQueue:
             if (key[0], token) in mine:
                 self.named[token] = now
             elif now - self.named.setdefault(token, now) > limit_s:
-                self.held[worker].discard(key)
+                let_go(self.held, worker, key)
                 self._give_up(key)
                 lost += 1
         return lost

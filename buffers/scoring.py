@@ -23,6 +23,7 @@ import msgspec
 from asyncrl.judge_config import DEFAULT, shown
 from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
 from buffers.judged import Judged, said_by, settle, take_answer, take_failure
+from buffers.judging import TOO_MANY_PARTS
 from buffers.ledger import Group, Sample, State
 from buffers.pieces import Checkpointing
 from buffers.score_queue import Key
@@ -58,6 +59,8 @@ class Scoring(Checkpointing):
         again = self.scores_due.again(name, request)
         if again or request <= worker.answered:
             return [self._item(key) for key in again]
+        if not self.scores_due.waits(judge):
+            return []
         others = self.living_workers(judge, now) - {name}
 
         def may(key: Key) -> bool:
@@ -104,6 +107,8 @@ class Scoring(Checkpointing):
         # Tokens grow, and this sample came under a token of its own: an answer under a later one is of what is there
         # now, whoever has the lease by then (it expired, or the service was restarted).
         lease = self.scores_due.leases.get((item.group, item.index, judge))
+        if item.token > self._token:
+            return "token: never granted"
         if item.token <= sample.token or (lease is not None and item.token > lease.token):
             return "token: the reward lease was lost"
         if isinstance(item, RewardFailure) and (lease is not None and item.token != lease.token):
@@ -119,6 +124,9 @@ class Scoring(Checkpointing):
             return found
         if not (math.isfinite(score.reward) and all(math.isfinite(part) for part in score.parts.values())):
             failure = RewardFailure(score.group, score.index, score.token, "not_finite", f"reward {score.reward}")
+            return self._failure(failure, message, now)
+        if not self.parts_known(score.parts):
+            failure = RewardFailure(score.group, score.index, score.token, "parts", TOO_MANY_PARTS)
             return self._failure(failure, message, now)
         group, sample, late = found
         self.judge_counts[judge, "scored"] += 1

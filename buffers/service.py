@@ -10,6 +10,7 @@ to the segment file, rows to the store, lines to the history, and only then the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from buffers.history import KEY, History, lines_of
 from buffers.layout import GUEST_BYTES
 from buffers.ledger import Change, Record, ledger_of
 from buffers.replies import batch_by_place, batch_reply, reward_reply
+from buffers.scoring import ToScore
 from buffers.segments import Segments
 from buffers.stores.base import Store, StoreLost
 
@@ -58,7 +60,7 @@ class BufferService(Desk):
         self._process_gone = process_gone
         self._dead = DeadLetters(RunDir(config.run_dir).dead)
         self._claim_poll: Poll | None = None
-        self._registering: Call | None = None
+        self._registering: tuple[Call, float] | None = None  # and since when it waits
         self._seen_generation = (-1, -1)
         # A complete run that is started again with more steps: workers may ask before the learner has registered.
         self._goes_on = groups.meta.done and groups.meta.version < config.learner.steps
@@ -97,9 +99,9 @@ class BufferService(Desk):
         self.groups.tick(now)
         self.evaluations.tick(now)
         if self._registering is not None:
-            call, self._registering = self._registering, None
+            (call, since), self._registering = self._registering, None
             try:
-                self._register(call, now)
+                self._register(call, now, since=since)
             except AsyncRLError as error:
                 self._refuse(call, error)
         self._look_at_polls(now, clock=True)
@@ -144,7 +146,7 @@ class BufferService(Desk):
         changed = generation != self._seen_generation
         if not changed and not clock:
             return
-        ended = (self.groups.meta.done and not self._goes_on) or bool(self.stop_reason)
+        ended = self._ended()
         # The learner first: what it takes makes room for the producers; then both could make work for the rewards.
         if self._claim_poll is not None:
             self._look_at_claim(self._claim_poll, now)
@@ -153,6 +155,13 @@ class BufferService(Desk):
         for name, poll in list(self._reward_polls.items()):
             self._look_at_reward(name, poll, now, ended)
         self._seen_generation = self.groups.generation, self.evaluations.generation
+
+    def _ended(self) -> bool:
+        """No more work will come: the run is complete, or the service stops."""
+        return (self.groups.meta.done and not self._goes_on) or bool(self.stop_reason)
+
+    def _why_ended(self) -> str:
+        return f"the buffer stops: {self.stop_reason}" if self.stop_reason else "the run is complete"
 
     def _look_at_lease(self, name: str, poll: Poll, now: float, ended: bool) -> None:
         ask: wire.LeaseRequest = poll.call.message
@@ -169,11 +178,11 @@ class BufferService(Desk):
 
     def _answer_lease(self, call: Call, leases: tuple[wire.Lease, ...], ended: bool = False, why: str = "") -> None:
         ask: wire.LeaseRequest = call.message
-        self.groups.workers["producer", ask.producer].answered = call.request
+        self._note_answered("producer", ask.producer, call)
         reason = why or (
             ""
             if leases
-            else "the run is complete"
+            else self._why_ended()
             if ended
             else self.groups.fault[1]
             if self.groups.fault
@@ -181,6 +190,12 @@ class BufferService(Desk):
         )
         begun, payloads = self._begun_of(leases)
         self._answer(call, wire.Leases(leases, self.groups.meta.version, reason, ended, begun), payloads)
+
+    def _note_answered(self, role: str, name: str, call: Call) -> None:
+        """Copies of this request, and of those before it, get nothing new."""
+        worker = self.groups.workers.get((role, name))
+        if worker is not None:  # it may have been forgotten
+            worker.answered = max(worker.answered, call.request)
 
     def _begun_of(self, leases: Sequence[wire.Lease]) -> tuple[tuple[wire.Begun, ...], list[Buffer]]:
         """What other producers began of these, with its payloads."""
@@ -198,12 +213,15 @@ class BufferService(Desk):
         items = reward_items(self.groups, self.evaluations, ask=ask, request=poll.call.request, now=now)
         if items or ended or now >= poll.until:
             del self._reward_polls[name]
-            self.groups.workers["reward", name].answered = poll.call.request
-            owners: ChainMap[int, Any] = ChainMap(self.evaluations.prompts, self.groups.groups)  # type: ignore[arg-type]
-            work, payloads, damaged = reward_reply(items, owners, self.segments)
-            self.groups.lose_payloads([number for number in damaged if not is_evaluation(number)], now=now)
-            self.evaluations.lose_payloads([number for number in damaged if is_evaluation(number)], now=now)
-            self._answer(poll.call, wire.RewardWork(work, ended and not items), payloads)
+            self._answer_reward(poll.call, items, now, ended)
+
+    def _answer_reward(self, call: Call, items: list[ToScore], now: float, ended: bool) -> None:
+        self._note_answered("reward", call.message.worker, call)
+        owners: ChainMap[int, Any] = ChainMap(self.evaluations.prompts, self.groups.groups)  # type: ignore[arg-type]
+        work, payloads, damaged = reward_reply(items, owners, self.segments)
+        self.groups.lose_payloads([number for number in damaged if not is_evaluation(number)], now=now)
+        self.evaluations.lose_payloads([number for number in damaged if is_evaluation(number)], now=now)
+        self._answer(call, wire.RewardWork(work, ended and not items), payloads)
 
     def _look_at_claim(self, poll: Poll, now: float) -> None:
         ask: wire.Claim = poll.call.message
@@ -260,7 +278,7 @@ class BufferService(Desk):
                 + self.evaluations.lease(
                     ask.producer, engine_version=ask.engine_version, request=call.request, now=now
                 ),
-                ended=self.groups.meta.done,
+                ended=self._ended(),
             )
             return
         self._lease_polls[ask.producer] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
@@ -342,12 +360,16 @@ class BufferService(Desk):
     def _reward_request(self, call: Call, now: float) -> None:
         ask: wire.RewardRequest = call.message
         self._check_judge(ask)
-        self.groups.saw("reward", ask.worker, now)
+        worker = self.groups.saw("reward", ask.worker, now)
         waiting = self._reward_polls.get(ask.worker)
         if waiting is not None and waiting.call.request > call.request:
             return
         if waiting is not None and waiting.call.request < call.request:
             self._answer(waiting.call, wire.RewardWork(()))
+        if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
+            items = reward_items(self.groups, self.evaluations, ask=ask, request=call.request, now=now)
+            self._answer_reward(call, items, now, self._ended())
+            return
         self._reward_polls[ask.worker] = Poll(call, now + min(max(0.0, ask.wait_s), MAX_WAIT_S))
         self._seen_generation = (-1, -1)
 
@@ -362,7 +384,8 @@ class BufferService(Desk):
 
     # ------------------------------------------------------------ learner
 
-    def _register(self, call: Call, now: float) -> None:
+    def _register(self, call: Call, now: float, *, since: float = math.inf) -> None:
+        """`since`: from when on it waits to hear of the learner before it."""
         ask: wire.Register = call.message
         self._check_fingerprint(ask.name, ask.fingerprint)
         name, pid, host = self.groups.meta.learner
@@ -375,9 +398,10 @@ class BufferService(Desk):
         except AsyncRLError as error:
             first = self.groups.workers.get(("learner", name))
             waits = error.code == "learner.duplicate" and not self.groups.meta.done
-            if not waits or (first is not None and first.seen > call.received):
+            if not waits or (first is not None and first.seen > since):
                 raise
-            self._registering = call  # whether the first one still lives shows at its next heartbeat, or in 10 s
+            # Whether the first one still lives shows at its next heartbeat, or in 10 s.
+            self._registering = call, min(since, now)
             return
         failpoint("buffer.after_reconcile")
         if ask.step == 0 and is_due(self.config, 0):
@@ -459,7 +483,7 @@ class BufferService(Desk):
         failpoint("buffer.at_close")
         self._look_at_polls(self._clock(), clock=True)
         if self._registering is not None:
-            self._refuse(self._registering, error_for("net.unreachable", "the buffer stops"))
+            self._refuse(self._registering[0], error_for("net.unreachable", "the buffer stops"))
         self.flush()
         self.write_metrics()
         self.history.close()

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError, Fenced, StateLost, error_for
 from buffers.admission import required
-from buffers.ledger import COMPETING, Batch, Group, Ledger, State, ranges_of
+from buffers.ledger import COMPETING, Batch, Group, IdSet, Ledger, State, ranges_of
 from buffers.reuse import Entry, fill, spread, weighted
 from buffers.scoring import Scoring
 
@@ -123,7 +123,10 @@ class Training(Scoring):
     def _abandon(self, groups: Iterable[Group], newest: int, now: float) -> int:
         """Tokens of a version that does not exist (the learner went back to an older checkpoint) are not trained on:
         such groups are generated again. How many."""
-        found = [group for group in groups if any(sample.oldest > newest for sample in group.samples.values())]
+        found = [
+            group for group in groups
+            if any(max(sample.oldest, sample.newest) > newest for sample in group.samples.values())
+        ]  # fmt: skip
         for group in found:
             self._restart_group(group, "abandoned", now)
         return len(found)
@@ -131,10 +134,8 @@ class Training(Scoring):
     def _settle_late(self, step: int, size: int, now: float) -> bool:
         """Make room for a batch that satisfies r(u) for every u, by the rule for late groups; False: wait for them."""
         v = step - 1
-        for number in sorted(self.groups):
-            group = self.groups[number]
-            if group.state < State.CLAIMED and group.deadline is not None and group.deadline < v:
-                self._late(group, f"due at version {group.deadline}, the step starts from {v}", now)
+        for group in self._overdue(v):
+            self._late(group, f"due at version {group.deadline}, the step starts from {v}", now)
         while (short := self._shortage(v, size)) is not None:
             u, missing, excess = short
             if excess:  # more are due than a batch holds (older tokens than leased): waiting cannot help these
@@ -150,6 +151,15 @@ class Training(Scoring):
                 self._late(self.groups[number], f"not ready when step {step} needed it", now)
         self.late_since = None
         return True
+
+    def _overdue(self, v: int) -> list[Group]:
+        """Groups that compete with a deadline below `v`. Every claim that waits asks, so all are looked at only where
+        there is one."""
+        if min(self.due, default=v) >= v:
+            return []
+        found = (group for group in self.groups.values() if group.state < State.CLAIMED)
+        late = [group for group in found if group.deadline is not None and group.deadline < v]
+        return sorted(late, key=lambda group: group.id)
 
     def _shortage(self, v: int, size: int) -> tuple[int, int, int] | None:
         """The first u where the batch cannot hold r(u): u, how many are missing, how many are beyond any batch."""
@@ -260,7 +270,7 @@ class Training(Scoring):
         ended_ranges = {key: ranges_of(numbers) for key, numbers in by_reason.items()}
         return Ledger(
             step=step, cursor=self.meta.cursor, epoch=self.meta.epoch,
-            trained=ranges_of([*self.retired, *trained]) if trained else self.retired.ranges(),
+            trained=IdSet([*self.retired.ranges(), *ranges_of(trained)]).ranges(),
             dropped={reason: found for (state, reason), found in ended_ranges.items() if state == State.DROPPED},
             dead={reason: found for (state, reason), found in ended_ranges.items() if state == State.DEAD},
             tuning=self.tuning_text(),

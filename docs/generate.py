@@ -217,6 +217,7 @@ def plain(hint: object) -> str:
     """A type as text without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
+    text = re.sub(r"typing\.Annotated\[str, msgspec\.Meta\(max_length=(\d+)\)\]", r"str of at most \1 characters", text)
     return text.replace("asyncrl.wire.", "").replace("|", "or")
 
 

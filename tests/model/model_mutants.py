@@ -6,6 +6,7 @@ decision each. A mutant names the case in which the search finds it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from model_world import Case
 from asyncrl.wire import Lease, Pieces, PiecesReply, RewardFailure, Samples, SamplesReply, Score, Scores
 from buffers.admission import capacity
 from buffers.book import Worker
+from buffers.fairness import kept_for
 from buffers.groups import Groups
 from buffers.judged import said_by
 from buffers.ledger import Group, State, Underway
@@ -371,6 +373,15 @@ class JudgesAnswerTwice(Groups):
         return Found(group, group.samples[item.index], False)
 
 
+class KeptFromThoseWithout(Groups):
+    """What is kept for others is kept from producers that hold nothing, too."""
+
+    def _fair_room(self, worker: Worker, most: int, engine_version: int, now: float) -> float:
+        room = super()._fair_room(worker, most, engine_version, now)
+        kept = sum(kept_for(worker.name, self._standing(now), ready=self._ready_for(engine_version)).values())
+        return room if math.isinf(room) else self._ready_for(engine_version) - kept
+
+
 class Mutant(NamedTuple):
     """A wrong rule, a case in which it shows, words of the violation."""
 
@@ -384,6 +395,7 @@ TWO = Case(batch=1, size=1, eta=2, depth=2)
 PAIR = Case(batch=1, size=2, eta=1, depth=1)
 SLOW = TWO._replace(depth=1)
 KEPT = TWO._replace(checkpoints=True)
+SHARED = Case(batch=2, size=1, eta=1, depth=1, producers=3, shared=True, deaf=1, losses=False, inflight=False)
 JUDGED = ONE._replace(producers=1, scored=True, judges=2)
 TUNED = ONE._replace(producers=1, tunes=((1, 1), (2, 2)))
 MUTANTS = (
@@ -416,6 +428,7 @@ MUTANTS = (
     Mutant(CheckpointsOfTheLostLease, KEPT, "taken twice"),
     Mutant(CheckpointsStay, KEPT, "nobody needs"),
     Mutant(ReuseIgnoresRequired, ONE._replace(reuse=2), ""),
+    Mutant(KeptFromThoseWithout, SHARED, "holds nothing and gets nothing"),
     Mutant(OneJudgeIsEnough, JUDGED, "sum of its judges"),
     Mutant(LastJudgeWins, JUDGED, "sum of its judges"),
     Mutant(FailedJudgeGivesZero, JUDGED, ""),

@@ -67,6 +67,8 @@ class Case(NamedTuple):
     reissue: int = 1
     checkpoints: bool = False  # samples under way may be sent in pieces, and are continued or begun anew
     judges: int = 1  # with two both are asked about every sample, and either may fail
+    shared: bool = False  # producers have asked before: those that hold nothing are kept their share
+    deaf: int = 0  # so many of them never ask again, and are heard from for ever
     counted: int = 0  # up to so many ended groups are told apart: the assumption that they do not matter, tested
 
     def settings(self) -> Settings:
@@ -133,6 +135,7 @@ class World:
         self.settings = case.settings()
         self.seen: Container[bytes] = ()  # keys of states that were checked already
         self.names = [f"p{index}" for index in range(case.producers)]
+        self.deaf = case.producers - case.deaf  # place of the first one that does not ask
         self.deepest = max([case.depth, *(depth for _, depth in case.tunes)])
         self.filters = (("seven", drop_seven),) if case.filtered else ()
         reverts = case.restarts and case.inflight  # engines go back to an older version while they generate
@@ -152,6 +155,8 @@ class World:
         """The service starts with these rows."""
         book = self.kind(self.settings, epoch=node.epoch + 1, filters=self.filters)
         book.load(node.rows.items())
+        for name in self.names if self.case.shared else ():
+            book.saw("producer", name, 0.0).capacity = 2
         return book
 
     def _child(self, node: Node, book: Groups, **changes: Any) -> tuple[Node, bytes]:
@@ -185,10 +190,10 @@ class World:
         floor = book.frontier - self.deepest - 2 - case.unsaved
         held = [sorted(rank[number] for number in book.held.get(name, ())) for name in self.names]
         parties = sorted(
-            (w - base if mine else max(w, floor) - base, mine, place)
+            (place >= self.deaf, w - base if mine else max(w, floor) - base, mine, place)
             for place, (w, mine) in enumerate(zip(node.engines, held, strict=True))
         )
-        seats = {self.names[place]: seat for seat, (_, _, place) in enumerate(parties)}
+        seats = {self.names[place]: seat for seat, (*_, place) in enumerate(parties)}
         groups = []
         for number in numbers:
             group = book.groups[number]
@@ -213,7 +218,7 @@ class World:
         settings = (book.settings.max_staleness, book.settings.depth) if case.tunes else ()
         ended = min(len(book.ended), case.counted)
         return _encode(
-            (book.meta.version - base, [party[:2] for party in parties], groups, batches,
+            (book.meta.version - base, [party[:3] for party in parties], groups, batches,
              node.saved[0] - base, settings, ended)
         )  # fmt: skip
 
@@ -233,7 +238,7 @@ class World:
         """Every transition out of a state."""
         book = self.load(node)
         idle: set[int] = set()
-        for place, name in enumerate(self.names):
+        for place, name in enumerate(self.names[: self.deaf]):
             version, holds = node.engines[place], sorted(book.held.get(name, ()))
             if not holds and version in idle:
                 continue  # another producer is in the same position
@@ -291,11 +296,13 @@ class World:
         before = set(other.groups)
         outstanding, active = outstanding_of(other), outstanding_of(other, waiting=False)
         request = node.epoch
-        blocked = other.lease_blocked(version, name)
+        may = other._next_for(version) is not None
         leases = other.lease(name, engine_version=version, max_groups=1, request=request, now=0.0)
         if not leases:
-            if not blocked and not self.only:
+            if not other.lease_blocked(version, name) and not self.only:
                 raise Violation(f"{name} at version {version} gets nothing and no reason is given")
+            if may and not other.held.get(name) and not self.only:
+                raise Violation(f"{name} at version {version} holds nothing and gets nothing of what is ready")
             return
         lease = leases[0]
         fresh = lease.group not in before

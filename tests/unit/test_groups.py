@@ -11,13 +11,18 @@ from groups_run import Run, settings
 
 import buffers.admission
 import buffers.groups
+import buffers.leasing
 import buffers.ledger
+import buffers.score_queue
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
+from buffers.leasing import lease_seed
 from buffers.ledger import Record, State
 
 
-@pytest.mark.parametrize("module", [buffers.groups, buffers.admission, buffers.ledger])
+@pytest.mark.parametrize(
+    "module", [buffers.groups, buffers.admission, buffers.leasing, buffers.ledger, buffers.score_queue]
+)
 def test_examples_of_the_docstrings(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.failed == 0 and result.attempted > 0
@@ -195,6 +200,26 @@ def test_the_same_request_gets_the_same_leases() -> None:
     assert run.g.lease("p", engine_version=0, max_groups=2, request=7, now=0.0) == first
 
 
+def test_another_attempt_samples_other_texts() -> None:
+    """What fails by the text that it samples would fail again, until the weights change."""
+    run = Run()
+    seeds = []
+    for _ in range(3):
+        run.lease()
+        seeds.append(run.g._granted(run.g.groups[0]).seed)
+        run.reload()
+        assert run.g._granted(run.g.groups[0]).seed == seeds[-1]  # the row holds the attempt
+        run.g.give_back(LeaseReturn("p", ((0, run.g.groups[0].token),), "crash"), now=0.0)
+    assert len(set(seeds)) == 3
+    run.lease()
+    run.g.give_back(LeaseReturn("p", ((0, run.g.groups[0].token),), "stop"), now=0.0)
+    before = lease_seed(0, 0, 3)
+    run.lease()
+    assert run.g._granted(run.g.groups[0]).seed == before  # a stop is no attempt
+    drained = [event for event in run.g.take().events if isinstance(event, dict) and event["e"] == "lease"]
+    assert [event["attempt"] for event in drained if event["g"] == 0][-1] == 3
+
+
 def test_tokens_grow_over_restarts() -> None:
     run = Run()
     run.lease()
@@ -346,6 +371,17 @@ def test_scores_after_a_restart_of_the_service_count() -> None:
     run.reload()
     assert run.g.scores(Scores("r", (Score(0, 0, tokens[0], 1.0),)), now=0.0).accepted == 1
     assert set(work(run)) == {1}
+
+
+def test_a_score_under_a_token_that_nobody_was_given_is_refused() -> None:
+    """Nobody has the sample at the moment: a token of the future is not one that has expired."""
+    run = Run(group_size=1)
+    unscored(run)
+    (number,) = work(run)
+    run.g.hello("reward", "r", pid=2, host="h", now=run.now)
+    future = run.g._token + 1
+    reply = run.g.scores(Scores("r", (Score(number, 0, future, 1.0),)), now=run.now)
+    assert reply.refused == {f"{number}:0": "token: never granted"} and run.state(number) == "UNSCORED"
 
 
 def test_a_score_of_given_up_content_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from groups_run import Run
 
 from asyncrl.errors import AsyncRLError, Fenced, StateLost
 from asyncrl.wire import SampleHead, Samples, Score, Scores, encode_header
@@ -176,3 +177,25 @@ def test_an_emptied_store_issues_nothing_before_a_learner_has_said_what_is_train
     assert "no learner has registered" in groups.lease_blocked(0)
     groups.register(**LEARNER | {"step": 3, "ledger": Ledger(step=3, cursor=4, epoch=1, trained=((0, 3),))}, now=0.0)
     assert {group for group, _ in leased(groups, 9, 2)} == {3, 4, 5}  # depth 2; 0, 1 and 2 are in the weights
+
+
+def test_a_sample_with_any_token_of_weights_that_are_gone_is_generated_again() -> None:
+    """The learner comes back from step 1: version 3 will be made again, of other weights. That the sample began with
+    version 1, which is there, does not help the tokens that version 3 added."""
+    run = Run(max_staleness=4)
+    run.step(1)
+    ledger = run.g.ledger(epoch=run.epoch, step=1)
+    run.step(2)
+    run.step(3)
+    run.g.checkpointed(epoch=run.epoch, step=3, now=run.now)
+    kept, mixed = run.lease(3, 2)
+    for number, runs in ((kept, ((0, 1), (1, 1))), (mixed, ((1, 1), (3, 1)))):
+        group = run.g.groups[number]
+        heads = tuple(SampleHead(index, 2, "stop", runs) for index in range(2))
+        head = Samples("p", number, group.token, heads, {}, (), "", 1, rewards={0: 0.0, 1: 1.0})
+        run.g.samples(head, checksum=1, invalid=str, keep=lambda: Record(1, 0, 1, 1, 1), now=run.now)
+    run.reload()  # the row of the sample says it
+    assert (run.state(kept), run.state(mixed)) == ("READY", "READY")
+    run.register(1, ledger)
+    assert (run.state(kept), run.state(mixed)) == ("READY", "LEASED")
+    assert not run.g.groups[mixed].samples

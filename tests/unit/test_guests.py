@@ -194,3 +194,17 @@ def test_always_is_synced_before_the_index(tmp_path: Path, monkeypatch: pytest.M
         assert len(synced) == by_flush + by_sync
         held.release(record)
         held.close()
+
+
+def test_a_file_that_is_freed_while_it_is_to_be_synced(tmp_path: Path) -> None:
+    """`sync` runs on another thread: between its look at what is dirty and its taking, the service frees the file."""
+
+    class FreedMeanwhile(dict[int, None]):
+        def popitem(self) -> tuple[int, None]:
+            self.clear()
+            return super().popitem()
+
+    held = guests(tmp_path, fsync="everysec")
+    held._dirty = FreedMeanwhile({GUEST + 1: None})
+    held.sync()
+    assert not held._dirty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,24 @@ def test_a_store_that_went_back_does_not_repeat_itself(tmp_path: Path) -> None:
     path.write_bytes(OLD + NEW)
     History(path, last=OLD).close()
     assert path.read_bytes() == OLD + NEW
+
+
+def test_a_large_drain_that_a_kill_cut_is_completed_and_not_repeated(tmp_path: Path) -> None:
+    """Longer than what is looked at of the file's end, and cut in the middle of a line."""
+    row = b"".join(b'{"n":%d,"text":"%s"}\n' % (number, b"x" * 1000) for number in range(2500))
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b"before\n" + row[: 2 * len(row) // 3])
+    History(path, last=row).close()
+    assert path.read_bytes() == b"before\n" + row
+    History(path, last=row).close()
+    assert path.read_bytes() == b"before\n" + row
+
+
+def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is nearly full, or a signal: the kernel takes a part, and says so by its count alone."""
+    path, whole = tmp_path / "history.jsonl", os.write
+    monkeypatch.setattr(os, "write", lambda file, data: whole(file, bytes(data)[:5]))
+    history = History(path, last=b"in the row\n")
+    history.write(b"first line\nsecond line\n")
+    history.close()
+    assert path.read_bytes() == b"in the row\nfirst line\nsecond line\n"
