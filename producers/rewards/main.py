@@ -199,7 +199,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     judge = require_judge(config, args.judge)
     client = RewardClient(
-        address, name=args.name, judge=judge.name, keys=role.key_of(args, config),
+        address, name=args.name, judge=judge.name, keys=role.join_key_of(args, config),
         max_bytes=config.network.max_message_bytes, timeout_s=limit_s,
     )  # fmt: skip
     worker = Worker(
