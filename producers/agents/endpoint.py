@@ -104,6 +104,13 @@ class Endpoint:
                 return await handler(request, self._session_of(request))
             except ApiError as error:
                 return self._json(error.body, error.status)
+            except self._web.HTTPException as error:  # such as a body that is too long
+                return self._json(ApiError(error.status, error.reason).body, error.status)
+            except (ConnectionError, TimeoutError):
+                raise  # nobody is there to be answered
+            except Exception as error:  # a tokenizer's package raises anything
+                print(f"warning: a request of an agent failed: {type(error).__name__}: {error}"[:500], flush=True)
+                return self._json(ApiError(500, f"{type(error).__name__}: {error}"[:200]).body, 500)
 
         return guarded
 
