@@ -26,6 +26,7 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
+from producers.beside import beside
 
 ERROR = "error: "  # what an answer begins with that is none
 
@@ -74,7 +75,7 @@ class FunctionTool:
         given = {name: getattr(checked, name) for name in self._arguments.__struct_fields__}
         if self._is_async:
             return shown(await self._function(**given))
-        result = await asyncio.to_thread(self._function, **given)
+        result = await beside(self._function, **given)
         return shown(await result if inspect.isawaitable(result) else result)  # bounded: by the caller
 
 
