@@ -77,6 +77,7 @@ def test_a_reward_of_a_model_needs_no_function() -> None:
         (BASE + 'kind = "classifier"\nmodel = "m"\nurl = "http://h"', "are for kind = 'url'"),
         (BASE + 'kind = "generative"\nmodel = "m"\nprompt = "{response}"\nanswer = "yes_no"\nengine = "vllm"',
          "reads probabilities"),
+        (URL.replace("//h", "//me:secret@h"), "a secret in the address would stand in logs"),
         (BASE + 'model = "m"', "are for classifier, generative or url"),
     ],
 )  # fmt: skip
