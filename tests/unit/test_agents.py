@@ -79,13 +79,22 @@ def by_command(folder: Path, program: str, text: str = "", agent: str = "", **mo
 
 
 def played(
-    config: Config, tokenizer: Tokenizer, script: Any, *, samples: int = 1, row: dict[str, Any] = ROW, plays: Any = None
+    config: Config,
+    tokenizer: Tokenizer,
+    script: Any,
+    *,
+    samples: int = 1,
+    row: dict[str, Any] = ROW,
+    plays: Any = None,
+    engines: list[SayingEngine] | None = None,
 ) -> tuple[list[Finished], SayingEngine, EnvironmentFailure | None]:
     """The finished samples of a group by index, the engine, and the failure that came out."""
     environment = environment_of(config, tokenizer)
     assert isinstance(environment, Agents)
     ASKED["now"] = plays
     engine = Streaming(tokenizer, script)
+    if engines is not None:
+        engines.append(engine)  # for what is played
     done, failure = env_lab.play(environment, engine, config, tokenizer, row, samples=samples, limit_s=LIMIT_S)
     return done, engine, failure
 
@@ -297,6 +306,33 @@ def test_a_turn_that_the_agent_gives_up_leaves_no_trace(folder: Path, tokenizer:
     )
     assert failure is None and texts_of(item, tokenizer) == ["six"] and item.rows == ()
     assert engine.given_up == [engine.asked[0].id]
+
+
+def test_what_is_asked_beyond_the_end_of_a_session_is_given_up(folder: Path, tokenizer: Tokenizer) -> None:
+    """Nobody would ever read it, and the engine would go on with it."""
+    left: list[asyncio.Task[Any]] = []
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        await client.chat.completions.create(model="m", messages=row["prompt"])
+        if left:
+            with pytest.raises(openai.APIConnectionError):
+                await asyncio.wait_for(left[0], 20)
+            return
+        own = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+        left.append(asyncio.create_task(own.chat.completions.create(model="m", messages=row["prompt"])))
+        while len(engines[0].asked) < 2:
+            await asyncio.sleep(0.05)
+
+    engines: list[SayingEngine] = []
+    config = config_of(
+        folder, 'name = "agent"\n[environment.agent]\nfunction = "test_agents:agent"\nmax_processes = 1\n'
+    )
+
+    def script(index: int, turn: int, _: str) -> str | None:
+        return "six" if turn == 0 else None
+
+    items, engine, failure = played(config, tokenizer, script, samples=2, plays=plays, engines=engines)
+    assert failure is None and len(items) == 2 and len(engine.given_up) == 1
 
 
 # ---------------------------------------------------------------- refusals and limits

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\n(.*?)```", re.DOTALL)
+#: Possessive: a long line that is no opening is gone through once. `print` between such marks in a line opens nothing.
+FENCE = re.compile(r"```(?:([\w+#.-]++)[^\n`]*+|[ \t]*+)\n(.*?)```", re.DOTALL)
 
 
 def fenced(text: str, languages: Collection[str]) -> str | None:
