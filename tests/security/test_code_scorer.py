@@ -29,6 +29,7 @@ CASES = [
     ("First:\n```bash\npip install x\n```\nthen\n```python\n" + READ.format("a + b") + "\n```", PROGRAMS, 1.0),
     ("```Python3\n" + READ.format("a + b") + "\n```\nIt prints:\n```\n3\n```", PROGRAMS, 1.0),
     ("```\n" + READ.format("a + b") + "\n```", PROGRAMS, 1.0),
+    ("So:\n```python\n" + READ.format("a + b"), PROGRAMS, 1.0),
     ('By ```print``` then\n```python title="a.py"\n' + READ.format("a + b") + "\n```", PROGRAMS, 1.0),
     ("print(", PROGRAMS, 0.0),
     ("print('0.50', 2)", {"inputs": [""], "outputs": ["0.5 2.0"]}, 1.0),

@@ -10,18 +10,18 @@ import re
 from collections.abc import Collection
 
 #: Possessive: a long line that is no opening is gone through once. `print` between such marks in a line opens nothing.
-FENCE = re.compile(r"```(?:([\w+#.-]++)[^\n`]*+|[ \t]*+)\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```(?:([\w+#.-]++)[^\n`]*+|[ \t]*+)\n(.*?)(```|\Z)", re.DOTALL)
 
 
 def fenced(text: str, languages: Collection[str]) -> str | None:
     """The last fenced block in one of these languages (lower case); else the last one of no language; else None.
 
-    A block of another language is none of them, and its end begins none.
+    A block of another language is none of them, and its end begins none. One with a language may be open at the end.
 
     >>> fenced("```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```", {"python"})
     'print(1)\\n'
     """
-    blocks: list[tuple[str, str]] = [(name.lower(), block) for name, block in FENCE.findall(text)]
+    blocks: list[tuple[str, str]] = [(name.lower(), block) for name, block, end in FENCE.findall(text) if name or end]
     for wanted in (languages, ("",)):
         found = [block for name, block in blocks if name in wanted]
         if found:
