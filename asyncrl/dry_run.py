@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl import devices
 from asyncrl.engine_env import with_python
-from asyncrl.launch import LaunchOptions, absolute, changes, checked_files, python_path, roles_here
+from asyncrl.launch import LaunchOptions, absolute, changes, checked_files, python_path, roles_here, worker_key
 from asyncrl.plan import Joining, ProcessPlan, plan
 from asyncrl.rundir import RunDir
 
@@ -29,8 +29,11 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     roles = roles_here(config, options)
     run = RunDir(config.run_dir)
     homed = with_python(config) if "producer" in roles else config
-    plans = plan(homed, roles, config_path=run.config, joining=Joining(options.connect, options.key, options.takeover),
-                 python_path=python_path(), devices=devices.found())  # fmt: skip
+    joining = Joining(
+        connect=options.connect, key=options.key, worker_key=worker_key(config), takeover=options.takeover
+    )
+    plans = plan(homed, roles, config_path=run.config, joining=joining, python_path=python_path(),
+                 devices=devices.found())  # fmt: skip
     said = {"run": str(run.root), "resumes": run.config.exists(), "writes": written(run, roles),
             "changed": changes(run.config, config) if run.config.exists() else [],
             "processes": [described(one) for one in plans],

@@ -6,7 +6,9 @@ Called by every role at the places of `SITES`; without the environment variable 
     ASYNCRL_FAILPOINT_ONCE=folder       each entry fires once in all processes together: a file there remembers it
 
 `action` is kill (SIGKILL), stop (SIGSTOP), exit (exit code 1 at once), raise (`internal`), enospc (the error of a full
-disk), or a number: seconds to sleep. `count` says at which pass through the place it fires (1 = the first).
+disk), hang (native code that never returns and never lets go of the interpreter: no thread of the process runs any
+more, and no handler of a signal), or a number: seconds to sleep. `count` says at which pass through the place it fires
+(1 = the first).
 Guarantees:
 1. an unknown name, action or count ends the process at its start with `usage`: a fail-point that never fires proves
    nothing;
@@ -15,6 +17,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -78,7 +81,8 @@ SITES: dict[str, str] = {
     "weightsync.after_commit": "a generator has swapped, the service has not heard of it",
 }
 
-ACTIONS = ("kill", "stop", "exit", "raise", "enospc")
+ACTIONS = ("kill", "stop", "exit", "raise", "enospc", "hang")
+HANG_S = 600  # then the test has failed anyway
 
 
 class Armed(msgspec.Struct):
@@ -154,8 +158,17 @@ def _act(entry: Armed) -> None:
         raise AsyncRLError("internal", f"failpoint {entry.name}")
     elif entry.action == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {entry.name}")
+    elif entry.action == "hang":
+        hang(HANG_S)
     else:
         time.sleep(float(entry.action))
+
+
+def hang(seconds: float) -> None:
+    """Hold the interpreter: `PyDLL` calls C without letting go of it. A signal ends one such call, not the hang."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        ctypes.PyDLL(None).sleep(int(left) + 1)
 
 
 _here: Failpoints | None = None

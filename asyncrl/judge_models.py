@@ -52,6 +52,8 @@ def problems_of(table: JudgeConfig) -> Iterator[Problem]:
     parsed = urlparse(table.url)
     if table.kind == "url" and not (parsed.scheme in ("http", "https") and parsed.hostname):
         yield "url", f"{table.url!r} is not http:// or https://"
+    elif parsed.username or parsed.password:
+        yield "url", "a secret in the address would stand in logs: use api_key_env or api_key_file"
     if table.kind != "url" and (table.url or table.api_key_env or table.api_key_file):
         yield "url", f"url and api_key_* are for kind = 'url', this is {table.kind!r}"
     if table.api_key_env and table.api_key_file:

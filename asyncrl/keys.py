@@ -4,7 +4,8 @@ Called by `asyncrl keys`, by `asyncrl.sockets` and by every role at its start. `
 learner, `join.key` for producers and reward workers. Guarantees:
 1. a key file is made readable by its owner alone, whatever the umask, and never written over;
 2. `read_keys` refuses a file that others can read, that is somebody else's, damaged, or no key file;
-3. a join key can neither stand in for a service nor lead the run: it lacks the secrets of both;
+3. a join key can neither stand in for a service nor lead the run: it lacks the secrets of both. Workers read nothing
+   else (`worker_file`), and keep nothing else of what they were given;
 4. `repr` shows no secret: keys that end up in a log or a traceback say what they are and nothing else;
 5. a signature covers its purpose and every part with its length: no part can be taken for another one.
 
@@ -105,6 +106,22 @@ def make_keys() -> Keys:
 def join_path(path: Path) -> Path:
     """The join file beside a server file: `server.key` has `join.key`, `run.key` has `run.join.key`."""
     return path.with_name(JOIN_FILE if path.name == SERVER_FILE else f"{path.stem}.join{path.suffix}")
+
+
+def worker_file(path: Path) -> Path:
+    """The file that a producer or reward worker is started with: the join file beside a server file, where there is
+    one, or will be. Raises `config.network` where the two do not belong together: that would only show as silence.
+    """
+    beside = join_path(path)
+    if not path.exists():
+        return beside
+    if not beside.is_file():
+        return path
+    if read_keys(beside) != read_keys(path).for_joining():
+        remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
+        raise ConfigError("config.network", f"{path.name} is of other keys than this one", where=str(beside),
+                          remedy=remedy)  # fmt: skip
+    return beside
 
 
 def write_keys(path: Path) -> Keys:

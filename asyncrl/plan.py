@@ -36,6 +36,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 NO_DEVICES = Devices()
 SERVICES = frozenset({"buffer", "weightsync"})
+WORKERS = frozenset({"producer", "reward"})  # they join, and never lead
 MODULES = {
     "buffer": "buffers.server",
     "weightsync": "weightsync.service",
@@ -67,6 +68,7 @@ class Joining:
 
     connect: str = ""  # address of the buffer; empty: from the configuration
     key: str = ""
+    worker_key: str = ""  # for producers and reward workers; empty: `key`
     takeover: bool = False
     node_rank: int = 0  # of this host in a gang of several
     head: str = ""  # host:port where such a gang meets: its first host
@@ -196,8 +198,9 @@ def _command(
     words += ["--judge", judge] if judge else []
     if how.connect and role not in SERVICES:
         words += ["--connect", how.connect]
-    if how.key:
-        words += ["--key", how.key]
+    key = (how.worker_key if role in WORKERS else "") or how.key
+    if key:
+        words += ["--key", key]
     if role != "learner":
         return tuple(words)
     if how.takeover:

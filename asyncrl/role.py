@@ -104,6 +104,12 @@ def key_of(args: RoleArgs, config: Config) -> Keys | None:
     return read_keys(Path(path)) if path else None
 
 
+def join_key_of(args: RoleArgs, config: Config) -> Keys | None:
+    """The same for a worker, which never leads: whatever the file holds, it keeps what joining needs."""
+    keys = key_of(args, config)
+    return keys and keys.for_joining()
+
+
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:
     """Run a role to its end and return its exit code."""
     args = arguments(role, argv)

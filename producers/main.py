@@ -354,7 +354,7 @@ def parts_of(
 
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load, work, and leave in order whatever ends it."""
-    keys = role.key_of(args, config)
+    keys = role.join_key_of(args, config)
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     client = ProducerClient(

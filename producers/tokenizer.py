@@ -115,6 +115,14 @@ class Tokenizer:
             raise ConfigError("config.template", f"it refuses the messages: {error}", where=str(self._folder),
                               remedy="use another template, or other messages") from None  # fmt: skip
 
+    def has_ids(self, ids: Sequence[int]) -> bool:
+        """Whether the model has a row for each of these ids."""
+        tree = self._json("config.json")
+        count = (tree.get("text_config") or {}).get("vocab_size") or tree.get("vocab_size")
+        if not isinstance(count, int):
+            count = len(self._auto) if self._fast is None else self._fast.get_vocab_size()
+        return all(0 <= token < count for token in ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens."""
         plain = [int(token) for token in ids]

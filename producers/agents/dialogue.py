@@ -24,10 +24,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
 from producers.agents.api import ApiError, Ask, Message, Said
 from producers.environments.conversation import Counts, GivenUp
-from producers.environments.rendering import ChatTemplate, PlainText, Renderer
+from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encoded
 from producers.sessions import Session
 from producers.tokenizer import Tokenizer
 from producers.tools.parsers import Parser
@@ -87,6 +88,8 @@ class Dialogue:
             except AsyncRLError as error:
                 self.fatal = error
                 raise ApiError(500, f"{error.code}: {error.message}", code="engine") from None
+            except EnvironmentFailure as error:
+                raise ApiError(400, error.reason, param="messages") from None
             except GivenUp:
                 raise ApiError(503, "the sample is not wanted any more", code="given_up") from None
 
@@ -142,11 +145,13 @@ class Dialogue:
 
     def _text_context(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, tuple):
+            if not self._setting.tokenizer.has_ids(prompt):  # an engine would break on them
+                raise ApiError(400, "prompt holds ids that the model does not have", param="prompt")
             return prompt
         if self._text and prompt.startswith(self._text):
             new = prompt[len(self._text) :]
-            return [*self.session.context.tolist(), *(self._setting.tokenizer.encode_part(new) if new else [])]
-        return self._setting.tokenizer.encode(prompt)
+            return [*self.session.context.tolist(), *(encoded(self._setting.tokenizer.encode_part, new) if new else [])]
+        return encoded(self._setting.tokenizer.encode, prompt)
 
     def _renderer(self, ask: Ask) -> Renderer:
         known = self._renderers.get(self._tools)
@@ -181,9 +186,9 @@ class Dialogue:
         for mark in reversed(marks):
             first, _, behind = first.partition(mark)
             rest.insert(0, behind)
-        found = tokenizer.encode_part(first) if self._setting.chat else tokenizer.encode(first)
+        found = encoded(tokenizer.encode_part if self._setting.chat else tokenizer.encode, first)
         for ids, part in zip(said, rest, strict=False):
-            between = tokenizer.encode_part(part) if part else []
+            between = encoded(tokenizer.encode_part, part) if part else []
             doubled = between[:1] == [ids[-1]] and ids[-1] in tokenizer.eos_ids
             found += [*ids, *(between[1:] if doubled else between)]
         return found

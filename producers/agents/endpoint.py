@@ -4,7 +4,7 @@ Opened by `producers.agents.environment`. Needs the extra `http` (aiohttp). Rout
 `POST /v1/completions`, `GET /v1/models`, `POST /v1/reward`; and the same below `/s/KEY/v1`, for agents that cannot set
 a key. Guarantees:
 1. it listens on 127.0.0.1; a request without the key of a session that is being played is answered 401;
-2. an agent that hangs up ends its turn: nothing of it is in the sample;
+2. an agent that hangs up ends its turn, and so does the end of its session: nothing of it is in the sample;
 3. errors have the form of the interface; none of them ends the producer;
 4. `POST /v1/reward` takes {"reward": 1.0, "parts": {...}}, or with "turn" the reward of a turn; the last one counts.
 """
@@ -42,6 +42,7 @@ class Session:
         self.reward: float | None = None
         self.parts: dict[str, float] = {}
         self.changed = asyncio.Event()  # set where the dialogue cannot go on
+        self.under_way: set[asyncio.Task[Any]] = set()  # that answer its requests
 
 
 class Endpoint:
@@ -93,17 +94,32 @@ class Endpoint:
         return session
 
     def end(self, session: Session) -> None:
-        """The key is valid no longer."""
+        """The key is valid no longer, and what is still asked with it is given up."""
         self._sessions.pop(session.key, None)
+        for task in session.under_way:
+            task.cancel()
 
     # ------------------------------------------------------------ requests
 
     def _guarded(self, handler: Callable[..., Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         async def guarded(request: Any) -> Any:
             try:
-                return await handler(request, self._session_of(request))
+                session, task = self._session_of(request), asyncio.current_task()
+                assert task is not None
+                session.under_way.add(task)
+                try:
+                    return await handler(request, session)
+                finally:
+                    session.under_way.discard(task)
             except ApiError as error:
                 return self._json(error.body, error.status)
+            except self._web.HTTPException as error:  # such as a body that is too long
+                return self._json(ApiError(error.status, error.reason).body, error.status)
+            except (ConnectionError, TimeoutError):
+                raise  # nobody is there to be answered
+            except Exception as error:  # a tokenizer's package raises anything
+                print(f"warning: a request of an agent failed: {type(error).__name__}: {error}"[:500], flush=True)
+                return self._json(ApiError(500, f"{type(error).__name__}: {error}"[:200]).body, 500)
 
         return guarded
 

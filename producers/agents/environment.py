@@ -120,6 +120,6 @@ class Agents(Turns):
 def _reward_of(session: Session, told: Any) -> dict[str, Any] | None:
     """The reward that was posted, else the one that the agent ended with."""
     if session.reward is not None:
-        return {"reward": session.reward, **session.parts}
+        return {**session.parts, "reward": session.reward}
     value, parts = value_of(told)
-    return None if value is None else {"reward": value, **parts}
+    return None if value is None else {**parts, "reward": value}

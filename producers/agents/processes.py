@@ -67,15 +67,17 @@ class AgentProcess:
 
     async def end(self) -> None:
         """End it with everything that it started."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), self._grace_s)
-                break
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it started and left behind
-        self.errors.reading.cancel()
+        finally:  # also where this is cancelled meanwhile
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # itself, or what it started and left behind
+            self.errors.reading.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), self._grace_s)
 
     async def crashed(self) -> EnvironmentFailure:
         """The failure of a process that has ended, or closed its output, too early."""

@@ -6,7 +6,7 @@ Called by `producers.environments.playing`, one per sample. Guarantees:
 2. the conversation ends where its room, its turns or the limit on a turn's calls do: the next `say` gives an empty turn
    (`Turn.over`), and the sample's finish is `length` where the room was it;
 3. an answer of a tool is cut to `max_tool_response_tokens`; calls beyond `max_parallel_calls`, and malformed ones, are
-   answered by an error message.
+   answered by an error message, those beyond as many by one together.
 """
 
 from __future__ import annotations
@@ -142,9 +142,11 @@ class Conversation:
             for one, answer in zip(taken, answers, strict=True)
         ]
         wrong = [f"{one.name}: only {config.max_parallel_calls} calls at once" for one in turn.calls[len(taken) :]]
-        return found + [
-            {"role": "tool", "content": self._shortened(ERROR + text)} for text in (*turn.malformed, *wrong)
-        ]
+        told = [*turn.malformed, *wrong]
+        more = len(told) - config.max_parallel_calls
+        if more > 0:  # a turn may hold a call for every token
+            told[config.max_parallel_calls :] = [f"and {more} calls more that were not run"]
+        return found + [{"role": "tool", "content": self._shortened(ERROR + text)} for text in told]
 
     # ------------------------------------------------------------ turns
 

@@ -9,7 +9,6 @@ Guarantees: every sample has an environment of its own; its methods run beside t
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from asyncrl.environment import Row, Step, Turn
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import load_object
+from producers.beside import beside
 
 
 def last_number(text: str) -> int:
@@ -51,7 +51,7 @@ class GymEnvironment:
     async def reset(self, row: Row) -> str:
         """What is seen first."""
         seed, options = row.get("seed"), row.get("options")
-        seen, _ = await asyncio.to_thread(self._environment.reset, seed=seed, options=options)
+        seen, _ = await beside(self._environment.reset, seed=seed, options=options)
         return self._intro + str(self._observe(seen))
 
     async def step(self, action: Turn) -> Step:
@@ -62,12 +62,12 @@ class GymEnvironment:
                 raise ValueError(f"{chosen!r} is none of {self._environment.action_space}")
         except ValueError as error:
             return Step(f"not an action: {error}", 0.0)
-        seen, reward, ended, cut, _ = await asyncio.to_thread(self._environment.step, chosen)
+        seen, reward, ended, cut, _ = await beside(self._environment.step, chosen)
         return Step(str(self._observe(seen)), float(reward), bool(ended or cut))
 
     async def close(self) -> None:
         """Let go of it."""
-        await asyncio.to_thread(self._environment.close)
+        await beside(self._environment.close)
 
 
 def _function(dotted: str, name: str) -> Callable[[Any], Any]:

@@ -111,6 +111,10 @@ class Turns:
             failure = found
         except TimeoutError:
             failure = EnvironmentFailure("timeout", f"a sample took longer than {limit_s:g} s")
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+            failure = EnvironmentFailure("raised", "CancelledError, and nobody had cancelled it")
         except AsyncRLError:
             raise  # of the engine or the configuration: no fault of this sample
         except Exception as error:  # the environment's own code may raise anything: it is named, never a reward
@@ -133,6 +137,12 @@ class Turns:
             reward, rewards if chat.turn_rewards else (), finish="length" if chat.cut else "",
             parts=parts if reward is not None else None,
         )  # fmt: skip
+
+
+def _cancelled() -> bool:
+    """Whether somebody wants this task to end, as opposed to a `CancelledError` of the environment's own making."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def value_of(result: Any) -> tuple[float | None, dict[str, float]]:
@@ -185,7 +195,7 @@ async def _steps(environment: Any, chat: Any, step_timeout_s: float) -> dict[str
         if step.done:
             break
         turn = await chat.say(step.observation)
-    return parts if rewarded else None
+    return {**parts, "reward": None} if rewarded else None  # the turns have it all: a part named score is a part
 
 
 async def _limited(call: Awaitable[T] | T, what: str, limit_s: float) -> T:

@@ -66,16 +66,16 @@ class PlainText:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The texts as a prompt."""
-        return _encoded(self._tokenizer.encode, "".join(_content(message) for message in messages))
+        return encoded(self._tokenizer.encode, "".join(_content(message) for message in messages))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         """The texts as they are."""
         text = "".join(_content(message) for message in messages)
-        return _encoded(self._tokenizer.encode_part, text) if text else []
+        return encoded(self._tokenizer.encode_part, text) if text else []
 
     def text_tokens(self, text: str) -> list[int]:
         """See `Renderer`."""
-        return _encoded(self._tokenizer.encode_part, text)
+        return encoded(self._tokenizer.encode_part, text)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """See `Renderer`."""
@@ -96,17 +96,17 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """A conversation from its beginning, up to where the policy speaks."""
-        return _encoded(self._tokenizer.encode_part, self._render(messages, opened=True))
+        return encoded(self._tokenizer.encode_part, self._render(messages, opened=True))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         """See the module."""
-        ids = _encoded(self._tokenizer.encode_part, self._tail(messages))
+        ids = encoded(self._tokenizer.encode_part, self._tail(messages))
         said = last_token in self._tokenizer.eos_ids and ids[:1] == [last_token]
         return ids[1:] if said else ids
 
     def text_tokens(self, text: str) -> list[int]:
         """See `Renderer`."""
-        return _encoded(self._tokenizer.encode_part, text)
+        return encoded(self._tokenizer.encode_part, text)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """See `Renderer`."""
@@ -153,7 +153,7 @@ def renderer_of(
     return ChatTemplate(tokenizer, tools=tools, check=check)
 
 
-def _encoded(encode: Callable[[str], list[int]], text: str) -> list[int]:
+def encoded(encode: Callable[[str], list[int]], text: str) -> list[int]:
     """Tokens of a text that an environment shows. Raises `EnvironmentFailure` where the tokenizer has none for it."""
     try:
         return encode(text)

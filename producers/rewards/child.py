@@ -27,6 +27,8 @@ from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Val
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.sandbox import ready_sandbox
 
+MOST_LETTERS = 500  # of a failure's text
+
 
 class Failure(Exception):
     """A call failed: `reason` of `wire.RewardFailure`."""
@@ -43,12 +45,12 @@ Outcome = Value | Failure
 def failure_of(label: str, error: BaseException) -> Failure:
     """The failure that an exception of the function stands for."""
     if isinstance(error, NotFinite):
-        return Failure("not_finite", f"{label}: {error}")
+        return Failure("not_finite", f"{label}: {error}"[:MOST_LETTERS])
     if isinstance(error, MemoryError):
         return Failure("memory", f"{label}: MemoryError")
     if isinstance(error, TimeoutError):
-        return Failure("timeout", f"{label}: {error or 'TimeoutError'}")
-    return Failure("raised", f"{label}: {type(error).__name__}: {error}"[:500])
+        return Failure("timeout", f"{label}: {str(error) or 'TimeoutError'}"[:MOST_LETTERS])
+    return Failure("raised", f"{label}: {type(error).__name__}: {error}"[:MOST_LETTERS])
 
 
 class Scoring:

@@ -47,7 +47,7 @@ class RewardSample(msgspec.Struct, frozen=True):
     row: dict[str, Any]
     ground_truth: Any = None
     data_source: str = ""
-    extra_info: dict[str, Any] = {}
+    extra_info: Any = {}  # an object, where the data set keeps verl's form
     finish: str = "stop"
     turns: list[str] = []
 

@@ -137,10 +137,9 @@ class Worker:
                 failures.append(RewardFailure(item.group, item.index, item.token, result.reason, result.detail))
                 print(f"group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
             else:
-                text = samples[result.place].response if is_evaluation(item.group) else ""
-                scores.append(
-                    Score(item.group, item.index, item.token, result.reward, result.parts, result.answer, text)
-                )
+                # Only an evaluation looks at answers; that of `builtin:exact` is the whole response.
+                shown = (result.answer, samples[result.place].response) if is_evaluation(item.group) else ("", "")
+                scores.append(Score(item.group, item.index, item.token, result.reward, result.parts, *shown))
         self.scored += len(scores)
         self.failed += len(failures)
         self._calls += len(batch)
@@ -199,7 +198,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     judge = require_judge(config, args.judge)
     client = RewardClient(
-        address, name=args.name, judge=judge.name, keys=role.key_of(args, config),
+        address, name=args.name, judge=judge.name, keys=role.join_key_of(args, config),
         max_bytes=config.network.max_message_bytes, timeout_s=limit_s,
     )  # fmt: skip
     worker = Worker(

@@ -12,10 +12,10 @@ import http.client
 import json
 import time
 import urllib.error
-import urllib.request
 from typing import Any
 
 from asyncrl.errors import UNREADABLE
+from producers.posting import TooLong, post
 
 MOST_BYTES = 64 << 20
 
@@ -47,14 +47,14 @@ class RemoteReward:
                 reason = f"HTTP {error.code} {error.reason}"
                 if error.code < 500:
                     break
+            except TooLong as error:
+                raise RuntimeError(f"{self.url}: {error}") from None
             except (OSError, http.client.HTTPException) as error:
                 reason = str(error) or type(error).__name__
         raise RuntimeError(f"{self.url}: {reason or 'no answer in time'}")
 
     def _post(self, body: bytes, timeout_s: float) -> Any:
-        request = urllib.request.Request(self.url, body, self._headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            data = answer.read(MOST_BYTES)
+        data = post(self.url, body, self._headers, timeout_s=timeout_s, most_bytes=MOST_BYTES)
         try:
             return json.loads(data)
         except UNREADABLE:

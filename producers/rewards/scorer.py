@@ -85,6 +85,8 @@ class Scorer:
             [sys.executable, "-m", self._module, str(to_child[0]), str(from_child[1])],
             pass_fds=(to_child[0], from_child[1]), stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        if self._stopped:  # meanwhile: `stop` has found no child
+            self._kill()
         os.close(to_child[0])
         os.close(from_child[1])
         names = ", ".join(spec.function or spec.label for spec in self._setup.functions)
@@ -121,7 +123,12 @@ class Scorer:
                 on_result(Result(failed, reason=reason, detail=self._detail(reason)))
                 rest = [place for place in left if place != failed]
                 waiting[:0] = [rest] if rest else []
-            self._restart()
+            try:
+                self._restart()
+            except ConfigError:
+                if self._stopped:
+                    return
+                raise
 
     def _detail(self, reason: str) -> str:
         names = ", ".join(spec.label for spec in self._setup.functions)

@@ -15,13 +15,14 @@ import http.client
 import json
 import time
 import urllib.error
-import urllib.request
 from typing import Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
+from producers.posting import TooLong, post
 from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
 
 ROUTE = "/run_code"
+HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 TRIES = 3
 PAUSE_S = 1.0
 ANSWER_S = 15.0  # beyond the program's own time
@@ -55,19 +56,14 @@ class HTTPSandbox(Sandbox):
             raise Unavailable("sandbox.failed", f"{self.url}: it answered {answer!r:.200}: {error!r}") from None
 
     def _ask(self, body: dict[str, Any], *, timeout_s: float, most_bytes: int) -> Any:
-        request = urllib.request.Request(
-            self.url, json.dumps(body).encode(), {"Content-Type": "application/json", "Accept": "application/json"}
-        )
-        reason = ""
+        data, reason = json.dumps(body).encode(), ""
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(PAUSE_S * attempt)
             try:
-                with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                    data = answer.read(most_bytes + 1)
-                if len(data) > most_bytes:
-                    raise Unavailable("sandbox.failed", f"{self.url}: its answer is longer than {most_bytes} bytes")
-                return json.loads(data)
+                return json.loads(post(self.url, data, HEADERS, timeout_s=timeout_s, most_bytes=most_bytes))
+            except TooLong as error:
+                raise Unavailable("sandbox.failed", f"{self.url}: {error}") from None
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code} {error.reason}"
                 if error.code < 500:

@@ -66,7 +66,8 @@ def send(frame: Frame) -> None:
 
 
 def become_nobody(uid: int, gid: int) -> None:
-    """Give up what is left of root; then end with the parent and be closed to programs."""
+    """Give up what is left of root; then end with the parent and be closed to programs. The kernel asks whether the
+    parent may signal this process, which a bwrap of root, without capabilities, may not: `watch` looks too."""
     if uid:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
@@ -98,7 +99,9 @@ def program(job: Frame, folder: str, streams: tuple[int, int, int], settings: Fr
         for target, source in enumerate(streams):
             os.dup2(source, target)
         os.closerange(3, 4096)
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.chdir(folder)
         sys.path[:0] = [folder, *settings["paths"]]
         sys.argv[:] = ["main.py", *job["args"]]
@@ -150,6 +153,7 @@ class Running:
         poll = select.poll()
         for pipe in self._pipes:
             poll.register(pipe, select.POLLIN)
+        poll.register(0, 0)  # only that its other end has closed
         try:
             ended = os.pidfd_open(self.pid)
             poll.register(ended, select.POLLIN)
@@ -161,6 +165,11 @@ class Running:
                 self.status = "timeout"
                 break
             for descriptor, _ in poll.poll(1000 * (left if ended >= 0 else min(left, 0.02))):
+                if (
+                    descriptor == 0
+                ):  # the parent has gone, and the kernel may not be asked to say so: see `become_nobody`
+                    kill_all(self.pid)
+                    os._exit(0)
                 if descriptor in self._pipes and not self._read(descriptor):
                     poll.unregister(descriptor)
             self._reap()
@@ -204,6 +213,16 @@ def write_files(folder: str, job: Frame) -> None:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with open(place, "wb") as stream:
             stream.write(base64.b64decode(content))
+
+
+def standard_input(folder: str, data: bytes) -> int:
+    """A descriptor to read it from: of a file without a name, as the filter of calls knows no memory without one."""
+    place = os.path.join(folder, "stdin")
+    with open(place, "wb") as stream:
+        stream.write(data)
+    source = os.open(place, os.O_RDONLY)
+    os.unlink(place)
+    return source
 
 
 def fetch(folder: str, job: Frame) -> dict[str, str]:
@@ -256,10 +275,7 @@ def run(job: Frame, settings: Frame) -> Frame:
     os.mkdir(folder, 0o700)
     began = time.monotonic()
     write_files(folder, job)
-    source = os.memfd_create("stdin")
-    with open(source, "wb", closefd=False) as stream:
-        stream.write(job["stdin"].encode(errors="replace"))
-    os.lseek(source, 0, os.SEEK_SET)
+    source = standard_input(settings["folder"], job["stdin"].encode(errors="replace"))
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:

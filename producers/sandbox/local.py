@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from abc import abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ START_LIMIT_S = 60.0
 GRACE_S = 10.0  # beyond a program's own time, until its sandbox is taken for stuck
 LOOK_S = 0.1
 OWN_BYTES = 64 * MIB  # what the process inside may use beside the program
+INODE_BYTES = 1 << 10
 MOST_JOBS = 2000  # of one sandbox; then a new one
 NEEDED_CAPABILITIES = (1 << 21) | (1 << 7) | (1 << 6)  # SYS_ADMIN, SETUID, SETGID
 FIRST_UID, UIDS = 30_000, 30_000  # of which a sandbox that root starts takes one
@@ -71,12 +73,15 @@ class Inside:
         self._limits = limits
         self._watched = watched
         self._held = bytearray()
+        self._within: list[int] = []  # descriptors of processes that do not die with the one that was started
         self.jobs = 0
         self.usable = True
 
     def wait_ready(self) -> None:
         """Raises Ended where it does not come up."""
         self._receive(time.monotonic() + START_LIMIT_S, 1 << 10, 0)
+        if self._watched:
+            self._within = [os.pidfd_open(pid) for pid in children_of(self._process.pid)]
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """One program. Raises Ended where the process has gone."""
@@ -91,9 +96,10 @@ class Inside:
         }  # fmt: skip
         most = 8 * limits.output_bytes * (2 + len(job.fetch)) + (1 << 16)  # JSON may write a byte as six
         began = time.monotonic()
+        deadline = time.monotonic() + timeout_s + GRACE_S
         try:
-            self._send(frame)
-            done = self._receive(time.monotonic() + timeout_s + GRACE_S, most, memory + OWN_BYTES)
+            self._send(frame, deadline)
+            done = self._receive(deadline, most, memory + OWN_BYTES)
         except Stopped as stopped:
             self.close()
             return SandboxResult(status=stopped.status, exit_code=-9, wall_s=time.monotonic() - began)
@@ -101,12 +107,18 @@ class Inside:
         files = {name: base64.b64decode(content) for name, content in done.pop("files").items()}
         return SandboxResult(files=files, **done)
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def _send(self, frame: dict[str, Any], deadline: float) -> None:
         assert self._process.stdin is not None
+        pipe = self._process.stdin.fileno()
+        os.set_blocking(pipe, False)  # so that a stopped reader cannot block the writer for ever
         data = json.dumps(frame).encode()
+        left = memoryview(LENGTH.pack(len(data)) + data)
         try:
-            self._process.stdin.write(LENGTH.pack(len(data)) + data)
-            self._process.stdin.flush()
+            while left:
+                if time.monotonic() >= deadline:
+                    raise Stopped("timeout")
+                if ready(pipe, select.POLLOUT):
+                    left = left[os.write(pipe, left) :]
         except OSError as error:
             raise Ended(str(error)) from None
 
@@ -116,7 +128,9 @@ class Inside:
         while (frame := self._take(most_bytes)) is None:
             if time.monotonic() >= deadline:
                 raise Stopped("timeout")
-            if not select.select([pipe], [], [], LOOK_S)[0]:
+            if not ready(pipe, select.POLLIN):
+                if self._process.poll() is not None:
+                    raise Ended(f"exit code {self._process.returncode}")
                 self._look(memory)
                 continue
             data = os.read(pipe, 1 << 16)
@@ -145,23 +159,29 @@ class Inside:
         """Raises Stopped where the programs take more than they may together."""
         if not self._watched or not memory:
             return
-        found, layer = 0, [self._process.pid]
-        resident = 0
+        layer = children_of(self._process.pid)  # the process inside: it sees the files that programs write
+        found, resident = 0, sum(map(inode_bytes, layer))
         while layer:
-            layer = [child for parent in layer for child in children_of(parent)]
             found += len(layer)
             resident += sum(map(resident_bytes, layer))
             if found > 2 * self._limits.max_processes + 8:
                 raise Stopped("killed")
+            layer = [child for parent in layer for child in children_of(parent)]
         if resident > memory:
             raise Stopped("memory")
 
     def close(self) -> None:
-        """Kill it with everything in it."""
+        """Kill it with everything in it. A bwrap that root started has no right left to end the user inside."""
         self.usable = False
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=GRACE_S)
+        for descriptor in self._within:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+        self._within = []
+        if self._process.returncode is None:  # afterwards its number may be somebody else's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=GRACE_S)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):  # what was not flushed goes with it
@@ -183,6 +203,8 @@ class LocalSandbox(Sandbox):
         self._idle: list[Inside] = []
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(workers)
+        # One thread for its whole life: what asks to die with its parent dies with the *thread* that made it.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     @abstractmethod
     def start(self) -> subprocess.Popen[bytes]:
@@ -218,7 +240,8 @@ class LocalSandbox(Sandbox):
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        inside = Inside(self.start(), self.limits, watched=self.isolated)
+        process = self._starter.submit(self.start).result(START_LIMIT_S)
+        inside = Inside(process, self.limits, watched=self.isolated)
         try:
             inside.wait_ready()
         except (Ended, Stopped) as error:
@@ -231,7 +254,7 @@ class LocalSandbox(Sandbox):
         if inside.usable and inside.jobs < MOST_JOBS:
             with self._lock:
                 self._idle.append(inside)
-        elif inside.usable:
+        else:
             inside.close()
 
     def close(self) -> None:
@@ -316,6 +339,13 @@ def spawn(command: list[str], *, env: dict[str, str], keep: tuple[int, ...] = ()
     )  # fmt: skip
 
 
+def ready(descriptor: int, event: int) -> bool:
+    """Whether a pipe can be read or written, or has ended, within `LOOK_S`. `select` ends at descriptor 1024."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(1000 * LOOK_S))
+
+
 def privileged() -> bool:
     """Whether this process can make namespaces as root and then give root up inside them."""
     if os.geteuid() != 0:
@@ -368,9 +398,20 @@ def interpreter_paths() -> list[str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds, without the files that it maps; 0 where it has ended."""
+    """Memory that a process holds, without the files that it maps; 0 where it has ended. What it shares with others
+    (`mmap` of no file) counts for each of them."""
     try:
-        _, resident, mapped = Path(f"/proc/{pid}/statm").read_text().split()[:3]
-        return (int(resident) - int(mapped)) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
         return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def inode_bytes(pid: int) -> int:
+    """What the files in a sandbox cost beside their contents, which `disk_bytes` bounds: the kernel counts nothing for
+    an empty one. 0 where it cannot be seen."""
+    try:
+        found = os.statvfs(f"/proc/{pid}/root/tmp")
+    except OSError:
+        return 0
+    return (found.f_files - found.f_ffree) * INODE_BYTES

@@ -1,8 +1,9 @@
 """The filter of system calls that a sandbox gets: calls with which a program could reach beyond it fail with EPERM.
 
 Called by `producers.sandbox.local`; the program is BPF as the kernel takes it, for x86_64 and aarch64. Guarantees:
-1. tracing, other processes' memory, namespaces, mounts, kernel modules, keys, BPF, io_uring and what outlives a process
-   (System V and POSIX queues, shared memory) are refused; sockets are of the families unix, inet and inet6 alone;
+1. tracing, other processes' memory, namespaces, mounts, kernel modules, keys, BPF, io_uring, memory that no process
+   maps (memfd) and what outlives a process (System V and POSIX queues, shared memory) are refused; sockets are of the
+   families unix, inet and inet6 alone;
 2. calls of another architecture end the process; `clone3` says ENOSYS, so that the C library falls back to `clone`,
    whose flags the filter can read.
 It is one layer of several: a machine of another kind runs without it (`program` is empty there).
@@ -40,6 +41,7 @@ REFUSED: tuple[tuple[str, int, int], ...] = (
     ("setdomainname", 171, 162), ("vhangup", 153, 58), ("iopl", 172, -1), ("ioperm", 173, -1), ("uselib", 134, -1),
     ("lookup_dcookie", 212, 18), ("move_pages", 279, 239), ("migrate_pages", 256, 238), ("mbind", 237, 235),
     ("set_mempolicy", 238, 237), ("fanotify_init", 300, 262),
+    ("memfd_create", 319, 279), ("memfd_secret", 447, 447), ("quotactl_fd", 443, 443),
 )  # fmt: skip
 
 #: machine: (its architecture's number, which number of REFUSED, clone, clone3, socket, ioctl)

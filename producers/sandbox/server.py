@@ -88,7 +88,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Run a program."""
         stated = self.headers.get("Content-Length") or ""
-        length = int(stated) if stated.isdecimal() else -1
+        length = int(stated) if stated.isdecimal() and len(stated) <= len(str(MAX_BODY_BYTES)) else -1
         if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
             self.close_connection = True
             self._answer(403 if not self._allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})
@@ -113,7 +113,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200 if self.path == "/v1/ping" and self._allowed(body=False) else 404, "pong")
 
     def _allowed(self, *, body: bool = True) -> bool:
-        host = urlsplit("//" + (self.headers.get("Host") or "")).hostname
+        try:
+            host = urlsplit("//" + (self.headers.get("Host") or "")).hostname
+        except ValueError:  # half of an IPv6 address
+            return False
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         return host in LOOPBACK and (not body or kind == "application/json")
 

@@ -26,12 +26,13 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
+from producers.beside import beside
 
 ERROR = "error: "  # what an answer begins with that is none
 
 
 class Tool(Protocol):
-    """What a policy may call."""
+    """What a policy may call. An `async close()`, where it has one, is called at the end."""
 
     name: str
     schema: Mapping[str, Any]  # OpenAI's form
@@ -74,7 +75,8 @@ class FunctionTool:
         given = {name: getattr(checked, name) for name in self._arguments.__struct_fields__}
         if self._is_async:
             return shown(await self._function(**given))
-        return shown(await asyncio.to_thread(self._function, **given))
+        result = await beside(self._function, **given)
+        return shown(await result if inspect.isawaitable(result) else result)  # bounded: by the caller
 
 
 class Toolbox:
@@ -92,13 +94,18 @@ class Toolbox:
             if self._opened:
                 return
             for source in self._sources:
-                self._tools |= {tool.name: tool for tool in await source.open()}
+                for tool in await source.open():
+                    if tool.name in self._tools:  # a server may not put itself in the place of another tool
+                        raise _two(tool.name)
+                    self._tools[tool.name] = tool
             self._opened = True
 
     async def close(self) -> None:
         """Let go of it."""
-        for source in self._sources:
-            await source.close()
+        for each in (*self._sources, *self._tools.values()):
+            close = getattr(each, "close", None)
+            if close is not None:
+                await close()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -151,8 +158,12 @@ def toolbox_of(names: Sequence[str], args: Mapping[str, Any], *, sandbox: Callab
             tools.append(_tool(find("asyncrl.tools", name), name, mine, sandbox))
     twice = {tool.name for tool in tools if sum(other.name == tool.name for other in tools) > 1}
     if twice:
-        raise ConfigError("config.environment", f"two tools are called {min(twice)!r}", where="environment.tools")
+        raise _two(min(twice))
     return Toolbox(tools, sources)
+
+
+def _two(name: str) -> ConfigError:
+    return ConfigError("config.environment", f"two tools are called {name!r}", where="environment.tools")
 
 
 def _settings_of(name: str, settings: Any) -> dict[str, Any]:

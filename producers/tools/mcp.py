@@ -3,7 +3,8 @@
 Found as tool `mcp:NAME`; `[environment.tool_args.mcp.NAME] command = "python"`, `args = ["server.py"]`. Guarantees:
 1. one server process for each producer, started before the first prompt and ended with the producer; its tools have
    their own names and schemas;
-2. a call that the server answers with an error is shown to the policy; a server that is gone fails the sample;
+2. a call that the server answers with an error is shown to the policy; a server that is gone fails the sample, and the
+   next call starts it again;
 3. what the server writes to stderr is in the producer's log.
 """
 
@@ -33,25 +34,32 @@ class MCPTools:
         self._wanted = tuple(tools)  # only these; empty: all
         self._limit_s = start_timeout_s
         self._session: Any = None
-        self._found: asyncio.Future[list[Any]] | None = None
+        self._starting = asyncio.Lock()
         self._leave = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> Sequence[Tool]:
         """Start the server and ask for its tools. Raises `config.environment` or `config.extra`."""
-        self._found = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._live(self._found))
+        found = await self._start()
         where = f"environment.tools: mcp:{self._name}"
-        try:
-            found = await asyncio.wait_for(asyncio.shield(self._found), self._limit_s)
-        except TimeoutError:
-            await self.close()
-            raise ConfigError("config.environment", f"it did not answer in {self._limit_s:g} s", where=where) from None
         missing = sorted(set(self._wanted) - {tool.name for tool in found})
         if missing:
             known = ", ".join(tool.name for tool in found)
             raise ConfigError("config.environment", f"it has no tool {missing[0]!r}, but {known}", where=where)
         return [_MCPTool(self, tool) for tool in found if not self._wanted or tool.name in self._wanted]
+
+    async def _start(self) -> list[Any]:
+        """Start the server; its tools."""
+        await self.close()  # what is left of the one before
+        self._leave = asyncio.Event()
+        found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._live(found, self._leave))
+        try:
+            return await asyncio.wait_for(asyncio.shield(found), self._limit_s)
+        except TimeoutError:
+            await self.close()
+            where = f"environment.tools: mcp:{self._name}"
+            raise ConfigError("config.environment", f"it did not answer in {self._limit_s:g} s", where=where) from None
 
     async def close(self) -> None:
         """End the server."""
@@ -62,21 +70,36 @@ class MCPTools:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of an answer."""
-        if self._session is None:
-            raise EnvironmentFailure("raised", f"the MCP server {self._name!r} is gone")
+        session = await self._connected()
         try:
-            result = await self._session.call_tool(name, dict(arguments))
-        except _client().MCPError as error:  # the server's own answer, such as arguments that do not fit
-            raise ToolError(f"{name}: {error}") from None
+            result = await session.call_tool(name, dict(arguments))
+        except _client().MCPError as error:
+            if error.code != _client().types.CONNECTION_CLOSED:  # the server's own answer, such as bad arguments
+                raise ToolError(f"{name}: {error}") from None
+            self._session = None if self._session is session else self._session
+            raise EnvironmentFailure("raised", f"the MCP server {self._name!r} is gone: {error}") from None
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise ToolError(text or f"{name} failed")
         return text
 
-    async def _live(self, found: asyncio.Future[list[Any]]) -> None:
+    async def _connected(self) -> Any:
+        """The session, of a server that is started again where it has gone."""
+        async with self._starting:  # bounded: by `start_timeout_s`
+            if self._session is None:
+                print(f"warning: the MCP server {self._name!r} is gone: it is started again", flush=True)
+                try:
+                    await self._start()
+                except ConfigError as error:
+                    what = f"the MCP server {self._name!r} is gone and does not start: {error.message}"
+                    raise EnvironmentFailure("raised", what) from None
+            return self._session
+
+    async def _live(self, found: asyncio.Future[list[Any]], leave: asyncio.Event) -> None:
         """The connection, in one task from its beginning to its end, as the client wants it."""
         mcp = _client()
         server = mcp.StdioServerParameters(**self._server)
+        mine: Any = None
         try:
             async with (
                 mcp.stdio_client(server, errlog=sys.stderr) as (reader, writer),
@@ -84,17 +107,18 @@ class MCPTools:
             ):
                 await session.initialize()
                 tools = list((await session.list_tools()).tools)
-                self._session = session
+                self._session = mine = session
                 if not found.done():
                     found.set_result(tools)
-                await self._leave.wait()  # bounded: the life of the producer
+                await leave.wait()  # bounded: the life of the producer
         except Exception as error:  # whatever ends the connection; calls say so from here on
             if not found.done():
                 what = f"{type(error).__name__}: {error}"
                 where = f"environment.tools: mcp:{self._name}"
                 found.set_exception(ConfigError("config.environment", what, where=where))
         finally:
-            self._session = None
+            if self._session is mine:  # and not already that of the next one
+                self._session = None
 
 
 class _MCPTool:

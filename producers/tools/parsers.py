@@ -24,7 +24,7 @@ from asyncrl.plugins import find, load_object
 
 SHOWN = 80  # letters of a bad call in its description
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
-_FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
+FENCE = "```"
 
 
 class Parsed(NamedTuple):
@@ -54,8 +54,9 @@ def hermes(text: str) -> Parsed:
 
 def plain_json(text: str) -> Parsed:
     """The whole turn is a call as JSON, or a list of them, perhaps between ``` marks; other text holds no call."""
-    fenced = _FENCE.fullmatch(text)
-    body = (fenced[1] if fenced else text).strip()
+    body = text.strip()
+    if body.startswith(FENCE) and body.endswith(FENCE) and len(body) >= 2 * len(FENCE):
+        body = body[len(FENCE) : -len(FENCE)].removeprefix("json").strip()
     if not body.startswith(("{", "[")):
         return Parsed()
     try:

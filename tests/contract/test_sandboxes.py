@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from sandbox_lab import needs_bubblewrap, served
 
 from asyncrl.errors import AsyncRLError
-from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, open_sandbox
+from asyncrl.processes import children_of, descendants, is_alive
+from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, local, open_sandbox
 
 LIMITS = SandboxLimits(timeout_s=60.0, output_bytes=20_000)
 
@@ -134,3 +142,110 @@ def test_another_name_is_refused() -> None:
     with pytest.raises(AsyncRLError, match="docker") as caught:
         open_sandbox("docker")
     assert caught.value.code == "config.type"
+
+
+LOCAL = ["bubblewrap", "none"]
+
+
+@pytest.fixture(params=LOCAL)
+def own(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    """A sandbox of this host, of this test alone."""
+    if request.param == "bubblewrap":
+        needs_bubblewrap()
+    with open_sandbox(request.param, LIMITS, workers=2) as found:
+        yield found
+
+
+@pytest.fixture
+def started() -> Callable[[], set[int]]:
+    """Living children of this process that it did not have before the test."""
+    before = set(children_of(os.getpid()))
+    return lambda: {pid for pid in set(children_of(os.getpid())) - before if is_alive(pid)}
+
+
+def test_a_sandbox_outlives_the_thread_that_started_it(own: Sandbox, started: Callable[[], set[int]]) -> None:
+    """The kernel ends a child with the thread that made it, where the child asks to die with its parent."""
+    both = [threading.Thread(target=own.run, args=("import time; time.sleep(1)",)) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(timeout=60)
+    time.sleep(0.2)
+    warm = started()
+    assert len(warm) == 2
+    assert [own.run("print(1)").stdout for _ in range(2)] == ["1\n", "1\n"]
+    assert started() == warm, "the same processes as before"
+
+
+def test_a_sandbox_that_reads_nothing_is_given_up(
+    own: Sandbox, started: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GRACE_S", 3.0)
+    assert own.run("print(1)").ok
+    (first,) = started()
+    for pid in (first, *descendants(first)):
+        os.kill(pid, signal.SIGSTOP)
+    result = own.run("print(input()[:1])", "x" * (4 << 20), timeout_s=0.5)
+    assert result.status == "timeout", result
+    assert own.run("print(2)", timeout_s=60).stdout == "2\n" and first not in started()
+
+
+def test_a_sandbox_with_many_open_files_beside_it(own: Sandbox) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"at most {hard} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert own.run("print(1)").stdout == "1\n"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+@pytest.mark.parametrize("who", ["the process that uses it", "the sandbox"])
+def test_a_program_ends_with(kind: str, who: str) -> None:
+    """Killed without a chance to clean up, as at the time-out of a reward."""
+    if kind == "bubblewrap":
+        needs_bubblewrap()
+    code = f"from producers.sandbox import open_sandbox\nopen_sandbox({kind!r}).run('import time; time.sleep(900)'," \
+           "timeout_s=900.0)"  # fmt: skip
+    user = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        whole = 3 if kind == "bubblewrap" else 2  # with bwrap
+        wait_for(lambda: len(descendants(user.pid)) >= whole)
+        (started,) = children_of(user.pid)
+        below = descendants(user.pid)
+        os.kill(user.pid if who != "the sandbox" else started, signal.SIGKILL)
+        wait_for(lambda: not any(map(is_alive, below)))
+    finally:
+        for pid in (*descendants(user.pid), user.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        user.wait(timeout=60)
+
+
+def test_what_was_stopped_is_gone(started: Callable[[], set[int]]) -> None:
+    """Also at once, and not at the end of its time."""
+    code = "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (100 << 20)\ntime.sleep(900)"
+    needs_bubblewrap()
+    living: set[int] = set()
+    found: list[SandboxResult] = []
+    with open_sandbox("bubblewrap", LIMITS) as sandbox:
+        thread = threading.Thread(target=lambda: found.append(sandbox.run(code, timeout_s=900.0)))
+        thread.start()
+        while thread.is_alive():
+            living |= {pid for above in started() for pid in descendants(above)}
+            time.sleep(0.01)
+    assert found[0].status == "memory" and len(living) > 2
+    wait_for(lambda: not any(map(is_alive, living)))
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    """Fails where it does not come true."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,6 +1,7 @@
 """F31: a process stands still. It is named within `run.silent_timeout_s` + 2 s; what nobody wakes ends the run with 70.
 
-Proves the row of docs/operations.md with SIGSTOP of each role of a real run in turn, the private Redis among them.
+Proves the row of docs/operations.md with SIGSTOP of each role of a real run in turn, the private Redis among them, and
+with a reward worker that no signal has stopped: its interpreter is held by native code.
 """
 
 from __future__ import annotations
@@ -96,3 +97,33 @@ def test_f31_what_nobody_wakes_ends_with_code_70_and_the_stacks_of_all_roles(run
         assert "most recent call first" in (run.dir / "logs" / f"{role}.log").read_text(), role
     assert not any(alive(pid) for pid in below)
     assert json.loads((run.dir / "result.json").read_text())["code"] == 70
+
+
+@pytest.mark.timeout(200)
+def test_f31_a_reward_worker_that_hangs_by_itself_is_named_and_the_run_goes_on(  # type: ignore[no-untyped-def]
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker scores what it held, and it does not keep the run from its end."""
+    once = run.folder / "once"
+    once.mkdir()
+    monkeypatch.setenv("ASYNCRL_FAILPOINT", "reward.before_score:hang:2")
+    monkeypatch.setenv("ASYNCRL_FAILPOINT_ONCE", str(once))
+    settings = words("producers.count=1", "reward_workers.count=2", "learner.steps=20", "log.heartbeat_s=0.5",
+                     f"run.silent_timeout_s={LIMIT_S}", "reward_workers.restarts=0")  # fmt: skip
+    launcher = run.start("launch", "all", str(run.config), *settings)
+    run.wait("a worker that hangs", lambda: any(once.iterdir()))
+    before = max(run.steps(), default=0)
+    run.wait("it to be named", lambda: bool(said(run)))
+    (line,) = said(run)
+    found = re.match(
+        r"(reward-[01]) \(pid (\d+) on [^)]+\) is silent for (\d+) s; it is not stopped \(state [SR]\)", line
+    )
+    assert found is not None, line
+    assert int(found[2]) == run.pid(found[1]) and LIMIT_S - 1 <= int(found[3]) <= LIMIT_S + 2
+    assert "hang at pass 2" in (run.dir / "logs" / f"{found[1]}.log").read_text()
+    run.wait("steps beside it", lambda: max(run.steps(), default=0) >= before + 5)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert not run.living()
+    audit = run.audit()
+    assert audit["exit"] == 0 and audit["steps"] == 20 and audit["lost"] == audit["doubled"] == 0

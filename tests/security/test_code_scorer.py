@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sandbox_lab import needs_bubblewrap
 
+from asyncrl.errors import Unavailable
 from producers.rewards.functions import RewardCall, RewardSample, value_of
 from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
 
@@ -24,7 +25,17 @@ CASES = [
     (READ.format("3"), PROGRAMS, 0.5),
     (READ.format("a - b"), PROGRAMS, 0.0),
     ("Sure:\n```python\n" + READ.format("a + b") + "\n```\nThat is it.", PROGRAMS, 1.0),
+    # other blocks around it: what it needs, what it prints
+    ("First:\n```bash\npip install x\n```\nthen\n```python\n" + READ.format("a + b") + "\n```", PROGRAMS, 1.0),
+    ("```Python3\n" + READ.format("a + b") + "\n```\nIt prints:\n```\n3\n```", PROGRAMS, 1.0),
+    ("```\n" + READ.format("a + b") + "\n```", PROGRAMS, 1.0),
+    ("So:\n```python\n" + READ.format("a + b"), PROGRAMS, 1.0),
+    ('By ```print``` then\n```python title="a.py"\n' + READ.format("a + b") + "\n```", PROGRAMS, 1.0),
     ("print(", PROGRAMS, 0.0),
+    ("print('0.50', 2)", {"inputs": [""], "outputs": ["0.5 2.0"]}, 1.0),
+    ("print(0.3000001)", {"inputs": [""], "outputs": ["0.3"]}, 0.0),
+    ("print('  a')\nprint('nan sNaN')", {"inputs": [""], "outputs": ["a\nnan sNaN"]}, 1.0),
+    ("print('sNaN')", {"inputs": [""], "outputs": ["1"]}, 0.0),
     ("import sys; sys.exit(1)", PROGRAMS, 0.0),
     ("while True: pass", {"inputs": ["1"], "outputs": ["1"]}, 0.0),
     (DEFINE.format("a + b"), CALLS, 1.0),
@@ -96,3 +107,11 @@ def test_tricks_earn_nothing(sandbox: Sandbox, response: str, truth: Any) -> Non
 def test_a_truth_without_tests_is_an_error(sandbox: Sandbox, truth: Any) -> None:
     with pytest.raises(ValueError, match=r"ground truth|inputs for"):
         passed(sandbox, "x = 1", truth)
+
+
+def test_what_does_not_fit_the_sandbox_is_no_fault_of_the_program() -> None:
+    needs_bubblewrap()
+    truth = {"inputs": [["x" * (3 << 20)]], "outputs": [3], "fn_name": "len"}
+    limits = SandboxLimits(timeout_s=30.0, disk_bytes=1 << 20)
+    with open_sandbox("bubblewrap", limits) as small, pytest.raises(Unavailable, match="could not be started"):
+        passed(small, "x = 1", truth)

@@ -8,12 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 import warm
+from bare_config import BARE
 
 from asyncrl import wire
 from asyncrl.authority import OWNER_ALONE, needs_owner
+from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigError
-from asyncrl.keys import Keys, join_path, read_keys, write_keys
+from asyncrl.keys import Keys, join_path, read_keys, worker_file, write_keys
+from asyncrl.role import RoleArgs, join_key_of, key_of
 from weightsync.signature import is_genuine, signed
+
+
+def config_with(*, key_file: str = "") -> Config:
+    return parse(BARE + f'[network]\nkey_file = "{key_file}"\n')
+
 
 MANIFEST = wire.Manifest(3, "plan", (64,), ("bucket",), "digest")
 
@@ -48,6 +56,25 @@ def test_a_join_file_lacks_what_services_and_the_learner_have(tmp_path: Path) ->
     assert server.known == {server.join_public: "join", server.owner_public: "owner"}
     assert (join.client_public, server.client_public) == (server.join_public, server.owner_public)
     assert join.among_workers() == server.among_workers(), "whoever relays weights is known to whoever pulls them"
+
+
+def test_a_worker_reads_the_join_file_and_keeps_nothing_else(tmp_path: Path) -> None:
+    server = tmp_path / "server.key"
+    assert worker_file(server) == tmp_path / "join.key", "the first launch will make it"
+    keys = write_keys(server)
+    assert worker_file(server) == tmp_path / "join.key"
+    assert worker_file(tmp_path / "join.key") == tmp_path / "join.key", "what another host was given"
+    found = config_with(key_file=str(server))
+    args = RoleArgs(key="")
+    assert key_of(args, found) == keys and join_key_of(args, found) == keys.for_joining()
+    assert join_key_of(args, config_with()) is None
+    (tmp_path / "join.key").unlink()
+    assert worker_file(server) == server
+    write_keys(tmp_path / "other.key")
+    (tmp_path / "other.join.key").rename(tmp_path / "join.key")
+    with pytest.raises(ConfigError, match="other keys") as caught:
+        worker_file(server)
+    assert str(tmp_path / "join.key") in caught.value.render() and "asyncrl keys" in caught.value.render()
 
 
 @pytest.mark.parametrize("bits", [0o604, 0o640, 0o610, 0o601, 0o666])

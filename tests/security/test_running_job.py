@@ -150,6 +150,10 @@ def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
     audit_files(run.dir)
     secrets = secrets_of(job)
     commands = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(job.main.pid))
+    owner, joiner = job.keys.owner_secret.encode(), job.keys.join_secret.encode()
+    for name in ("producer-0", "reward-0"):
+        assert holds(run.pid(name), joiner) and not holds(run.pid(name), owner), f"{name} holds more than it needs"
+    assert holds(run.pid("buffer"), job.keys.server_secret.encode()), "the search finds what is there"
     out = end(run, job.main)
     said = commands.decode(errors="replace") + out
     assert not [name for name, secret in secrets.items() if secret in said]
@@ -157,6 +161,27 @@ def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
         if path.is_file() and path.name != "redis.admin":
             data = path.read_bytes()
             assert not [name for name, secret in secrets.items() if secret.encode() in data], path
+
+
+def holds(pid: int, secret: bytes) -> bool:
+    """Whether a process has these bytes in memory of its own."""
+    try:
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+    except PermissionError:
+        pytest.skip("this host lets no process read another one's memory")
+    with os.fdopen(memory, "rb", buffering=0) as file:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, modes = line.split()[:2]
+            if not modes.startswith("rw"):
+                continue
+            start, stop = (int(part, 16) for part in span.split("-"))
+            try:
+                file.seek(start)
+                if secret in file.read(stop - start):
+                    return True
+            except OSError:  # it was given back meanwhile, or belongs to a device
+                continue
+    return False
 
 
 def secrets_of(job: Job) -> dict[str, str]:

@@ -110,6 +110,24 @@ def test_memory_of_many_processes_together(sandbox: Sandbox) -> None:
     assert sandbox.run(code, timeout_s=50.0).status == "memory"
 
 
+def test_memory_that_processes_share_counts(sandbox: Sandbox) -> None:
+    code = (
+        "import mmap, os, time\nfor _ in range(10):\n    if os.fork() == 0: break\n"
+        "held = mmap.mmap(-1, 90 << 20)\nheld.write(b'x' * len(held))\ntime.sleep(50)"
+    )
+    assert sandbox.run(code, timeout_s=50.0).status == "memory"
+
+
+def test_memory_behind_descriptors_is_refused(sandbox: Sandbox) -> None:
+    result = sandbox.run("import os\ntry: os.memfd_create('x')\nexcept OSError as error: print(error.strerror)")
+    assert result.stdout == "Operation not permitted\n", "no process would hold it, and nothing would count it"
+
+
+def test_files_without_end_count_as_memory(sandbox: Sandbox) -> None:
+    code = "import itertools\nfor number in itertools.count(): open(str(number), 'w').close()"
+    assert sandbox.run(code, timeout_s=50.0, memory_bytes=64 << 20).status == "memory"
+
+
 def test_disk_fill(sandbox: Sandbox) -> None:
     code = """
 import os

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import json
+import signal
 import sys
 import urllib.error
 import urllib.request
@@ -24,6 +25,7 @@ from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import ConfigErrors, WorkError
 from producers.agents.environment import Agents, Connection
+from producers.agents.processes import AgentProcess
 from producers.environments.playing import environment_of
 from producers.prompts import encode_prompt
 from producers.rollout import Finished
@@ -77,13 +79,22 @@ def by_command(folder: Path, program: str, text: str = "", agent: str = "", **mo
 
 
 def played(
-    config: Config, tokenizer: Tokenizer, script: Any, *, samples: int = 1, row: dict[str, Any] = ROW, plays: Any = None
+    config: Config,
+    tokenizer: Tokenizer,
+    script: Any,
+    *,
+    samples: int = 1,
+    row: dict[str, Any] = ROW,
+    plays: Any = None,
+    engines: list[SayingEngine] | None = None,
 ) -> tuple[list[Finished], SayingEngine, EnvironmentFailure | None]:
     """The finished samples of a group by index, the engine, and the failure that came out."""
     environment = environment_of(config, tokenizer)
     assert isinstance(environment, Agents)
     ASKED["now"] = plays
     engine = Streaming(tokenizer, script)
+    if engines is not None:
+        engines.append(engine)  # for what is played
     done, failure = env_lab.play(environment, engine, config, tokenizer, row, samples=samples, limit_s=LIMIT_S)
     return done, engine, failure
 
@@ -297,6 +308,33 @@ def test_a_turn_that_the_agent_gives_up_leaves_no_trace(folder: Path, tokenizer:
     assert engine.given_up == [engine.asked[0].id]
 
 
+def test_what_is_asked_beyond_the_end_of_a_session_is_given_up(folder: Path, tokenizer: Tokenizer) -> None:
+    """Nobody would ever read it, and the engine would go on with it."""
+    left: list[asyncio.Task[Any]] = []
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        await client.chat.completions.create(model="m", messages=row["prompt"])
+        if left:
+            with pytest.raises(openai.APIConnectionError):
+                await asyncio.wait_for(left[0], 20)
+            return
+        own = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+        left.append(asyncio.create_task(own.chat.completions.create(model="m", messages=row["prompt"])))
+        while len(engines[0].asked) < 2:
+            await asyncio.sleep(0.05)
+
+    engines: list[SayingEngine] = []
+    config = config_of(
+        folder, 'name = "agent"\n[environment.agent]\nfunction = "test_agents:agent"\nmax_processes = 1\n'
+    )
+
+    def script(index: int, turn: int, _: str) -> str | None:
+        return "six" if turn == 0 else None
+
+    items, engine, failure = played(config, tokenizer, script, samples=2, plays=plays, engines=engines)
+    assert failure is None and len(items) == 2 and len(engine.given_up) == 1
+
+
 # ---------------------------------------------------------------- refusals and limits
 
 
@@ -329,6 +367,44 @@ def test_what_cannot_be_given_is_refused(folder: Path, tokenizer: Tokenizer) -> 
         (400, "n"), (400, "messages"), (400, "messages"), (400, "messages"), (400, "max_tokens"), (400, "stop"),
         (400, "top_logprobs"), (400, "tools"),
     ]  # fmt: skip
+
+
+def test_what_the_model_has_no_tokens_for_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
+    """An engine breaks on an id beyond its embeddings, and the producer with it."""
+    found: list[tuple[int, Any]] = []
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        for prompt in ([1, 10**6], [1, -5], [2**40], "\u6771"):
+            try:
+                await client.completions.create(model="m", prompt=prompt)
+            except openai.APIStatusError as error:
+                found.append((error.status_code, error.body["type"]))  # type: ignore[index]
+        try:
+            await client.chat.completions.create(model="m", messages=[user("\u6771")])
+        except openai.APIStatusError as error:
+            found.append((error.status_code, error.body["type"]))  # type: ignore[index]
+        await client.chat.completions.create(model="m", messages=row["prompt"])
+
+    (item,), engine, failure = played(settings(folder), tokenizer, lambda *_: "six", plays=plays)
+    assert failure is None and len(engine.asked) == 1 and len(item.sample.token_ids) == 4
+    assert found == [(400, "invalid_request_error")] * 5
+
+
+def test_errors_of_the_server_have_the_form_of_the_interface(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.agents.endpoint.MOST_BYTES", 1000)
+    found: list[tuple[int, str]] = []
+
+    async def plays(client: Any, row: Any, endpoint: Connection) -> None:
+        try:
+            await client.chat.completions.create(model="m", messages=[user("x" * 5000)])
+        except openai.APIStatusError as error:
+            found.append((error.status_code, error.body["type"]))  # type: ignore[index]
+        await client.chat.completions.create(model="m", messages=row["prompt"])
+
+    (_,), _, failure = played(settings(folder), tokenizer, lambda *_: "six", plays=plays)
+    assert failure is None and found == [(413, "invalid_request_error")]
 
 
 def test_a_context_without_room_is_refused_and_cuts_the_sample(folder: Path, tokenizer: Tokenizer) -> None:
@@ -388,7 +464,7 @@ def test_a_posted_reward_counts_and_turns_may_have_theirs(folder: Path, tokenize
         for bad in ({"reward": "much"}, {"reward": 0.5, "turn": 7}, {"reward": 1.0, "parts": 3}, [1]):
             with pytest.raises(openai.BadRequestError):
                 await client.post("/reward", body=bad, cast_to=object)
-        for good in ({"reward": 0.25, "turn": 0}, {"reward": 2.0, "parts": {"style": 1.0}}):
+        for good in ({"reward": 0.25, "turn": 0}, {"reward": 2.0, "parts": {"style": 1.0, "reward": 7.0}}):
             assert (await client.post("/reward", body=good, cast_to=object))["turns"] == 1
         return 9.0
 
@@ -488,6 +564,28 @@ time.sleep(600)
     for pid in (tmp_path / "pids").read_text().split():
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_ending_a_process_that_will_not_end_may_be_cancelled() -> None:
+    """A lost lease cancels what a time limit had cancelled already."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+
+    async def run() -> int:
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        assert made.stdout is not None
+        await made.stdout.readline()
+        ending = asyncio.create_task(AgentProcess(made, grace_s=60.0).end())
+        await asyncio.sleep(0.3)
+        assert not ending.done()
+        ending.cancel()
+        await asyncio.wait([ending], timeout=LIMIT_S)
+        assert ending.cancelled()
+        return await asyncio.wait_for(made.wait(), LIMIT_S)
+
+    assert asyncio.run(run()) == -signal.SIGKILL
 
 
 def test_the_key_may_stand_in_the_path_and_is_void_at_the_end(folder: Path, tokenizer: Tokenizer) -> None:

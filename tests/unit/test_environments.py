@@ -188,6 +188,19 @@ def test_calls_of_a_turn_have_a_limit(folder: Path, tokenizer: Tokenizer) -> Non
     assert "only 2 calls at once" in shown
 
 
+def test_calls_without_end_are_answered_by_few_messages(folder: Path, tokenizer: Tokenizer) -> None:
+    answers: list[Any] = []
+
+    async def rollout(chat: Any, row: Any) -> float:
+        answers.extend(await chat.call(await chat.say()))
+        return 0.0
+
+    config = config_of(folder, f'name = "{__name__}:edits"\nmax_parallel_calls = 2\n', reward=False, room=1700)
+    played(config, tokenizer, lambda *_: "<tool_call>" * 100, rollout=rollout)
+    assert [item["role"] for item in answers] == ["tool"] * 3
+    assert answers[-1]["content"] == "error: and 98 calls more that were not run"
+
+
 def test_turns_and_room_end_a_sample(folder: Path, tokenizer: Tokenizer) -> None:
     config = config_of(folder, 'name = "tools"\ntools = ["calculator"]\nmax_turns = 2\n')
     (done,), engine, _ = played(config, tokenizer, lambda *_: call("1+1"))
@@ -250,6 +263,23 @@ def test_reset_and_step(folder: Path, tokenizer: Tokenizer) -> None:
     assert "<bos>user\na number, please<eos>" in text_of(tokenizer, one, 0)
 
 
+class Rated:
+    """Gives parts by the names that a result has its reward under."""
+
+    async def reset(self, row: Any) -> None:
+        return None
+
+    async def step(self, action: Any) -> Step:
+        return Step(None, 1.0, True, {"parts": {"score": 0.5, "style": 2.0}})
+
+
+def test_a_part_is_no_second_reward(folder: Path, tokenizer: Tokenizer) -> None:
+    config = config_of(folder, f'name = "{__name__}:Rated"\n', reward=False)
+    (done,), _, failure = played(config, tokenizer, lambda *_: "a")
+    assert failure is None and done.reward == 1.0
+    assert done.parts == {"turns": 1.0, "score": 0.5, "style": 2.0}
+
+
 def test_an_environment_with_a_prompt_of_its_own(folder: Path, tokenizer: Tokenizer) -> None:
     config = config_of(folder, f'name = "{__name__}:Guess"\n', reward=False)
     (done,), engine, _ = played(config, tokenizer, lambda *_: "7", {**ROW, "ask": "which number?"})
@@ -286,6 +316,8 @@ def failing(what: str) -> Any:
         turn = await chat.say()
         if chat.session.index == 0 and what == "raises":
             raise ValueError("broken")
+        if chat.session.index == 0 and what == "cancels":
+            raise asyncio.CancelledError
         if chat.session.index == 0 and what == "hangs":
             await asyncio.sleep(3600)
         return {"nan": float("nan"), "text": "good", "none": None}.get(what, len(turn.text))
@@ -297,6 +329,7 @@ def failing(what: str) -> Any:
     ("what", "reason", "finished"),
     [
         ("raises", "environment.raised: ValueError: broken", 2),
+        ("cancels", "environment.raised: CancelledError, and nobody had cancelled it", 2),
         ("hangs", "environment.timeout: a sample took longer than 0.5 s", 2),
         ("nan", "environment.not_finite", 0),
         ("text", "environment.result: a reward is a str", 0),

@@ -77,6 +77,7 @@ def test_a_reward_of_a_model_needs_no_function() -> None:
         (BASE + 'kind = "classifier"\nmodel = "m"\nurl = "http://h"', "are for kind = 'url'"),
         (BASE + 'kind = "generative"\nmodel = "m"\nprompt = "{response}"\nanswer = "yes_no"\nengine = "vllm"',
          "reads probabilities"),
+        (URL.replace("//h", "//me:secret@h"), "a secret in the address would stand in logs"),
         (BASE + 'model = "m"', "are for classifier, generative or url"),
     ],
 )  # fmt: skip
@@ -214,3 +215,9 @@ def test_the_first_good_answer_wins_and_the_other_is_cancelled() -> None:
     ended.clear()
     assert asyncio.run(race((0.05, "alone"), (0, "never"), may=False)) == "alone" and ended == []
     assert asyncio.run(race((0.05, "alone"), (0, "never"), after_s=None)) == "alone" and ended == []
+
+
+def test_words_without_a_probability_are_summed_too() -> None:
+    found = templates.summed([(" yes", -9999.0), ("yes", -9999.0), ("no", -0.1), ("no ", -9999.0)])
+    assert found["yes"] == pytest.approx(-9999.0 + math.log(2)) and found["no"] == pytest.approx(-0.1)
+    assert templates.yes_share(table(), found).value == 0.0

@@ -129,6 +129,15 @@ def test_a_refusal_is_a_failure_and_never_a_number() -> None:
     assert "HTTP 401: no such key" in str(outcomes[0]) and len(server.bodies) == 2, "it is not asked again"
 
 
+def test_a_redirect_is_a_refusal_and_the_key_stays_here() -> None:
+    async def elsewhere(number: int, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": "/v1/chat/completions"})
+
+    outcomes, server, _ = judge(elsewhere, ["a"])
+    assert isinstance(outcomes[0], Problem) and outcomes[0].reason == "refused" and "HTTP 307" in str(outcomes[0])
+    assert len(server.bodies) == 1
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [

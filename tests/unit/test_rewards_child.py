@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from producers.rewards.functions import RewardSample
+from producers.rewards.child import failure_of
+from producers.rewards.functions import NotFinite, RewardSample
 from producers.rewards.pipe import FunctionSpec, Result
 from producers.rewards.scorer import Scorer
 
@@ -202,3 +203,38 @@ def test_stop_from_another_thread_ends_a_call(scorers: list[Scorer]) -> None:
     scorer.stop()
     thread.join(5)
     assert not thread.is_alive() and results == [] and scorer.restarts == 0
+
+
+def test_stop_during_a_restart_does_not_wait_for_it(scorers: list[Scorer], module: Path) -> None:
+    """The child is gone and the next one is being made: there is nothing to kill yet."""
+    import threading
+
+    scorer = start(scorers, "behave", timeout_s=30)
+    module.write_text("import time\ntime.sleep(60)\n" + MODULE)
+    results: list[Result] = []
+    thread = threading.Thread(target=scorer.score, args=(samples("exit", "ok", "ok"), results.append))
+    seen = threading.Event()
+    make = scorer.start
+
+    def slow_start() -> None:
+        seen.set()
+        time.sleep(0.5)
+        make()
+
+    scorer.start = slow_start  # type: ignore[method-assign]
+    thread.start()
+    assert seen.wait(30)
+    scorer.stop()
+    thread.join(20)
+    assert not thread.is_alive() and [result.reason for result in results] == ["died"]
+
+
+def test_extra_info_that_is_no_object_reaches_the_function(scorers: list[Scorer]) -> None:
+    scorer = start(scorers, "behave")
+    assert [one.reward for one in score(scorer, samples("ok", extra_info="a text"))] == [1.0]
+    assert [one.reward for one in score(scorer, samples("ok", extra_info=[1]))] == [1.0]
+
+
+def test_a_timeout_says_what_it_is() -> None:
+    assert failure_of("label", TimeoutError()).detail == "label: TimeoutError"
+    assert all(len(failure_of("label", kind("x" * 9000)).detail) <= 500 for kind in (NotFinite, TimeoutError, KeyError))

@@ -110,6 +110,7 @@ HELLO = json.dumps({"code": "print('hello')", "language": "python"})
         (JSON, HELLO, "/run_code", 200),
         ({**JSON, "Host": "localhost:1"}, HELLO, "/run_code", 200),
         ({**JSON, "Host": "evil.example"}, HELLO, "/run_code", 403),
+        ({**JSON, "Host": "["}, HELLO, "/run_code", 403),
         ({"Content-Type": "text/plain"}, HELLO, "/run_code", 403),
         ({}, HELLO, "/run_code", 403),
         (JSON, HELLO, "/other", 404),
@@ -120,6 +121,7 @@ HELLO = json.dumps({"code": "print('hello')", "language": "python"})
         (JSON, json.dumps({"code": "", "files": {"a": "no base 64!"}}), "/run_code", 422),
         ({**JSON, "Content-Length": str(1 << 40)}, None, "/run_code", 413),
         ({**JSON, "Content-Length": "many"}, None, "/run_code", 413),
+        ({**JSON, "Content-Length": "9" * 5000}, None, "/run_code", 413),
     ],
 )
 def test_what_our_server_takes(ours: str, headers: dict[str, str], body: str | None, path: str, code: int) -> None:

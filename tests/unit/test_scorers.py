@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
-from producers.rewards.scorers import SCORERS
+from producers.rewards.scorers import SCORERS, finding
 
 
 def scored(name: str, response: str, truth: Any = None, tokens: int = 3, **args: Any) -> Value:
@@ -28,6 +29,11 @@ GSM8K = [
     ("#### $1200 dollars", "1,200", 1.0), ("The answer is 20", "20", 1.0), ("first 20, then 21", "20", 0.0),
     (r"so \boxed{20} in 3 days", "20", 1.0), ("#### twenty", "20", 0.0), ("", "20", 0.0), ("#### -3", "-3", 1.0),
     ("it is 2.50", "2.5", 1.0), ("#### 20 #### 21", "21", 1.0),
+    # verl's and lm-eval's readings: a full stop, a dollar behind the sign, no digit before the point, other minus signs
+    ("#### 20.", "20", 1.0), ("#### -$5", "-5", 1.0), ("#### -$5", "5", 0.0), ("#### $.50", "0.5", 1.0),
+    ("it costs .5", "5", 0.0), ("#### \u22123", "-3", 1.0), ("####20", "20", 1.0), ("#### 007", "7", 1.0),
+    ("#### 1,000,000", "1000000", 1.0), ("it is 20 \u0664", "20", 1.0), ("so 12, 15 and 20 of them.", "20", 1.0),
+    ("#### 20%", "20", 1.0), ("#### 20 apples and 3 pears", "20", 1.0), ("#### ", "20", 0.0),
 ]  # fmt: skip
 
 
@@ -50,6 +56,16 @@ MATH = [
     (r"The answer is $x^2+2x+1$.", "(x+1)^2", 1.0), (r"\boxed{(1,2)}", "(1,2)", 1.0), (r"\boxed{(2,1)}", "(1,2)", 0.0),
     (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0), (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1.0), ("I do not know", "4", 0.0),
     ("", "4", 0.0), ("x" * 100_000 + r"\boxed{4}", "4", 1.0), (r"\boxed{4", "4", 0.0),
+    # what Hendrycks' normalisation (verl, lm-eval) counts as the same
+    (r"\boxed{\tfrac12}", r"\frac{1}{2}", 1.0), (r"\boxed{.5}", "0.5", 1.0), (r"\boxed{10,000}", "10000", 1.0),
+    (r"\boxed{\$5}", "5", 1.0), (r"\boxed{50\%}", "50", 1.0), (r"\boxed{90^\circ}", "90", 1.0),
+    (r"\boxed{x=5}", "5", 1.0), (r"\boxed{5\text{ cm}}", "5", 1.0), (r"\boxed{\text{(A)}}", r"\text{(A)}", 1.0),
+    (r"\boxed{\sqrt2}", r"\sqrt{2}", 1.0), (r"\boxed{\left(1,2\right)}", "(1,2)", 1.0), (r"$\boxed 5$", "5", 1.0),
+    (r"\fbox{5}", "5", 1.0), (r"so \boxed 5.", "5", 1.0), (r"the \boxed answer is $5$", "5", 1.0),
+    (r"\boxed{3\frac{1}{2}}", r"\frac{7}{2}", 1.0), (r"\boxed{[0,1)}", "[0,1)", 1.0), (r"\boxed{[0,1)}", "(0,1)", 0.0),
+    # several answers where one is asked for
+    (r"\boxed{5 \text{ or } 6}", "5", 0.0), (r"\boxed{5, 6}", "5", 0.0), (r"\boxed{6 = 5}", "6", 0.0),
+    (r"\boxed{}", "5", 0.0), (r"\boxed{5}\boxed{6}", "5", 0.0),
 ]  # fmt: skip
 
 
@@ -69,7 +85,9 @@ def test_math_gives_the_answer_that_it_found_and_takes_options() -> None:
 AIME = [
     (r"\boxed{33}", "033", 1.0), (r"\boxed{033}", "33", 1.0), ("the answer is 204.", "204", 1.0),
     (r"\boxed{34}", "33", 0.0), (r"\boxed{\frac{66}{2}}", "33", 1.0), (r"\boxed{33.5}", "33", 0.0), ("none", "33", 0.0),
-    (r"\boxed{0}", "000", 1.0), (r"3 \boxed{999}", "999", 1.0),
+    (r"\boxed{0}", "000", 1.0), (r"3 \boxed{999}", "999", 1.0), ("\\boxed{\u00b2}", "33", 0.0),
+    (r"\boxed{1033}", "33", 0.0),
+    (r"\boxed{-33}", "33", 0.0), (r"\boxed{33}^\circ", "33", 1.0), (r"\boxed{" + "1" * 2900 + "}", "33", 0.0),
 ]  # fmt: skip
 
 
@@ -83,6 +101,9 @@ DAPO = [
     ("steps\nAnswer: 34", "34", 1.0), ("Answer: $34$", "34", 1.0), ("Answer: 35", "34", -1.0), ("it is 34", "34", -1.0),
     ("Answer: 33\nAnswer: 34", "34", 1.0), ("Answer: 34\n" + "x" * 400, "34", -1.0), (r"answer: \boxed{34}", "34", 1.0),
     (r"Answer: \frac{1}{2}", "0.5", 1.0), ("", "34", -1.0), ("Answer: 34.", "34", 1.0),
+    ("**Answer:** 34", "34", 1.0), ("Answer: x = 34", "34", 1.0), ("Answer: 34 square units", "34", 1.0),
+    ("Answer: 1,234", "1234", 1.0), ("Answer: $\\boxed{34}$", "34", 1.0), ("ANSWER : 34", "34", 1.0),
+    ("Answer: 34 or 35", "34", -1.0), ("Answer:", "34", -1.0),
 ]  # fmt: skip
 
 
@@ -227,3 +248,29 @@ def test_every_scorer_is_found_and_told_about() -> None:
 def test_scores_are_finite() -> None:
     with pytest.raises(NotFinite):
         scored("overlong", "", tokens=100, max_tokens=100, buffer_tokens=20, factor=float("inf"))
+
+
+def test_repeated_marks_cost_no_more_than_their_length() -> None:
+    """What a model that repeats itself writes: the time-out of these would be a failure and not a 0."""
+    assert scored("format", "<think>x</think><answer>" * 20_000, tags=["think", "answer", "end"]).value == 0.0
+    assert finding.fenced("```" + "a" * 100_000, ("a",)) is None
+    assert finding.fenced("```a\n" + "```a " * 20_000, ("a",)) == ""
+    assert scored("qa", "<answer>" * 50_000, "Paris", tag="answer").value == 0.0
+    assert scored("qa", "<answer>x</answer>" * 20_000 + "<answer>Paris</answer>", "Paris", tag="answer").value == 1.0
+
+
+def test_examples_of_finding() -> None:
+    assert doctest.testmod(finding).failed == 0
+
+
+FENCES = [
+    ('```yaml\nage: 1\n```\nor\n```json\n{"age": 3}\n```', 1.0),
+    ('```json\n{"age": 3}\n```\nas in\n```\nage\n```', 1.0),
+    ('```\n{"age": 3}\n```', 1.0), ('```python\nx\n```\n{"age": 3}\n', 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("response", "value"), FENCES)
+def test_the_block_that_is_meant(response: str, value: float) -> None:
+    pytest.importorskip("jsonschema")
+    assert scored("json_schema", response, schema=SCHEMA).value == value

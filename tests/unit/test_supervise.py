@@ -104,6 +104,15 @@ def test_plan_of_a_joining_launch() -> None:
     assert plans[-1].argv[-1] == "--takeover" and "--takeover" not in plans[1].argv
 
 
+def test_workers_are_started_with_their_own_key_file() -> None:
+    for key, leading in (("", None), ("/server.key", "/server.key")):
+        joining = Joining(key=key, worker_key="/join.key")
+        plans = plan(config(), TARGETS["all"], config_path=Path("c"), joining=joining)
+        given = {one.role: one.argv[one.argv.index("--key") + 1] if "--key" in one.argv else None for one in plans}
+        assert given.pop("producer") == given.pop("reward") == "/join.key"
+        assert given == dict.fromkeys(("buffer", "weightsync", "learner"), leading)
+
+
 def test_backoff_doubles_up_to_ten_seconds() -> None:
     assert [backoff_s(n) for n in range(1, 8)] == [0.5, 1, 2, 4, 8, 10, 10]
 

@@ -130,6 +130,52 @@ def test_two_tools_of_one_name() -> None:
         toolbox_of(["calculator", "producers.tools.calculator:calculator"], {})
 
 
+class Source:
+    """Tools that are known once it is opened, and what was let go of."""
+
+    def __init__(self, *tools: Any) -> None:
+        self.tools = tools
+        self.closed: list[str] = []
+
+    async def open(self) -> Any:
+        return self.tools
+
+    async def close(self) -> None:
+        self.closed.append("source")
+
+
+def test_a_server_cannot_put_itself_in_the_place_of_a_tool() -> None:
+    own = FunctionTool(calculator)
+    box = Toolbox([own], [Source(FunctionTool(calculator))])
+    with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
+        asyncio.run(box.open())
+    box = Toolbox([], [Source(own), Source(own)])
+    with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
+        asyncio.run(box.open())
+
+
+def test_tools_that_hold_something_are_closed() -> None:
+    class Holding(FunctionTool):
+        async def close(self) -> None:
+            source.closed.append(self.name)
+
+    source = Source(Holding(slow))
+    assert answer(Toolbox([Holding(raising), FunctionTool(weather)], [source]), "slow", seconds=0.0) == "done"
+    assert sorted(source.closed) == ["raising", "slow", "source"]
+
+
+class Awaited:
+    """A tool whose call is async, though it is no async function."""
+
+    def __call__(self, number: int) -> Any:
+        return slow(number)
+
+
+def test_an_awaitable_answer_is_awaited() -> None:
+    tool = FunctionTool(Awaited().__call__, schema={"function": {"name": "later"}})
+    assert answer(Toolbox([tool]), "later", number=0) == "done"
+
+
 # ---------------------------------------------------------------- calculator
 
 
@@ -191,6 +237,14 @@ def test_no_text_breaks_a_parser(text: str, parser: Any) -> None:
     for whole in (text, f"<tool_call>{text}</tool_call>", "{" + text, "[" * 300 + text):
         found = parser(whole)
         assert all(isinstance(call.arguments, dict) for call in found.calls)
+
+
+@pytest.mark.timeout(60)
+def test_white_space_without_end_costs_no_time() -> None:
+    """A producer's other samples wait while a parser runs."""
+    for text in ("```" + "\n" * 20_000 + "x", "```json" + " " * 20_000 + "```", "```" + "\n " * 20_000, "```", "`````"):
+        assert plain_json(text) == Parsed()
+    assert plain_json('\n```json\n{"name": "a"}\n\n```\n').calls == (ToolCall("a", {}),)
 
 
 def test_a_parser_of_ones_own() -> None:
@@ -327,6 +381,29 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     double = box.schemas[1]["function"]
     assert (double["name"], double["description"]) == ("double", "Twice a number.")
     assert double["parameters"]["properties"]["number"]["type"] == "integer"
+
+
+def test_an_mcp_server_that_leaves_fails_the_sample_and_is_started_again(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    box = mcp_box(tmp_path)
+
+    async def run() -> list[str]:
+        await box.open()
+        try:
+            with pytest.raises(EnvironmentFailure, match=r"environment.raised: the MCP server 'test' is gone"):
+                await box.call(ToolCall("leave", {}), timeout_s=60)
+            both = (box.call(ToolCall("double", {"number": number}), timeout_s=60) for number in (1, 2))
+            answers = await asyncio.gather(*both)
+            (tmp_path / "server.py").write_text("raise SystemExit(1)")
+            with pytest.raises(EnvironmentFailure, match="is gone"):
+                await box.call(ToolCall("leave", {}), timeout_s=60)
+            with pytest.raises(EnvironmentFailure, match="does not start"):
+                await box.call(ToolCall("double", {"number": 3}), timeout_s=60)
+            return list(answers)
+        finally:
+            await box.close()
+
+    assert asyncio.run(asyncio.wait_for(run(), 120)) == ["2", "4"]
 
 
 def test_an_mcp_server_that_does_not_come_up_or_lacks_a_tool(tmp_path: Path) -> None:

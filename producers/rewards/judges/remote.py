@@ -128,7 +128,12 @@ class Remote:
         started = time.monotonic()
         limit = self._http.ClientTimeout(total=self._attempt_s)
         try:
-            async with self._session.post(self._endpoint, json=body, timeout=limit) as response:
+            async with self._session.post(
+                self._endpoint,
+                json=body,
+                timeout=limit,
+                allow_redirects=False,  # the key is for this server alone
+            ) as response:
                 raw = await response.content.read(LONGEST_ANSWER + 1)
                 status, wait = response.status, response.headers.get("Retry-After")
                 while len(raw) <= LONGEST_ANSWER and (more := await response.content.read(LONGEST_ANSWER)):

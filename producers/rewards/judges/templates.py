@@ -90,5 +90,7 @@ def summed(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for word, logprob in pairs:
         name = word.strip()
-        found[name] = math.log(math.exp(found[name]) + math.exp(logprob)) if name in found else logprob
+        # Not by exp alone: it is 0 for -9999, which servers write for a word without a probability.
+        high, low = max(found.get(name, logprob), logprob), min(found.get(name, logprob), logprob)
+        found[name] = high + math.log1p(math.exp(low - high)) if name in found else logprob
     return found

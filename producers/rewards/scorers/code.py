@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import UNREADABLE
+from asyncrl.errors import UNREADABLE, Unavailable
+from producers.rewards.scorers.finding import fenced
 from producers.rewards.scorers.truths import json_truth
 
 if TYPE_CHECKING:
     from producers.rewards.functions import RewardSample
-    from producers.sandbox import Sandbox
+    from producers.sandbox import Sandbox, SandboxResult
 
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+LANGUAGES = ("python", "python3", "py")
 INPUTS, OUTPUTS, PROGRAM = "inputs.json", "outputs.jsonl", "program.py"
 
 #: Calls a function of the program with each input; a result per line, so that one endless call costs only what follows.
@@ -66,7 +67,8 @@ class Code:
 
     `timeout_s` is for all tests of a program together, so that an endless one costs no more: what it has not passed by
     then it has failed. None: `sandbox.timeout_s`. `prefix` and `suffix` stand around the response, where it completes
-    something; with `fenced` the last fenced block is the program, else the whole response.
+    something; with `fenced` the program is the last fenced block marked as Python, else the last one with no mark, else
+    the whole response.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class Code:
 
     def program(self, response: str) -> str:
         """The program of a response."""
-        blocks = FENCE.findall(response) if self._fenced else []
-        return (blocks[-1] if blocks else response).join(self._around)
+        block = fenced(response, LANGUAGES) if self._fenced else None
+        return (response if block is None else block).join(self._around)
 
     def passed(self, program: str, truth: Any) -> list[bool]:
         """One verdict per test. Raises ValueError where the ground truth holds no tests."""
@@ -109,7 +111,7 @@ class Code:
         left = self._sandbox.limits.timeout_s if self._timeout_s is None else self._timeout_s
         passed = [False] * len(inputs)
         for place, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-            result = self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory)
+            result = usable(self._sandbox.run(program, given, timeout_s=left, memory_bytes=self._memory))
             passed[place] = result.ok and same_text(result.stdout, wanted)
             left -= result.wall_s
             if left <= 0.0:
@@ -133,11 +135,18 @@ class Code:
 
     def _harness(self, code: str, program: str, given: dict[str, Any]) -> list[dict[str, Any]]:
         files = {PROGRAM: program.encode(errors="replace"), INPUTS: json.dumps(given).encode()}
-        result = self._sandbox.run(
-            code, "", files, fetch=[OUTPUTS], timeout_s=self._timeout_s, memory_bytes=self._memory
+        result = usable(
+            self._sandbox.run(code, "", files, fetch=[OUTPUTS], timeout_s=self._timeout_s, memory_bytes=self._memory)
         )
         lines = result.files.get(OUTPUTS, b"").decode(errors="replace").splitlines()
         return [item for line in lines if isinstance(item := decoded(line), dict)]
+
+
+def usable(result: SandboxResult) -> SandboxResult:
+    """The result, where the program came to run. Raises `sandbox.failed` where it did not: that is no fault of it."""
+    if result.status == "error":
+        raise Unavailable("sandbox.failed", f"the program could not be started: {result.stderr[:200]}")
+    return result
 
 
 def decoded(item: Any) -> Any:
@@ -151,9 +160,21 @@ def decoded(item: Any) -> Any:
 
 
 def same_text(said: str, wanted: str) -> bool:
-    """Equal but for white space at the ends of lines and of the text."""
-    left, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted))
-    return left == right
+    """Equal but for white space at the ends of lines and of the text; a line of numbers may write them otherwise (0.50
+    for 0.5), as LiveCodeBench counts."""
+    left, right = ([line.strip() for line in text.strip().splitlines()] for text in (said, wanted))
+    return len(left) == len(right) and all(map(same_line, left, right))
+
+
+def same_line(said: str, wanted: str) -> bool:
+    """Equal, as texts or as numbers."""
+    if said == wanted:
+        return True
+    try:
+        left, right = ([Decimal(word) for word in line.split()] for line in (said, wanted))
+        return left == right
+    except InvalidOperation:  # a word that is no number
+        return False
 
 
 def same(value: Any, wanted: Any) -> bool:

@@ -19,6 +19,9 @@ from producers.rewards.scorers.truths import truth_of
 if TYPE_CHECKING:
     from producers.rewards.functions import RewardSample
 
+BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[-.0-9\\][^\s${}]*?)(?=[.,;]?(?:[\s$]|$)))")
+NUMBER = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+INTEGER = re.compile(r"0*[0-9]{1,3}")  # as AIME has them
 ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
@@ -80,9 +83,12 @@ class Math:
 
 
 def boxes_of(text: str) -> list[str]:
-    r"""The contents of all \boxed{...}, with the braces inside them."""
+    r"""The contents of all \boxed{...} and \fbox{...}, with the braces inside them; of \boxed 5 what follows."""
     boxes = []
-    for start in re.finditer(r"\\boxed\s*\{", text):
+    for start in BOX.finditer(text):
+        if start["bare"]:
+            boxes.append(start["bare"])
+            continue
         depth, at = 1, start.end()
         while at < len(text) and depth:
             depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -121,8 +127,9 @@ class GSM8K(Math):
 
     @staticmethod
     def numbers(text: str) -> list[str]:
-        """Every number of a text, without thousands separators."""
-        return [found.replace(",", "") for found in re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)]
+        """Every number of a text, without thousands separators and the dollar between sign and number."""
+        plain = text.replace("\u2212", "-")  # the minus sign of print
+        return [found.replace(",", "").replace("$", "") for found in NUMBER.findall(plain)]
 
 
 class AIME(Math):
@@ -130,14 +137,14 @@ class AIME(Math):
 
     def gold(self, text: str) -> list[Any]:
         """Leading zeros count for nothing."""
-        if not text.strip().isdigit() or int(text) > 999:
+        if not INTEGER.fullmatch(text.strip()):
             raise ValueError(f"the ground truth is no integer from 0 to 999: {text!r:.100}")
         return super().gold(str(int(text)))
 
     def answer(self, text: str) -> list[Any]:
         """Leading zeros of a box count for nothing."""
         boxes = boxes_of(text)
-        if boxes and boxes[-1].strip().isdigit():
+        if boxes and INTEGER.fullmatch(boxes[-1].strip()):
             return self.parsed(str(int(boxes[-1])))
         return super().answer(text)
 

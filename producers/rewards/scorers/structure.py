@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UNREADABLE, ConfigError
+from producers.rewards.scorers.finding import fenced
 from producers.rewards.scorers.truths import json_truth
 
 if TYPE_CHECKING:
     from producers.rewards.functions import RewardSample
 
-FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
-
 
 class JSONSchema:
     """1 for JSON that fits `schema`; `parses` for JSON that does not. Without `schema`: the ground truth is the schema.
 
-    The last fenced block counts, else the whole response.
+    The last fenced block marked as JSON counts, else the last one with no mark, else the whole response.
     """
 
     def __init__(self, *, schema: Mapping[str, Any] | None = None, parses: float = 0.0) -> None:
@@ -46,9 +45,9 @@ class JSONSchema:
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and whether it is JSON at all."""
         validator = self._fixed or self._validator(json_truth(sample))
-        blocks = FENCE.findall(sample.response)
+        block = fenced(sample.response, ("json",))
         try:
-            value = json.loads(blocks[-1] if blocks else sample.response, parse_constant=_no_constant)
+            value = json.loads(sample.response if block is None else block, parse_constant=_no_constant)
         except UNREADABLE:
             return {"score": 0.0, "parses": 0.0}
         return {"score": 1.0 if validator.is_valid(value) else self._parses, "parses": 1.0}
@@ -74,9 +73,10 @@ class Tags:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the answer."""
-        found = self._pattern.fullmatch(sample.response)
+        # Counted first: over a text that repeats its tags the pattern would take time with a power of its length.
         once = all(sample.response.count(f"<{tag}>") == 1 == sample.response.count(f"</{tag}>") for tag in self._tags)
-        if found is None or not once:
+        found = self._pattern.fullmatch(sample.response) if once else None
+        if found is None:
             return {"score": 0.0}
         groups = found.groupdict()
         filled = all((groups[f"t{number}"] or "").strip() for number in range(len(self._tags)))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from producers.rewards.scorers.finding import between
 from producers.rewards.scorers.truths import truths_of
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class QA:
         """The score, and both figures."""
         said, truths = sample.response, truths_of(sample)
         if self._tag:
-            found = re.findall(rf"<{re.escape(self._tag)}>(.*?)</{re.escape(self._tag)}>", said, re.DOTALL)
+            found = between(said, f"<{self._tag}>", f"</{self._tag}>")
             if not found:
                 return {"score": 0.0, "f1": 0.0, "em": 0.0}
             said = found[-1]

@@ -1,0 +1,42 @@
+"""Finding parts of a response: fenced blocks, and what stands between two marks. Pure.
+
+Called by the scorers. Guarantee: time grows with the length of the text alone, whatever a model wrote; a pattern that
+looks for an end behind every beginning takes the square of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+#: Possessive: a long line that is no opening is gone through once. `print` between such marks in a line opens nothing.
+FENCE = re.compile(r"```(?:([\w+#.-]++)[^\n`]*+|[ \t]*+)\n(.*?)(```|\Z)", re.DOTALL)
+
+
+def fenced(text: str, languages: Collection[str]) -> str | None:
+    """The last fenced block in one of these languages (lower case); else the last one of no language; else None.
+
+    A block of another language is none of them, and its end begins none. One with a language may be open at the end.
+
+    >>> fenced("```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```", {"python"})
+    'print(1)\\n'
+    """
+    blocks: list[tuple[str, str]] = [(name.lower(), block) for name, block, end in FENCE.findall(text) if name or end]
+    for wanted in (languages, ("",)):
+        found = [block for name, block in blocks if name in wanted]
+        if found:
+            return found[-1]
+    return None
+
+
+def between(text: str, start: str, end: str) -> list[str]:
+    """What stands between `start` and the next `end`, from the left.
+
+    >>> between("<a>1</a> <a><a>2</a> <a>", "<a>", "</a>")
+    ['1', '<a>2']
+    """
+    found, at = [], 0
+    while (begin := text.find(start, at)) >= 0 and (stop := text.find(end, begin + len(start))) >= 0:
+        found.append(text[begin + len(start) : stop])
+        at = stop + len(end)
+    return found
