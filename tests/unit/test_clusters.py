@@ -133,9 +133,9 @@ def test_kubernetes_manifests_fit_their_schemas(setup: list[str]) -> None:
             validate.validate(one, "1.31", strict=True)
             seen.append((one["kind"], one["metadata"]["name"]))
     assert sorted(seen) == [
-        ("ConfigMap", "my-run-3-config"), ("Deployment", "my-run-3-producers"), ("Deployment", "my-run-3-rewards"),
-        ("Deployment", "my-run-3-services"), ("Job", "my-run-3-learner"), ("Service", "my-run-3-learner"),
-        ("Service", "my-run-3-services"),
+        ("ConfigMap", "my-run-3-config"), ("Deployment", "my-run-3-services"), ("Job", "my-run-3-learner"),
+        ("Job", "my-run-3-producers"), ("Job", "my-run-3-rewards"), ("NetworkPolicy", "my-run-3-network"),
+        ("Service", "my-run-3-learner"), ("Service", "my-run-3-services"),
     ]  # fmt: skip
     broken = yaml.safe_load(files["config.yaml"]) | {"dat": {}}
     with pytest.raises(Exception, match="dat"):  # its own class of error, which is not exported by a stable name
@@ -151,7 +151,8 @@ def test_pods_get_what_their_role_needs_and_no_more() -> None:
     [services], [learner] = pods("services.yaml"), pods("learner.yaml")
     for pod, key in ((producers, "join"), (rewards, "join"), (services, "server"), (learner, "server")):
         [secret] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
-        assert secret == {"secretName": f"my-run-3-{key}-key", "defaultMode": 0o400}
+        assert secret == {"secretName": f"my-run-3-{key}-key", "defaultMode": 0o440}
+        assert f"/etc/asyncrl-secret/{key}.key" in pod["initContainers"][0]["command"]
         assert pod["terminationGracePeriodSeconds"] == 300 and pod["automountServiceAccountToken"] is False
         assert ("priorityClassName" in pod) == (key == "join")
     limits = [pod["containers"][0]["resources"]["limits"] for pod in (producers, rewards)]
