@@ -133,7 +133,7 @@ class _Pods:
                                           "backoffLimit": FORGIVEN * hosts})  # fmt: skip
 
     def network(self) -> dict[str, Any]:
-        """Ranks and weights travel over connections without authentication: for pods of this run alone.
+        """Ranks, and weights by `collective`, have connections without authentication: for pods of this run alone.
 
         The services are open: they ask for a key. So is the exporter for Prometheus, which has nothing to hide.
         """

@@ -196,3 +196,30 @@ def test_the_demo_learns_in_pods_that_are_killed_and_moved(cluster: Cluster) -> 
     cluster.wait("nothing", lambda: not cluster.status()["pods"], timeout=20)
     assert [path.name for path in (cluster.state / "objects").iterdir()] == ["PersistentVolumeClaim.shared.json"]
     assert not [pod for pod in cluster.ended() if pod["killed"]], "all of them ended within their grace"
+
+
+def test_a_gang_of_two_pods_meets_again_after_one_was_killed(cluster: Cluster, run: Any) -> None:
+    """As root, with lines of `cluster.setup`, and with a reward function that lies on the volume alone."""
+    steps = 6
+    for name in ("my_rewards.py", "prompts.jsonl"):
+        shutil.copy(run.folder / name, cluster.volume)
+    text = run.config.read_text().replace(str(run.dir), "runs/two").replace(f"{run.folder}/", "")
+    model = next(line for line in text.splitlines() if line.startswith("path = ")).partition('"')[2].rstrip('"')
+    shutil.copytree(model, cluster.volume / "model")
+    config = cluster.jobs.parent / "two.toml"
+    config.write_text(text.replace(f'"{model}"', '"model"'))
+    cluster.render(config, "cluster.name=two", "cluster.user=0", "cluster.learner_hosts=2", "producers.count=1",
+                   'cluster.setup=["export MADE_BY_SETUP=1$NOT_SET"]', f"learner.steps={steps}")  # fmt: skip
+    started = cluster.shell(str(cluster.jobs / "apply.sh"))
+    assert started.returncode == 0, started.stdout + started.stderr
+    metrics = cluster.volume / "runs" / "two" / "metrics" / "learner.jsonl"
+    cluster.wait("step 3", lambda: len(lines(metrics)) >= 3)
+    first = cluster.pods("learner")
+    assert len(first) == 2 and all(pod["main"] for pod in first.values()), first
+    assert b"MADE_BY_SETUP=1" in Path(f"/proc/{next(iter(first.values()))['main']}/environ").read_bytes()
+    os.kill(max(first.items())[1]["main"], signal.SIGKILL)
+    cluster.wait("all jobs", lambda: cluster.complete("two-learner", "two-producers", "two-rewards"))
+    assert cluster.status()["jobs"]["two-learner"]["succeeded"] == 2
+    found = audit(cluster, cluster.volume / "runs" / "two")
+    assert (found["lost"], found["doubled"]) == (0, 0)
+    assert sorted({line["step"] for line in lines(metrics)}) == list(range(1, steps + 1))
