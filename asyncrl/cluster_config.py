@@ -49,6 +49,7 @@ class ClusterConfig(Section, frozen=True):
     image: str = "asyncrl:latest"  # Kubernetes: docker/
     claim: str = ""  # Kubernetes: name of a volume claim that all pods can write (run folder, model, data)
     claim_path: str = "/data"  # Kubernetes: where it is mounted
+    user: Count = 1000  # Kubernetes: user and group of the containers, who own what they write; 0: root
     gpu_resource: str = "nvidia.com/gpu"  # Kubernetes: huawei.com/Ascend910 on Ascend
     preemptible_class: str = ""  # Kubernetes: priority class of producers and reward workers
 

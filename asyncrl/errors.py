@@ -18,6 +18,7 @@ EXIT_UNAVAILABLE = 69
 EXIT_INTERNAL = 70
 EXIT_FENCED = 75
 EXIT_HANDSHAKE = 78
+EXIT_STOPPED = 143  # a job that was stopped before its end, as of a process that SIGTERM ended
 #: Exit codes after which starting the same process again cannot help.
 FINAL_EXIT_CODES = frozenset({EXIT_OK, EXIT_CONFIG, EXIT_FENCED, EXIT_HANDSHAKE})
 

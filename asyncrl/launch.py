@@ -28,7 +28,7 @@ from asyncrl import devices, redis_secret
 from asyncrl.config import Config, dump, load, redacted
 from asyncrl.config_diff import differences
 from asyncrl.engine_env import with_python
-from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.hang import HangWatch
 from asyncrl.judge_config import judges_of, named
 from asyncrl.keys import worker_file
@@ -37,7 +37,7 @@ from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
 from asyncrl.rundir import RunDir, beside, read_object, run_keys, write_atomic
 from asyncrl.silence import SilenceWatch
-from asyncrl.status import LAUNCHER_PREFIX
+from asyncrl.status import launcher_mark
 from asyncrl.supervise import Grace, Outcome, Supervisor
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
@@ -59,6 +59,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     insecure_no_auth: bool = False
     node_rank: int = 0
     head: str = ""
+    job: bool = False  # of a scheduler, which starts again what did not end with 0
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -219,8 +220,14 @@ def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
             lock.close()
         if options.target not in SHARED:
             raise
-        return [], f"{os.getpid():x}"
-    return held, f"{socket.gethostname().split('.')[0]}-{os.getpid():x}" if options.connect else ""
+        return [], _tag(options)
+    return held, _tag(options) if options.connect else ""
+
+
+def _tag(options: LaunchOptions) -> str:
+    """Of this launcher alone. In containers all launchers have the same pid: their host tells them apart."""
+    host = f"{socket.gethostname().split('.')[0]}-" if options.connect else ""
+    return f"{host}{os.getpid():x}"
 
 
 def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
@@ -254,12 +261,18 @@ def changes(path: Path, config: Config) -> list[str]:
 def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
     own = "learner" in TARGETS[options.target]  # another launcher's steps are shown there
     progress = Progress(run, steps=config.learner.steps, verbose=options.verbose, plain=options.plain, table=own)
-    mark = run.lock(f"{LAUNCHER_PREFIX}{options.target}-{os.getpid()}")  # `asyncrl stop` finds us by it
+    mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds us by it
     try:
         hang = HangWatch(run, config) if own else None
         silence = SilenceWatch(run, limit_s=config.run.silent_timeout_s)
         return Supervisor(
-            plans, logs=run.logs, say=progress.say, tick=progress.tick, grace=Grace(), hang=hang, silence=silence
+            plans,
+            logs=run.logs,
+            say=progress.say,
+            tick=progress.tick,
+            grace=_grace(config, options),
+            hang=hang,
+            silence=silence,
         ).run()
     finally:
         progress.close()
@@ -267,6 +280,20 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
             _remove_staged(run)
         Path(mark.name).unlink(missing_ok=True)
         mark.close()
+
+
+def _grace(config: Config, options: LaunchOptions) -> Grace:
+    """How long the stages of a stop may take: a job's learner has what the scheduler gives, less the other stages."""
+    usual = Grace()
+    if not options.job:
+        return usual
+    return Grace(learner_s=max(usual.learner_s, config.cluster.grace_s - 3 * usual.other_s))
+
+
+def exit_code(outcome: Outcome, options: LaunchOptions) -> int:
+    """Of the command. A scheduler takes a job that ends with 0 for complete, also where it stopped the job itself."""
+    stopped = options.job and outcome.code == EXIT_OK and outcome.stopped
+    return EXIT_STOPPED if stopped else outcome.code
 
 
 def _remove_staged(run: RunDir) -> None:

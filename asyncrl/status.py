@@ -9,6 +9,7 @@ Called by `asyncrl.cli`. Guarantees:
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -34,7 +35,7 @@ ASK_TIMEOUT_S = 3.0
 SILENT_S = 10.0  # where no configuration says
 STOP_POLL_S = 0.2
 LAST_BYTES = 1 << 20  # of a file of metrics: its newest lines
-LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-PID.lock
+LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-HOST-PID.lock
 
 
 def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool) -> int:
@@ -141,16 +142,21 @@ def _ask(address: str, connect: Callable[[], Any]) -> dict[str, Any]:
             client.close()
 
 
+def launcher_mark(target: str) -> str:
+    """The lock that this launcher holds while it works. Its host belongs to it: in containers all pids are alike."""
+    return f"{LAUNCHER_PREFIX}{target}-{socket.gethostname()}-{os.getpid()}"
+
+
 def launchers(run: RunDir) -> list[tuple[str, int]]:
     """(target, pid) of the living launchers on this host. A pid may be somebody else's by now; a held lock cannot."""
     found = []
     for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
-        target, _, pid = path.stem.removeprefix(LAUNCHER_PREFIX).rpartition("-")
+        target, _, place = path.stem.removeprefix(LAUNCHER_PREFIX).partition("-")
         try:
             run.lock(path.stem).close()
         except AsyncRLError as held:
             if held.message.endswith(f"on {socket.gethostname()})"):
-                found.append((target, int(pid)))
+                found.append((target, int(place.rpartition("-")[2])))
         else:
             path.unlink(missing_ok=True)  # its launcher was killed
     return found

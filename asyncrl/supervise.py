@@ -65,6 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
     failed: str = ""
     last_lines: tuple[str, ...] = ()
     given_up: dict[str, int] = {}  # workers the run did without from some time on: their last exit code
+    stopped: bool = False  # a signal came before the end
 
 
 class Grace(msgspec.Struct, frozen=True):
@@ -100,6 +101,7 @@ class Supervisor:
         self._given_up: dict[str, int] = {}
         self._signals: list[signal.Signals] = []
         self._seen_signals = 0
+        self._stopped = False
         self._stages: deque[list[Child]] | None = None  # what is left to stop, in order; None while running
         self._stage_deadline = 0.0
         self._stage_asked = False
@@ -127,7 +129,7 @@ class Supervisor:
             code=code, reason=reason, wall_s=time.monotonic() - started,
             restarts={child.plan.name: child.restarts for child in self.children if child.restarts},
             failed=failed.plan.name if failed else "", last_lines=tuple(failed.last_lines) if failed else (),
-            given_up=self._given_up,
+            given_up=self._given_up, stopped=self._stopped,
         )  # fmt: skip
         self._event("end", code=code, reason=reason)
         return outcome
@@ -329,6 +331,7 @@ class Supervisor:
             return
         first = self._seen_signals == 0
         self._seen_signals = len(self._signals)
+        self._stopped |= self._stages is None
         name = self._signals[0].name
         if first and len(self._signals) == 1:
             learner = any(child.plan.role == "learner" for child in self.children)

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from asyncrl.clusters.commands import Files, Site
 from asyncrl.config import Config, dump, load
 from asyncrl.errors import ConfigError, ConfigErrors
 
 CONFIG_NAME = "config.toml"
+#: Mistakes in what lies on the volume of the pods, which need not be mounted where jobs are rendered. Each role looks
+#: again when it starts; a mistake ends its Job at once.
+OF_THE_VOLUME = frozenset({
+    "config.model", "config.tokenizer", "config.data", "config.reward", "config.environment", "config.template",
+    "config.filter",
+})  # fmt: skip
 
 
 def _renderer(backend: str) -> Callable[[Config, Site], Files]:
@@ -45,10 +51,13 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     from asyncrl.clusters.commands import for_cluster
     from asyncrl.launch import absolute
 
-    given = absolute(checks.settled(load(paths, overrides)))
+    given = checks.settled(load(paths, overrides))
+    given = given if backend == "k8s" else absolute(given)  # pods begin in a folder of the volume
     # Ports and stores are those of other hosts: only what can be known here is looked at.
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
     errors = [error for error in checked.errors if error.where != given.network.key_file]  # keys may not be made yet
+    if backend == "k8s":
+        errors = [*(error for error in errors if error.code not in OF_THE_VOLUME), *not_on_volume(given)]
     if errors:
         raise ConfigErrors(errors)
     target = folder.resolve()
@@ -62,6 +71,21 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
         print(path)
     print(f"next: {_next(backend, folder)}")
     return 0
+
+
+def not_on_volume(config: Config) -> list[ConfigError]:
+    """Absolute paths of the run, the model and the prompts that no pod has: they have to be below the volume's."""
+    volume = config.cluster.claim_path
+    paths = {"run.dir": config.run.dir, "model.path": config.model.path}
+    rows = {"data.path": config.data.path, "evaluation.path": config.evaluation.path}
+    places = [*paths.items(), *((key, path.strip()) for key, given in rows.items() for path in given.split(","))]
+    return [
+        ConfigError("config.conflict", "pods have no such place: only what lies on the volume is theirs",
+                    where=f"{key} = {path!r}", remedy=f"a path below cluster.claim_path ({volume}), or one relative to "
+                    f"cluster.folder ({config.cluster.folder or volume})")
+        for key, path in places
+        if os.path.isabs(path) and not PurePosixPath(path).is_relative_to(volume)
+    ]  # fmt: skip
 
 
 def _next(backend: str, folder: Path) -> str:

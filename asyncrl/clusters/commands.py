@@ -47,7 +47,7 @@ def for_cluster(config: Config, site: Site) -> Config:
 def launch(config: Config, role: str, *, config_path: str, connect: str = "", key: str = "", host: str = "",
            more: Sequence[str] = ()) -> list[str]:  # fmt: skip
     """`asyncrl launch ROLE`. `host`: the address of the host it runs on, where it sends weights to others."""
-    words = ["python", "-m", "asyncrl", "launch", role, config_path, "--plain"]
+    words = ["python", "-m", "asyncrl", "launch", role, config_path, "--plain", "--job"]
     words += ["--connect", connect] if connect else []
     words += ["--key", key] if key else []
     if host and role in ("producers", "learner"):
@@ -64,6 +64,11 @@ def shell(words: Sequence[str]) -> str:
     for before, text in itertools.pairwise(texts):
         lines.append(" \\\n    " + text if text.startswith("--") and not before.startswith("--") else " " + text)
     return "".join(lines)
+
+
+def settled(lines: Sequence[str]) -> list[str]:
+    """`cluster.setup` in a script with `set -eo pipefail`: what others wrote (module, conda) reads unset variables."""
+    return [*lines, "set -u"]
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Role:
         words = {{**words, "HOST": own_address()}}
         for name, value in words.items():
             command = command.replace("@" + name + "@", shlex.quote(str(value)))
-        lines = "\\n".join(["set -euo pipefail", *SETUP, "exec " + command])
+        lines = "\\n".join(["set -eo pipefail", *SETUP, "set -u", "exec " + command])
         self.child = subprocess.Popen(["bash", "-c", lines], cwd=WORK, env={{**os.environ, **ENVIRONMENT}})
         return self.child.pid
 

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Sequence
 
 from asyncrl.cluster_config import name_of
-from asyncrl.clusters.commands import Files, Shell, Site, environment, launch, shell, summary
+from asyncrl.clusters.commands import Files, Shell, Site, environment, launch, settled, shell, summary
 from asyncrl.config import Config
 
 ADDRESS = Shell('"$ADDRESS"')
@@ -51,8 +51,8 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     ):
         options += [f"--{option}={value}"] if value else []
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *cluster.options))]
-    lines += ["set -euo pipefail", *(f"export {name}={value}" for name, value in environment(config).items())]
-    lines += [f"cd {shlex.quote(site.work)}", *cluster.setup]
+    lines += ["set -eo pipefail", *(f"export {name}={value}" for name, value in environment(config).items())]
+    lines += [f"cd {shlex.quote(site.work)}", *settled(cluster.setup)]
     lines += ["# The address of this host as others reach it.", 'HOST=$(getent ahostsv4 "$(hostname)" | '
               "awk '$1 !~ /^127\\./ && !found++ {print $1}')", 'HOST=${HOST:-127.0.0.1}']  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -144,9 +144,9 @@ def _submit(config: Config, site: Site) -> str:
     lines = [
         "#!/bin/bash",
         f"# {summary(config)}",
-        "set -euo pipefail",
+        "set -eo pipefail",
         f"cd {shlex.quote(site.work)}",
-        *config.cluster.setup,
+        *settled(config.cluster.setup),
         f"mkdir -p {folder}/logs",
         f"rm -f {folder}/address",
         f"[ -e {keys}/server.key ] || python -m asyncrl keys {keys}",
@@ -156,6 +156,8 @@ def _submit(config: Config, site: Site) -> str:
         'export OTHERS="$services $producers $rewards"',
         f"learner=$(sbatch --parsable --export=ALL --dependency=after:$services {folder}/learner.sbatch)",
         'echo "services $services, producers $producers, rewards $rewards, learner $learner"',
-        'echo "to end it early: scancel $learner, then scancel $OTHERS; to resume it: this script again"',
+        "# scancel without a signal kills after the cluster's KillWait (30 s), checkpoint or not.",
+        'echo "to end it early: scancel --batch --signal=TERM $learner; when it has ended: scancel $OTHERS"',
+        'echo "to resume it: this script again"',
     ]
     return "\n".join(lines) + "\n"

@@ -50,6 +50,8 @@ def _add_launch(commands: Commands) -> None:
     one.add_argument("--head", default="", metavar="HOST:PORT", help="where a gang of several hosts meets: on host 0")
     one.add_argument("--backend", choices=("slurm", "k8s", "ray"), help="with --render: scheduler of the jobs")
     one.add_argument("--render", type=Path, metavar="DIR", help="start nothing: write the jobs of [cluster] there")
+    one.add_argument("--job", action="store_true", help="as a job of a scheduler: a stop has cluster.grace_s, and the "
+                     "exit code 143 where it comes before the end")  # fmt: skip
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
     one.add_argument("--dry-run", action="store_true", help="print what would start (commands, files, environment), "
                      "and start nothing")  # fmt: skip
@@ -73,13 +75,13 @@ def _add_demo(commands: Commands) -> None:
 def _launch(args: argparse.Namespace) -> int:
     import os
 
-    from asyncrl.launch import LaunchOptions, launch
+    from asyncrl.launch import LaunchOptions, exit_code, launch
 
     options = LaunchOptions(
         target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
         takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
         insecure_no_auth=args.insecure_no_auth,
-        node_rank=args.node_rank, head=args.head,
+        node_rank=args.node_rank, head=args.head, job=args.job,
     )  # fmt: skip
     if args.dry_run:
         from asyncrl.dry_run import dry_run
@@ -92,7 +94,7 @@ def _launch(args: argparse.Namespace) -> int:
     os.umask(0o077)
     if args.render or args.backend:
         return _render(args)
-    return launch(args.configs, options).outcome.code
+    return exit_code(launch(args.configs, options).outcome, options)
 
 
 def _render(args: argparse.Namespace) -> int:

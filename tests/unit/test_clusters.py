@@ -119,12 +119,14 @@ def objects(backend: str, name: str, **settings: Any) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(made(backend, **settings)[name]))
 
 
+@pytest.mark.parametrize("prometheus", [0, 9100])
 @pytest.mark.parametrize("setup", [[], ["source /data/venv/bin/activate", 'echo "it\'s: on"']])
-def test_kubernetes_manifests_fit_their_schemas(setup: list[str]) -> None:
+def test_kubernetes_manifests_fit_their_schemas(setup: list[str], prometheus: int) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="the schemas come with kubernetes-validate")
     settings: dict[str, Any] = {
         "cluster__setup": setup, "cluster__producers": 3, "cluster__producer_gpus": 1, "cluster__learner_gpus": 8,
         "cluster__preemptible_class": "spot", "learner__ranks": 8, "cluster__learner_hosts": 2,
+        "trackers__prometheus_port": prometheus,
     }  # fmt: skip
     files = made("k8s", **settings)
     seen = []
@@ -133,9 +135,9 @@ def test_kubernetes_manifests_fit_their_schemas(setup: list[str]) -> None:
             validate.validate(one, "1.31", strict=True)
             seen.append((one["kind"], one["metadata"]["name"]))
     assert sorted(seen) == [
-        ("ConfigMap", "my-run-3-config"), ("Deployment", "my-run-3-producers"), ("Deployment", "my-run-3-rewards"),
-        ("Deployment", "my-run-3-services"), ("Job", "my-run-3-learner"), ("Service", "my-run-3-learner"),
-        ("Service", "my-run-3-services"),
+        ("ConfigMap", "my-run-3-config"), ("Deployment", "my-run-3-services"), ("Job", "my-run-3-learner"),
+        ("Job", "my-run-3-producers"), ("Job", "my-run-3-rewards"), ("NetworkPolicy", "my-run-3-network"),
+        ("Service", "my-run-3-learner"), ("Service", "my-run-3-services"),
     ]  # fmt: skip
     broken = yaml.safe_load(files["config.yaml"]) | {"dat": {}}
     with pytest.raises(Exception, match="dat"):  # its own class of error, which is not exported by a stable name
@@ -151,11 +153,14 @@ def test_pods_get_what_their_role_needs_and_no_more() -> None:
     [services], [learner] = pods("services.yaml"), pods("learner.yaml")
     for pod, key in ((producers, "join"), (rewards, "join"), (services, "server"), (learner, "server")):
         [secret] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
-        assert secret == {"secretName": f"my-run-3-{key}-key", "defaultMode": 0o400}
+        assert secret == {"secretName": f"my-run-3-{key}-key", "defaultMode": 0o440}
+        assert f"/etc/asyncrl-secret/{key}.key" in pod["initContainers"][0]["command"]
         assert pod["terminationGracePeriodSeconds"] == 300 and pod["automountServiceAccountToken"] is False
         assert ("priorityClassName" in pod) == (key == "join")
     limits = [pod["containers"][0]["resources"]["limits"] for pod in (producers, rewards)]
     assert limits == [{"memory": "16Gi", "nvidia.com/gpu": 1}, {"memory": "16Gi"}]
+    [plain] = [one for one in objects("k8s", "learner.yaml", cluster__memory="16000") if one["kind"] == "Job"]
+    assert plain["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == "16000Mi"
     [config_map] = objects("k8s", "config.yaml")
     inside = parse(config_map["data"]["config.toml"])
     assert inside.network.key_file == "/etc/asyncrl-keys/server.key"
@@ -231,3 +236,55 @@ def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytes
     assert render_command(Path("my.toml"), [], backend="slurm", folder=target) == 0
     with pytest.raises(ConfigErrors, match="nowhere"):
         render_command(Path("my.toml"), ["model.path=nowhere"], backend="slurm", folder=target)
+
+
+def test_pods_find_their_files_on_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text(TEXT.replace("/data/my runs/it's", "runs/mine"))
+    target = tmp_path / "jobs"
+    settings = ["cluster.claim=shared", "buffer.redis_url=redis://host"]
+    assert render_command(Path("my.toml"), settings, backend="k8s", folder=target) == 0
+    inside = parse(yaml.safe_load((target / "config.yaml").read_text())["data"]["config.toml"])
+    assert (inside.run.dir, inside.model.path) == ("runs/mine", "/data/model"), "from where the pods begin"
+    for setting in ("run.dir=/home/me/run", "model.path=/models/x", "data.path=/data/a.jsonl,/b.jsonl"):
+        with pytest.raises(ConfigErrors, match="volume"):
+            render_command(Path("my.toml"), [*settings, setting], backend="k8s", folder=target)
+    with pytest.raises(ConfigErrors, match="max_staleness"):  # what can be known here is still said here
+        render_command(Path("my.toml"), [*settings, "buffer.max_staleness=-1"], backend="k8s", folder=target)
+
+
+def restricted(pod: dict[str, Any]) -> list[str]:
+    """What the Pod Security Standard `restricted` of Kubernetes forbids in it."""
+    about, wrong = pod.get("securityContext", {}), []
+    if about.get("runAsNonRoot") is not True or not about.get("runAsUser"):
+        wrong.append("root")
+    if about.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        wrong.append("seccomp")
+    allowed = {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}
+    wrong += [volume["name"] for volume in pod["volumes"] if not set(volume) - {"name"} <= allowed]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        inside = container["securityContext"]
+        if inside["allowPrivilegeEscalation"] or inside["capabilities"] != {"drop": ["ALL"]}:
+            wrong.append(container["name"])
+    return wrong
+
+
+def test_pods_are_restricted_and_jobs_end_as_they_should() -> None:
+    pods, jobs = [], {}
+    for name in ("services.yaml", "producers.yaml", "learner.yaml"):
+        for one in objects("k8s", name):
+            if "template" in one["spec"]:
+                pods.append(one["spec"]["template"]["spec"])
+                jobs[one["metadata"]["name"]] = one["spec"]
+    assert [restricted(pod) for pod in pods] == [[]] * 4
+    assert all("securityContext" not in one["spec"]["template"]["spec"]
+               for one in objects("k8s", "producers.yaml", cluster__user=0))  # fmt: skip
+    assert "completions" not in jobs["my-run-3-producers"], "a queue of work ends with the first pod that ends with 0"
+    for name in ("learner", "producers", "rewards"):
+        ignored, fatal = jobs[f"my-run-3-{name}"]["podFailurePolicy"]["rules"]
+        assert ignored["action"] == "Ignore" and ignored["onPodConditions"][0]["type"] == "DisruptionTarget"
+        assert fatal["onExitCodes"]["values"] == [2, 78] and fatal["onExitCodes"]["containerName"] == name
+        assert 143 not in fatal["onExitCodes"]["values"], "a stopped job is started again"
+        assert "--job" in jobs[f"my-run-3-{name}"]["template"]["spec"]["containers"][0]["command"]
+    end = made("k8s")["end.sh"]
+    assert end.index("my-run-3-learner --") < end.index("my-run-3-producers") < end.index("my-run-3-services")

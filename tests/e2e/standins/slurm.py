@@ -93,7 +93,7 @@ def squeue(_words: list[str]) -> int:
 
 
 def scancel(words: list[str]) -> int:
-    for number in words:
+    for number in (word for word in words if word not in ("--batch", "--signal=TERM")):
         for pid in jobs()[number]["pids"]:  # type: ignore[attr-defined]
             if running(pid):
                 os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,54 @@
+"""A launcher as a job of a scheduler: its exit code, the time a stop may take, its names where all pids are alike."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.launch import LaunchOptions, _grace, _locks, exit_code
+from asyncrl.rundir import RunDir
+from asyncrl.status import launcher_mark, launchers
+from asyncrl.supervise import Grace, Outcome
+
+TEXT = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[reward]]\nfunction = "a:b"\n'
+JOB = LaunchOptions(target="producers", connect="tcp://services:5555", job=True)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "job", "shell"),
+    [
+        (Outcome(0, "done", 1.0), 0, 0),
+        (Outcome(0, "stopped by SIGTERM", 1.0, stopped=True), 143, 0),
+        (Outcome(130, "stopped by SIGINT", 1.0, stopped=True), 130, 130),
+        (Outcome(70, "hang", 1.0), 70, 70),
+    ],
+)
+def test_a_stopped_job_is_not_taken_for_a_complete_one(outcome: Outcome, job: int, shell: int) -> None:
+    assert (exit_code(outcome, JOB), exit_code(outcome, LaunchOptions())) == (job, shell)
+
+
+def test_a_learner_has_the_grace_of_its_scheduler() -> None:
+    long, short = (parse(TEXT, overrides=[f"cluster.grace_s={seconds}"]) for seconds in (900, 60))
+    assert _grace(long, JOB).learner_s == 870.0 and _grace(long, LaunchOptions()) == Grace()
+    assert _grace(short, JOB).learner_s == Grace().learner_s, "the scheduler's own kill is the limit then"
+
+
+def test_launchers_with_one_pid_on_several_hosts_work_side_by_side(tmp_path: Path, monkeypatch: Any) -> None:
+    """Containers number their processes anew: the same pid in every pod, on a run folder that all share."""
+    run = RunDir(tmp_path / "run").create()
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    held, marks, tags = [], [], []
+    for host in ("pod-a", "pod-b", "pod-c"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        locks, tag = _locks(run, JOB)
+        held += [*locks, run.lock(launcher_mark("producers"))]
+        marks.append(launchers(run))
+        tags.append(tag)
+    assert tags == ["pod-a-7", "pod-b-7", "pod-c-7"]
+    assert marks == [[("producers", 7)]] * 3, "each host sees its own"
+    for lock in held:
+        lock.close()
+    assert launchers(run) == []
