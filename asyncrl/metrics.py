@@ -97,6 +97,12 @@ CATALOGUE: dict[str, Metric] = {
         "lag/<steps>/ of ess, kl_behaviour, clip_share, truncated_share, rejected_share, "
         "ratio_p01, ratio_p50, ratio_p99, logprob_gap_mean, logprob_gap_max",
     ),
+    "reward/name": Metric(
+        "1",
+        "learner",
+        "reward/<name>: mean of one reward function, before its weight, over the samples of the batch that it applies "
+        "to (reward.data_sources)",
+    ),
     "pass_at/2": Metric(
         "share",
         "learner",
