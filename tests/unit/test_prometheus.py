@@ -97,6 +97,17 @@ def test_a_run_as_it_was_written(tmp_path: Path) -> None:
     assert [point.step for point in following.poll()] == list(range(1, 13))
 
 
+def test_a_heartbeat_of_the_learner_hides_no_number_of_its_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=12)
+    before = parsed(Newest(run, clock=lambda: START + 15).text())
+    beat = {"t": START + 14.6, "role": "learner", "name": "learner", "step": 12.0, "wait_s": 0.5, "busy_share": 0.25}
+    with (run.metrics / "roles.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(beat) + b"\n")
+    after = parsed(Newest(run, clock=lambda: START + 15).text())
+    assert before.keys() <= after.keys() and "asyncrl_lag_mean" in after
+    assert after["asyncrl_wait_s"][0][1] == 0.5
+
+
 def test_the_dashboard_names_metrics_that_exist() -> None:
     board = json.loads(DASHBOARD.read_text())
     texts = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
