@@ -155,7 +155,7 @@ CATALOGUE: dict[str, Metric] = {
     "memory_bytes": Metric(
         "bytes", "learner", "held by rank 0 after the step: its device's allocator, or the process on a CPU"
     ),
-    "memory_peak_bytes": Metric("bytes", "learner", "the most that was held since the start"),
+    "memory_peak_bytes": Metric("bytes", "learner", "the most that was held until now"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
     "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),
     # heartbeats of all workers
@@ -173,7 +173,7 @@ CATALOGUE: dict[str, Metric] = {
     "engine_version": Metric("1", "producer", "version of the weights in the engine"),
     "swaps": Metric("1", "producer", "weight versions taken since the start"),
     "swap_s": Metric("s", "producer", "time the engine stood still for the last swap"),
-    "refused_samples": Metric("samples", "producer", "samples the buffer refused"),
+    "refused_samples": Metric("samples", "producer", "samples the buffer refused since the start"),
     "continued_samples": Metric("samples", "producer", "that another producer had begun, finished since the start"),
     "turns": Metric("turns", "producer", "turns of the policy since the start, in environments of several turns"),
     "tool_calls": Metric("calls", "producer", "tool calls that the policy wrote, since the start"),
@@ -196,7 +196,7 @@ CATALOGUE: dict[str, Metric] = {
     "outstanding": Metric("groups", "buffer", "leased + unscored + ready + claimed"),
     "ingest_bytes": Metric("bytes", "buffer", "payload bytes accepted since the start"),
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
-    "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
+    "duplicates": Metric("samples", "buffer", "samples acknowledged a second time since the start"),
     "discarded_checkpoints": Metric("samples", "buffer", "begun elsewhere and not continued, since the start"),
     "judge/default/waiting": Metric(
         "samples",
