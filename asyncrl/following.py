@@ -69,8 +69,9 @@ class Following:
         for t, name, line in new:
             values = numbers(line)
             role, who = (str(line.get("role", "?")), str(line.get("name", "?"))) if name == "roles" else (name, name)
-            if name in ("buffer", "learner") and (role, who) in self.newest:
-                values = {**self.newest[role, who].values, **values}  # not every line has every number
+            if role in ("buffer", "learner") and (role, who) in self.newest:
+                # Not every line has every number: a heartbeat has a few of those of a step.
+                values = {**self.newest[role, who].values, **values}
             self.newest[role, who] = Heard(t, values, str(line.get("waiting_for", "")))
             step = line.get("step")
             if name == "learner" and isinstance(step, int):

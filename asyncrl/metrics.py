@@ -97,6 +97,12 @@ CATALOGUE: dict[str, Metric] = {
         "lag/<steps>/ of ess, kl_behaviour, clip_share, truncated_share, rejected_share, "
         "ratio_p01, ratio_p50, ratio_p99, logprob_gap_mean, logprob_gap_max",
     ),
+    "reward/name": Metric(
+        "1",
+        "learner",
+        "reward/<name>: mean of one reward function, before its weight, over the samples of the batch that it applies "
+        "to (reward.data_sources)",
+    ),
     "pass_at/2": Metric(
         "share",
         "learner",
@@ -149,7 +155,7 @@ CATALOGUE: dict[str, Metric] = {
     "memory_bytes": Metric(
         "bytes", "learner", "held by rank 0 after the step: its device's allocator, or the process on a CPU"
     ),
-    "memory_peak_bytes": Metric("bytes", "learner", "the most that was held since the start"),
+    "memory_peak_bytes": Metric("bytes", "learner", "the most that was held until now"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
     "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),
     # heartbeats of all workers
@@ -167,7 +173,7 @@ CATALOGUE: dict[str, Metric] = {
     "engine_version": Metric("1", "producer", "version of the weights in the engine"),
     "swaps": Metric("1", "producer", "weight versions taken since the start"),
     "swap_s": Metric("s", "producer", "time the engine stood still for the last swap"),
-    "refused_samples": Metric("samples", "producer", "samples the buffer refused"),
+    "refused_samples": Metric("samples", "producer", "samples the buffer refused since the start"),
     "continued_samples": Metric("samples", "producer", "that another producer had begun, finished since the start"),
     "turns": Metric("turns", "producer", "turns of the policy since the start, in environments of several turns"),
     "tool_calls": Metric("calls", "producer", "tool calls that the policy wrote, since the start"),
@@ -190,7 +196,7 @@ CATALOGUE: dict[str, Metric] = {
     "outstanding": Metric("groups", "buffer", "leased + unscored + ready + claimed"),
     "ingest_bytes": Metric("bytes", "buffer", "payload bytes accepted since the start"),
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
-    "duplicates": Metric("samples", "buffer", "samples acknowledged a second time"),
+    "duplicates": Metric("samples", "buffer", "samples acknowledged a second time since the start"),
     "discarded_checkpoints": Metric("samples", "buffer", "begun elsewhere and not continued, since the start"),
     "judge/default/waiting": Metric(
         "samples",

@@ -195,7 +195,8 @@ def statistics(batch: ClaimedBatch, advantages: Array) -> dict[str, float]:
         stats["observed_share"] = 1 - stats["tokens"] / max(1.0, float(lengths.sum()))
         stats["rows_mean"] = sum(1 for _ in estimates.cuts_of(samples)) / len(samples)
     for name in sorted({name for sample in samples for name in sample.parts}):
-        stats[f"reward/{name}"] = float(np.mean([sample.parts.get(name, 0.0) for sample in samples]))
+        # Over the samples that it applies to (`data_sources`): a 0 for the others would be a reward nobody gave.
+        stats[f"reward/{name}"] = float(np.mean([sample.parts[name] for sample in samples if name in sample.parts]))
     return stats
 
 

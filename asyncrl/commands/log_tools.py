@@ -42,7 +42,7 @@ def _add_trace(commands: Commands) -> None:
     what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
     what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
     what.add_argument("--perfetto", type=Path, metavar="FILE", help="instead: the whole run as a timeline for "
-                      "ui.perfetto.dev (.json.gz)")  # fmt: skip
+                      "ui.perfetto.dev (.pftrace.gz)")  # fmt: skip
     one.add_argument("--json", action="store_true", help="as JSON")
     one.set_defaults(run=_trace)
 

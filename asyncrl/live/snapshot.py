@@ -97,7 +97,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     learner: Learner = Learner()
     producers: tuple[Row, ...] = ()
     rewards: tuple[Row, ...] = ()
-    parts: dict[str, float] = {}  # mean of each reward function in the newest step
+    parts: dict[str, float] = {}  # mean of each reward function in the newest step that it applied to
     judges: tuple[Judge, ...] = ()
     members: dict[str, Member] = {}
     version: int = -1  # newest weights that were published
@@ -128,6 +128,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.queue.get(state, 0) for state in STATES)
 
 
+def _parts(lines: Sequence[Line]) -> dict[str, float]:
+    """Each reward function's mean, from the newest step whose batch it applied to."""
+    return {name.removeprefix("reward/"): value for line in lines for name in line
+            if name.startswith("reward/") and (value := number_of(line, name)) is not None}  # fmt: skip
+
+
 def snapshot(seen: Observed) -> Snapshot:
     """The view of one look."""
     status, buffer = seen.status, seen.status.buffer
@@ -150,8 +156,7 @@ def snapshot(seen: Observed) -> Snapshot:
         depth=buffer.tuning.depth if live else -1, max_staleness=seen.max_staleness,
         batch_groups=buffer.tuning.batch_groups, slots=seen.slots, why=buffer.waiting_for,
         learner=_learner(seen, until), producers=_rows(seen, "producer", until), rewards=_rows(seen, "reward", until),
-        parts={name.removeprefix("reward/"): float(value) for name, value in (lines[-1] if lines else {}).items()
-               if name.startswith("reward/") and isinstance(value, int | float)},
+        parts=_parts(lines),
         judges=tuple(buffer.judges),
         members=dict(sync.members) if sync else {}, version=sync.version if sync and not sync.error else -1,
         committed=sync.committed if sync else -1, syncs=sync is not None,

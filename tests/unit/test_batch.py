@@ -161,6 +161,17 @@ def test_statistics_and_lag() -> None:
     assert stats["reward_mean"] == stats["reward/exact"] == pytest.approx(3.5 / 6)
 
 
+def test_a_part_of_the_reward_is_averaged_over_the_samples_it_applies_to() -> None:
+    """A reward with `data_sources`: the rows of other sources have no such part, which is not a reward of 0."""
+    groups = [group(0, [1.0, 0.0]), group(1, [0.5, 1.0]), group(2, [0.0, 0.0])]
+    for sample in groups[1].samples:
+        sample.parts = {"exact": sample.reward, "code": 0.75}
+    groups[2].samples[0].parts = {}
+    stats = assemble(claimed(groups), algorithm=AlgorithmConfig(), ranks=1, max_tokens=64).stats
+    assert stats["reward/code"] == 0.75 and stats["reward/exact"] == pytest.approx(2.5 / 5)
+    assert stats["reward_mean"] == pytest.approx(2.5 / 6)
+
+
 def test_a_masked_token_is_fed_but_not_counted() -> None:
     one = group(0, [1.0, 0.0])
     length = one.samples[0].response.size

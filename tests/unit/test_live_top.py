@@ -67,6 +67,9 @@ def test_a_running_system_in_numbers() -> None:
     first = seen.producers[0]
     assert first.rate == pytest.approx(200.0) and first.busy == pytest.approx(0.5) and first.seen_s == 0.4
     assert seen.parts == {"exact": 0.25}
+    seldom = running()
+    seldom.steps[1]["reward/code"], seldom.steps[3]["reward/code"] = 0.1, 0.5  # batches with rows of its data source
+    assert snapshot(seldom).parts == {"exact": 0.25, "code": 0.5}
     assert [(one.what, one.text) for one in seen.troubles] == [
         ("restart", "producer-1 in 0.5 s"), ("exit", "producer-1 code 137"),
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from asyncrl.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "asyncrl.json"
+RULES = ROOT / "configs" / "prometheus" / "asyncrl.rules.yml"
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)*)\} (-?[0-9.e+-]+)')
 
 
@@ -61,7 +62,13 @@ def test_every_metric_of_the_catalogue_can_be_shown_with_its_meaning() -> None:
     found = parsed(text)
     assert found.keys() - {"asyncrl_line_age_s"} == {series_of(name)[0] for name in CATALOGUE}
     assert "# HELP asyncrl_lag_max largest lag in the batch (steps)\n" in text
-    assert "# TYPE asyncrl_generated_tokens counter\n" in text and "# TYPE asyncrl_lag_max gauge\n" in text
+    kinds = {
+        "generated_tokens": "counter",
+        "refused_samples": "counter",
+        "lag_max": "gauge",
+        "memory_peak_bytes": "gauge",
+    }
+    assert all(f"# TYPE asyncrl_{name} {kind}\n" in text for name, kind in kinds.items())
 
 
 def test_labels_and_open_families() -> None:
@@ -97,6 +104,17 @@ def test_a_run_as_it_was_written(tmp_path: Path) -> None:
     assert [point.step for point in following.poll()] == list(range(1, 13))
 
 
+def test_a_heartbeat_of_the_learner_hides_no_number_of_its_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=12)
+    before = parsed(Newest(run, clock=lambda: START + 15).text())
+    beat = {"t": START + 14.6, "role": "learner", "name": "learner", "step": 12.0, "wait_s": 0.5, "busy_share": 0.25}
+    with (run.metrics / "roles.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(beat) + b"\n")
+    after = parsed(Newest(run, clock=lambda: START + 15).text())
+    assert before.keys() <= after.keys() and "asyncrl_lag_mean" in after
+    assert after["asyncrl_wait_s"][0][1] == 0.5
+
+
 def test_the_dashboard_names_metrics_that_exist() -> None:
     board = json.loads(DASHBOARD.read_text())
     texts = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
@@ -107,6 +125,11 @@ def test_the_dashboard_names_metrics_that_exist() -> None:
     assert rows == ["health", "learning", "speed", "faults"]
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids) and "asyncrl_lag_mean_" not in names
+
+
+def test_the_alerts_name_metrics_that_exist() -> None:
+    names = set(re.findall(r"\basyncrl_\w+", RULES.read_text()))
+    assert len(names) > 10 and names <= shown_names()
 
 
 # ---------------------------------------------------------------- the server
