@@ -16,13 +16,13 @@ import json
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl import presets
 from asyncrl.check import check_files_of
-from asyncrl.check_files import first_row
+from asyncrl.check_files import data_paths, first_row, has_template, has_texts
 from asyncrl.check_machine import REDIS_SERVERS, Machine, machine_of
 from asyncrl.config import Config
 from asyncrl.config_schema import meanings
@@ -50,7 +50,7 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("model", "folder of the model (config.json, *.safetensors, tokenizer)", ""),
-    Question("data", "file with the prompts (.parquet, .jsonl or .json)", ""),
+    Question("data", "file with the prompts (.parquet, .jsonl, .json, or a folder that `datasets` saved)", ""),
     Question("reward", f"reward function, 'module:function' (empty: one is written to {REWARD_FILE})", ""),
     Question("preset", f"algorithm: {', '.join(presets.names()[:6])}, ... (docs/algorithms.md)", "grpo_decoupled"),
     Question("name", "name of the run", "first"),
@@ -141,8 +141,8 @@ def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, objec
     return {
         "run.name": name, "run.dir": f"runs/{name}",
         "model.path": answers["model"], "model.dtype": "bfloat16" if kind else "float32",
-        "data.path": answers["data"], "data.prompt_key": prompt_column(Path(answers["data"])),
-        "data.max_prompt_tokens": 512,
+        "data.path": answers["data"], "data.prompt_key": prompt_column(data_paths(answers["data"])),
+        "data.as_chat": wants_chat(answers), "data.max_prompt_tokens": 512,
         "sampling.group_size": 8, "sampling.max_new_tokens": 1024 if kind else 128, "sampling.temperature": 1.0,
         "buffer.batch_groups": 64 if kind else 8, "buffer.max_staleness": 4,
         "buffer.store": "redis" if any(shutil.which(server) for server in REDIS_SERVERS) else "sqlite",
@@ -157,10 +157,16 @@ def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, objec
     }  # fmt: skip
 
 
-def prompt_column(path: Path) -> str:
+def wants_chat(answers: Mapping[str, str]) -> bool:
+    """Plain texts become messages where the model has a template for chats."""
+    paths = data_paths(answers["data"])
+    return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
+
+
+def prompt_column(paths: Sequence[Path]) -> str:
     """The column with the prompts: `prompt`, or the likeliest that the rows have."""
     try:
-        row = first_row(path) or {}
+        row = first_row(paths[0]) or {} if paths else {}
     except (OSError, ValueError):  # the check says so
         row = {}
     return next((column for column in PROMPT_COLUMNS if column in row), "prompt")
