@@ -9,6 +9,7 @@ Called by `asyncrl.check`, `asyncrl.launch` (`settled`) and `asyncrl.derived` (`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from asyncrl.modes import is_paired, streams, with_epochs
 from asyncrl.sockets import read_keys
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
+HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
+ON_THE_HUB = "nothing is fetched by itself; if it is a name of the Hugging Face hub"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -35,7 +38,11 @@ def check_model(config: Config) -> Iterator[AsyncRLError]:
     folder = Path(config.model.path)
     where = f"model.path = {config.model.path!r}"
     if not folder.is_dir():
-        yield ConfigError("config.model", "no such folder", where=where)
+        name = config.model.path
+        remedy = f"{ON_THE_HUB}: hf download {name} --local-dir models/{folder.name}, and name that folder"
+        yield ConfigError(
+            "config.model", "no such folder", where=where, remedy=remedy if HUB_NAME.fullmatch(name) else ""
+        )
         return
     if not (folder / "config.json").is_file():
         yield ConfigError("config.model", "it has no config.json", where=where)
@@ -89,6 +96,11 @@ def check_data(config: Config, section: str = "data") -> Iterator[AsyncRLError]:
 
 def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLError]:
     """The first row has the columns."""
+    if not path.exists():
+        fetch = f"hf download {path} --repo-type dataset --local-dir data/{path.name}"
+        remedy = f"{ON_THE_HUB}: {fetch}, and name its files" if HUB_NAME.fullmatch(str(path)) else ""
+        yield ConfigError("config.data", "no such file", where=where, remedy=remedy if path.suffix not in KINDS else "")
+        return
     try:
         row = first_row(path)
     except (OSError, ValueError) as error:
