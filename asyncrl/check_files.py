@@ -27,6 +27,8 @@ from asyncrl.modes import is_paired, streams, with_epochs
 from asyncrl.sockets import read_keys
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
+#: Columns that hold the prompt in known data sets, the likeliest first.
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 ON_THE_HUB = "nothing is fetched by itself; if it is a name of the Hugging Face hub"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -114,7 +116,18 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
         if column not in row:
             columns = ", ".join(sorted(row)) or "none"
             message = f"no column {column!r} (data.{setting}); it has: {columns}"
-            yield ConfigError("config.data", message, where=where)
+            likely = next((name for name in PROMPT_COLUMNS if name in row), "") if setting == "prompt_key" else ""
+            yield ConfigError("config.data", message, where=where,
+                              remedy=f"set data.prompt_key = {json.dumps(likely)}" if likely else "")  # fmt: skip
+
+
+def prompt_column(paths: Sequence[Path]) -> str:
+    """The column with the prompts: `prompt`, or the likeliest that the rows have."""
+    try:
+        row = first_row(paths[0]) or {} if paths else {}
+    except (OSError, ValueError):  # the check says so
+        row = {}
+    return next((column for column in PROMPT_COLUMNS if column in row), "prompt")
 
 
 def has_template(folder: Path) -> bool:

@@ -17,13 +17,13 @@ import json
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl import presets
 from asyncrl.check import check_files_of
-from asyncrl.check_files import data_paths, first_row, has_template, has_texts
+from asyncrl.check_files import data_paths, has_template, has_texts, prompt_column
 from asyncrl.check_machine import REDIS_SERVERS, Machine, machine_of
 from asyncrl.config import Config
 from asyncrl.config_names import keys_of
@@ -31,8 +31,6 @@ from asyncrl.config_schema import meanings
 from asyncrl.errors import UNREADABLE, ConfigError, ConfigErrors
 from asyncrl.translate import Translation, translate
 
-#: Columns that hold the prompt in known data sets, the likeliest first.
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
 REWARD_FILE = "my_rewards.py"
 REWARD_CODE = '''"""Rewards of this run: a number for a response; `asyncrl check` tries to import them."""
 
@@ -179,15 +177,6 @@ def wants_chat(answers: Mapping[str, str]) -> bool:
     """Plain texts become messages where the model has a template for chats."""
     paths = data_paths(answers["data"])
     return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
-
-
-def prompt_column(paths: Sequence[Path]) -> str:
-    """The column with the prompts: `prompt`, or the likeliest that the rows have."""
-    try:
-        row = first_row(paths[0]) or {} if paths else {}
-    except (OSError, ValueError):  # the check says so
-        row = {}
-    return next((column for column in PROMPT_COLUMNS if column in row), "prompt")
 
 
 def with_theirs(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
