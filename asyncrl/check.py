@@ -20,7 +20,7 @@ import msgspec
 from asyncrl import check_trackers, devices, engine_env
 from asyncrl.check_code import check_algorithm, check_plugins, check_rewards, environment, import_problem
 from asyncrl.check_companions import model_json
-from asyncrl.check_files import check_data, check_keys, check_model, count_rows, first_row, settled
+from asyncrl.check_files import check_data, check_keys, check_model, count_rows, data_notes, first_row, settled
 from asyncrl.check_machine import Machine, check_ports, check_store, machine_of, missing
 from asyncrl.check_text import render
 from asyncrl.config import Config, load_all
@@ -83,6 +83,7 @@ def check(
     text = devices.shown(taken, accelerators)
     findings += [Finding("devices", text)] if text else []
     notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
+    notes += data_notes(config) if "producer" in roles else ()
     here = machine or machine_of(config.run_dir)
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(

@@ -90,7 +90,7 @@ class ModelConfig(Section, frozen=True):
 class DataConfig(Section, frozen=True):
     """`[data]`: the prompts. Column names of verl are accepted as they are."""
 
-    path: str = ""  # .parquet, .jsonl or .json; or several, joined by commas
+    path: str = ""  # .parquet, .jsonl, .json, .arrow; a pattern; what `datasets` saved; several are joined by commas
     source: str = ""  # instead of path: 'module:function' that returns an iterable of rows
     prompt_key: str = "prompt"  # text, or a list of chat messages
     shuffle: bool = True  # a new order in every epoch, by run.seed
@@ -100,6 +100,8 @@ class DataConfig(Section, frozen=True):
     rejected_key: str = "rejected"  # the worse answer of the same row
     epochs: Count = 0  # passes over the rows: learner.steps is derived from it; 0: learner.steps as set
     chat_template: bool = True  # render lists of messages by the tokenizer's template; plain text is encoded as it is
+    as_chat: bool = False  # take a plain text for a message of the user, so that the template renders it
+    system_prompt: str = ""  # a first message for prompts that have none of the role system
 
 
 class SamplingConfig(Section, frozen=True):

@@ -32,6 +32,8 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _of_the_buffer(config)
     if bool(config.data.path) == bool(config.data.source):
         yield "config.data", "set exactly one of data.path and data.source", ("data",)
+    if config.data.as_chat and not config.data.chat_template:
+        yield "config.conflict", "data.as_chat makes chat messages, and data.chat_template is off", ("data", "as_chat")
     yield from _of_rewards(config)
     yield from _of_lengths(config)
     for name in ("buffer", "weightsync"):

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from asyncrl import translate
 from asyncrl.sections import Section
 
 #: Likeness (0 to 1) from which on a name of the same section, or of another one, is a misspelling.
@@ -79,6 +80,8 @@ def meant(path: Sequence[str], kind: type[Section]) -> Meant | None:
     if name in here or name in subsections:
         return Meant((here | subsections)[name], elsewhere=False)
     same = [key for key in keys if key.rpartition(".")[2] == name]
+    if theirs := translate.ours(name):  # before a setting of that name: TRL's beta is no process_reward.beta
+        return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
     if same:
         return Meant(nearest(section, same), elsewhere=True)
     if known_as := synonyms("settings").get(name):
@@ -95,8 +98,8 @@ def meant_section(path: Sequence[str], kind: type[Section]) -> Meant | None:
     known = {section.rpartition(".")[2]: section for section in reversed(sections_of(kind))}
     above, name = ".".join(path[:-1]), _plain(path[-1])
     here = {key: value for key, value in known.items() if value.rpartition(".")[0] == above}
-    found = here.get(name) or _near(name, here, LIKE_HERE) or known.get(name) or synonyms("sections").get(name)
-    found = found or _near(name, known, LIKE_ELSEWHERE)
+    found = here.get(name) or known.get(name) or synonyms("sections").get(name)
+    found = found or _near(name, here, LIKE_HERE) or _near(name, known, LIKE_ELSEWHERE)
     return Meant(found, elsewhere=found.rpartition(".")[0] != above) if found else None
 
 

@@ -19,13 +19,15 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from asyncrl import config_names, presets
+from asyncrl import config_names, presets, translate
 from asyncrl.config_places import Places, dotted
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.sections import Section
 
 #: Values as others write them.
 VALUES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "sync": "full", "shm": "local"}
+
+SHOWN = 4  # settings of one table of theirs that are named in its error
 
 
 class Source(NamedTuple):
@@ -185,6 +187,7 @@ class _Look:
             self._doubt(found.key if found.elsewhere else dotted((*here[:-1], found.key.rpartition(".")[2])))
         self.doubtful.add(name)
         what = "section" if table else "setting"
+        hint += _translations(name, value) if table else ""
         self.errors.append(ConfigError(
             "config.unknown_key", f"{name} is not a {what}{hint}", where=self.places.where(here),
             suggestion=found.key if found else "",
@@ -194,6 +197,16 @@ class _Look:
         """Nobody knows the value of what was probably meant, nor, of a section, those in it."""
         within = [name for name in config_names.keys_of(self.root) if name.startswith(f"{key}.")]
         self.doubtful |= {key, *within}
+
+
+def _translations(name: str, value: Any) -> str:
+    """What the settings of another trainer's table are called here."""
+    theirs = dict(translate.flattened(value, f"{name}.")) if isinstance(value, dict) else {}
+    known = [f"{key} is {found}" for key in theirs if (found := translate.ours(key))]
+    if not known:
+        return ""
+    more = f", and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return f"; {', '.join(known[:SHOWN])}{more}; `asyncrl init --from FILE` translates a whole file"
 
 
 def _near_choice(hint: Any, value: Any) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from asyncrl import algorithm_notes, algorithms, checkpoint_config, evaluation_config
 from asyncrl.check_files import count_rows, data_paths
 from asyncrl.config import Config
-from asyncrl.evaluation import MAX_ROWS, data_of, is_due
+from asyncrl.evaluation import MAX_ROWS, is_due
 from asyncrl.judge_config import judges_of
 from asyncrl.modes import bound_of, is_paired, longest_row, streams
 from asyncrl.plan import MODULES, SERVICES, TARGETS, names_of, restarts_of, threads_of
@@ -69,7 +69,7 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
                 f"{', twice for a pair' if is_paired(config) else ''}; "
                 f"a packed row holds {learner.micro_batch_tokens}"),
     ]  # fmt: skip
-    rows = [count_rows(path) for path in data_paths(config)]
+    rows = [count_rows(path) for path in data_paths(config.data.path)]
     if rows and all(rows):
         count = sum(number for number in rows if number)
         findings.append(Finding("epochs", f"{config.total_groups / count:.2f}",
@@ -87,7 +87,7 @@ def _evaluation_findings(config: Config) -> list[Finding]:
     if not evaluation.enabled:
         return []
     times = sum(is_due(config, step) for step in range(config.learner.steps + 1))
-    rows = [count_rows(path) for path in data_paths(msgspec.structs.replace(config, data=data_of(config)))]
+    rows = [count_rows(path) for path in data_paths(config.evaluation.path)]
     prompts = "all held-out prompts"
     if rows and all(rows):
         count = min(sum(number for number in rows if number), evaluation.max_prompts or MAX_ROWS)

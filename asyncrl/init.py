@@ -5,7 +5,8 @@ Called by `asyncrl.cli`. Guarantees:
    error that names it;
 2. no file is overwritten without `--force`; what is written is checked, and the mistakes are shown;
 3. a setting that is written has its meaning beside it, from the configuration's own source;
-4. without a reward of one's own a file with one is written: an exact match with the answer.
+4. without a reward of one's own a file with one is written: an exact match with the answer;
+5. `--from` takes over what a run of verl, TRL, prime-rl or OpenRLHF sets, and names what it leaves out.
 
 Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:exact --preset dapo --name first`
 """
@@ -22,14 +23,14 @@ from typing import NamedTuple
 
 from asyncrl import presets
 from asyncrl.check import check_files_of
-from asyncrl.check_files import first_row
+from asyncrl.check_files import data_paths, has_template, has_texts, prompt_column
 from asyncrl.check_machine import REDIS_SERVERS, Machine, machine_of
 from asyncrl.config import Config
+from asyncrl.config_names import keys_of
 from asyncrl.config_schema import meanings
 from asyncrl.errors import UNREADABLE, ConfigError, ConfigErrors
+from asyncrl.translate import Translation, translate
 
-#: Columns that hold the prompt in known data sets, the likeliest first.
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
 REWARD_FILE = "my_rewards.py"
 REWARD_CODE = '''"""Rewards of this run: a number for a response; `asyncrl check` tries to import them."""
 
@@ -50,7 +51,7 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("model", "folder of the model (config.json, *.safetensors, tokenizer)", ""),
-    Question("data", "file with the prompts (.parquet, .jsonl or .json)", ""),
+    Question("data", "file with the prompts (.parquet, .jsonl, .json, or a folder that `datasets` saved)", ""),
     Question("reward", f"reward function, 'module:function' (empty: one is written to {REWARD_FILE})", ""),
     Question("preset", f"algorithm: {', '.join(presets.names()[:6])}, ... (docs/algorithms.md)", "grpo_decoupled"),
     Question("name", "name of the run", "first"),
@@ -60,18 +61,27 @@ REQUIRED = ("model", "data")
 
 def init_command(
     out: Path | None, given: Mapping[str, str], *, answers: Path | None = None, force: bool = False,
-    ask: Callable[[str], str] | None = None,
+    ask: Callable[[str], str] | None = None, theirs: Path | None = None,
 ) -> int:  # fmt: skip
-    """Ask what is not given, write the file, check it. 0, or the exit code of the first mistake that is left."""
-    known = read_answers(answers) | {name: value for name, value in given.items() if value}
+    """Ask what is not given, write the file, check it. 0, or the exit code of the first mistake that is left.
+
+    `theirs`: a script, Python file or TOML of another trainer, whose settings are taken over.
+    """
+    translation = translate(theirs) if theirs else Translation("", {}, [])
+    flags = {name: value for name, value in given.items() if value}
+    known = answers_of(translation) | read_answers(answers) | flags
     answered = complete(known, ask or (_ask if sys.stdin.isatty() and not answers else None))
     path = out or Path(f"{answered['name']}.toml")
     if path.exists() and not force:
         raise ConfigError("usage", "the file exists", where=str(path), remedy="give another name, or --force")
     if not answered["reward"]:
         answered["reward"] = _own_reward(Path(REWARD_FILE))
-    path.write_text(text_of(answered, machine_of(Path.cwd())), encoding="utf-8")
-    print(f"written: {path}")
+    path.write_text(text_of(answered, machine_of(Path.cwd()), translation.settings), encoding="utf-8")
+    print(
+        f"written: {path}" + (f", with {len(translation.settings)} settings of {translation.trainer}" if theirs else "")
+    )
+    for note in translation.notes:
+        print(f"  left out: {note}")
     checked = check_files_of(path)[1]
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -79,6 +89,12 @@ def init_command(
         print(f"note: {what}")
     print(f"next: asyncrl check {path}, then asyncrl launch all {path}")
     return 0
+
+
+def answers_of(translation: Translation) -> dict[str, str]:
+    """The answers that another trainer's settings hold."""
+    keys = {"model": "model.path", "data": "data.path", "reward": "reward.function", "name": "run.name"}
+    return {name: str(value) for name, key in keys.items() if (value := translation.settings.get(key))}
 
 
 def _own_reward(path: Path) -> str:
@@ -141,8 +157,8 @@ def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, objec
     return {
         "run.name": name, "run.dir": f"runs/{name}",
         "model.path": answers["model"], "model.dtype": "bfloat16" if kind else "float32",
-        "data.path": answers["data"], "data.prompt_key": prompt_column(Path(answers["data"])),
-        "data.max_prompt_tokens": 512,
+        "data.path": answers["data"], "data.prompt_key": prompt_column(data_paths(answers["data"])),
+        **({"data.as_chat": True} if wants_chat(answers) else {}), "data.max_prompt_tokens": 512,
         "sampling.group_size": 8, "sampling.max_new_tokens": 1024 if kind else 128, "sampling.temperature": 1.0,
         "buffer.batch_groups": 64 if kind else 8, "buffer.max_staleness": 4,
         "buffer.store": "redis" if any(shutil.which(server) for server in REDIS_SERVERS) else "sqlite",
@@ -157,22 +173,33 @@ def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, objec
     }  # fmt: skip
 
 
-def prompt_column(path: Path) -> str:
-    """The column with the prompts: `prompt`, or the likeliest that the rows have."""
-    try:
-        row = first_row(path) or {}
-    except (OSError, ValueError):  # the check says so
-        row = {}
-    return next((column for column in PROMPT_COLUMNS if column in row), "prompt")
+def wants_chat(answers: Mapping[str, str]) -> bool:
+    """Plain texts become messages where the model has a template for chats."""
+    paths = data_paths(answers["data"])
+    return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
 
 
-def text_of(answers: Mapping[str, str], machine: Machine) -> str:
-    """The file."""
+def with_theirs(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
+    """Our settings below those of another trainer, in the order of the configuration. Flags have won already."""
+    answered = ("model.path", "data.path", "reward.function", "run.name")
+    both = dict(settings) | {key: value for key, value in theirs.items() if key not in answered}
+    if "data.epochs" in theirs:
+        both.pop("learner.steps", None)
+    if "learner.micro_batch_tokens" not in theirs:
+        row = int(str(both["data.max_prompt_tokens"])) + int(str(both["sampling.max_new_tokens"]))
+        both["learner.micro_batch_tokens"] = max(int(str(both["learner.micro_batch_tokens"])), row)
+    order = {key: place for place, key in enumerate(keys_of(Config))}
+    return dict(sorted(both.items(), key=lambda item: order[item[0]]))
+
+
+def text_of(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
+    """The file; `theirs`: settings of another trainer, in our names."""
     means = meanings(Config)
     lines = ["# Written by `asyncrl init`. All settings: docs/configuration.md, or `asyncrl explain SECTION`.",
              "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE."]  # fmt: skip
     section = ""
     settings = settings_of(answers, machine)
+    settings = with_theirs(settings, theirs) if theirs else settings
     width = max(len(f"{key.rpartition('.')[2]} = {_toml(value)}") for key, value in settings.items())
     for key, value in settings.items():
         table, _, leaf = key.rpartition(".")
@@ -184,4 +211,6 @@ def text_of(answers: Mapping[str, str], machine: Machine) -> str:
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
     return json.dumps(value)

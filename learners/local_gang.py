@@ -82,7 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     """torchrun with this rendezvous."""
     rendezvous_handler_registry.register(BACKEND, _make)
     words = list(sys.argv[1:] if argv is None else argv)
-    run.main(["--rdzv-backend", BACKEND, "--rdzv-id", "gang", "--local-addr", HOST, *words])
+    # An endpoint that nobody opens: without one torchrun warns of a master address that is not used.
+    run.main(
+        ["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{HOST}:0", "--rdzv-id", "gang", "--local-addr", HOST, *words]
+    )
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
+from asyncrl.data_files import data_files
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.fingerprint import model_fingerprint
@@ -216,10 +216,10 @@ def data_digest(config: Config) -> str:
     """Digest of the data: of the content of its files in their order; of the name of a source."""
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
     whole.update(config.data.source.encode())
-    for part in filter(None, map(str.strip, config.data.path.split(","))):
+    for path in data_files(config.data.path):
         try:
-            with Path(part).open("rb") as file:
+            with path.open("rb") as file:
                 whole.update(hashlib.file_digest(file, "blake2b").digest())
         except OSError as error:
-            raise ConfigError("config.data", str(error), where=part) from None
+            raise ConfigError("config.data", str(error), where=str(path)) from None
     return DATA_PREFIX + whole.hexdigest()

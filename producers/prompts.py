@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import DataConfig
+from asyncrl.data_files import data_files, read_table, unknown_kind
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.plugins import load_object
 from producers.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ class Prompts:
     """Rows by group id."""
 
     def __init__(self, data: DataConfig, *, seed: int) -> None:
+        self._data = data
         self._seed = seed
         self._shuffle = data.shuffle
         self._rows = _from_source(data.source) if data.source else _from_files(data.path)
@@ -58,7 +60,10 @@ class Prompts:
             )  # fmt: skip
 
     def row_of(self, group: int) -> Row:
-        """The row of a group. Raises `config.data` where a source ends up without rows."""
+        """The row of a group, its prompt as `[data]` wants it. Raises `config.data` where a source has no rows."""
+        return as_asked(self._row_of(group), self._data)
+
+    def _row_of(self, group: int) -> Row:
         early = self._rows.get(group) if self._rows.length is None else None
         if early is not None:
             return early
@@ -153,7 +158,7 @@ def _nothing(number: int) -> Any:
 
 
 def _from_files(paths: str) -> _Rows:
-    parts = [_read_file(Path(text.strip())) for text in paths.split(",") if text.strip()]
+    parts = [_read_file(path) for path in data_files(paths)]
     ends = np.cumsum([len(part) for part in parts])
 
     def read(number: int) -> Any:
@@ -165,8 +170,8 @@ def _from_files(paths: str) -> _Rows:
 
 def _read_file(path: Path) -> Sequence[Any]:
     try:
-        if path.suffix == ".parquet":
-            return _Parquet(path)
+        if path.suffix in (".parquet", ".arrow"):
+            return _Table(path)
         if path.suffix == ".jsonl":
             return _read_lines(path)
         if path.suffix == ".json":
@@ -176,7 +181,7 @@ def _read_file(path: Path) -> Sequence[Any]:
             return rows
     except (OSError, *UNREADABLE) as error:
         raise ConfigError("config.data", str(error), where=str(path)) from None
-    raise ConfigError("config.data", f"unknown kind {path.suffix!r}: give .parquet, .jsonl or .json", where=str(path))
+    raise ConfigError("config.data", unknown_kind(path), where=str(path))
 
 
 def _read_lines(path: Path) -> list[Any]:
@@ -190,23 +195,33 @@ def _read_lines(path: Path) -> list[Any]:
     return rows
 
 
-class _Parquet(Sequence[Any]):
-    """Rows of a Parquet file; the columns stay in Arrow's form until a row is asked for."""
+class _Table(Sequence[Any]):
+    """Rows of a Parquet or Arrow file; the columns stay in Arrow's form until a row is asked for."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            self._table = pyarrow.parquet.read_table(path)
-        except pyarrow.ArrowException as error:
-            raise ConfigError("config.data", str(error), where=str(path)) from None
+        self._table = read_table(path)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def __getitem__(self, number: Any) -> Any:
         return self._table.slice(number, 1).to_pylist()[0]
+
+
+def as_asked(row: Row, data: DataConfig) -> Row:
+    """The row with `data.as_chat` and `data.system_prompt` applied to its prompt: rewards see it like that too."""
+    prompt = row.get(data.prompt_key)
+    if data.as_chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if data.system_prompt and _is_chat(prompt) and all(message["role"] != "system" for message in prompt):
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+    return row if prompt is row.get(data.prompt_key) else {**row, data.prompt_key: prompt}
+
+
+def _is_chat(prompt: Any) -> TypeGuard[list[dict[str, Any]]]:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(item, dict) and "role" in item for item in prompt)
 
 
 # ---------------------------------------------------------------- token ids
@@ -224,7 +239,7 @@ def encode_prompt(
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
+    elif _is_chat(prompt):
         if not data.chat_template:
             message = f"column {data.prompt_key!r} holds chat messages and data.chat_template is off"
             raise ConfigError("config.data", message, where=data.source or data.path)

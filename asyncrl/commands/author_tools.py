@@ -12,10 +12,10 @@ def add(commands: Commands) -> None:
     one = command(commands, "test-reward", "try a reward function as a run would: signature, values, time, memory",
                   example="asyncrl test-reward my_rewards:exact --data data/train.jsonl --samples 8")  # fmt: skip
     one.add_argument("function", metavar="NAME", help="module:name, path/file.py:name, builtin:name or an http address")
-    one.add_argument("--data", required=True, metavar="FILE", help="rows: .jsonl, .json or .parquet")
+    one.add_argument("--data", required=True, metavar="FILE", help="rows, as in data.path")
     one.add_argument("--samples", default="4", metavar="N", help="rows to try it on (default 4)")
     one.add_argument("--response-key", default="", metavar="COLUMN", help="a good response; else the ground truth")
-    one.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="the prompt (default prompt)")
+    one.add_argument("--prompt-key", default="", metavar="COLUMN", help="the prompt (default: prompt, question, ...)")
     one.add_argument("--args", default="{}", metavar="JSON", help="args of the [[reward]]")
     one.add_argument("--timeout-s", default="10", metavar="SECONDS", help="of one call (default 10)")
     one.add_argument("--memory-bytes", default=str(2 << 30), metavar="BYTES", help="of its process (default 2 GiB)")

@@ -10,6 +10,7 @@ from asyncrl.commands.options import Commands, add_configs, command
 INIT_EXAMPLES = """examples:
   asyncrl init                                    asks five questions
   asyncrl init my.toml --model models/m --data rows.jsonl --reward my_rewards:exact
+  asyncrl init my.toml --from run_verl.sh         settings of verl, TRL, prime-rl or OpenRLHF, in our names
 """
 EXPLAIN_EXAMPLES = """examples:
   asyncrl explain                                 all error codes
@@ -48,6 +49,8 @@ def _add_init(commands: Commands) -> None:
     one.add_argument("out", metavar="OUT.toml", nargs="?", type=Path, help="file to write (default: NAME.toml)")
     for name, text in ANSWERS.items():
         one.add_argument(f"--{name}", default="", metavar="TEXT", help=text)
+    one.add_argument("--from", dest="theirs", type=Path, metavar="FILE", help="take over a run of verl, TRL, "
+                     "prime-rl or OpenRLHF: its launch script, TRL's Python file, prime-rl's TOML")  # fmt: skip
     one.add_argument("--answers", type=Path, metavar="FILE.toml", help="answers by these names, instead of questions")
     one.add_argument("--force", action="store_true", help="overwrite the file")
     one.set_defaults(run=_init)
@@ -57,7 +60,7 @@ def _init(args: argparse.Namespace) -> int:
     from asyncrl.init import init_command
 
     given = {name: getattr(args, name) for name in ANSWERS}
-    return init_command(args.out, given, answers=args.answers, force=args.force)
+    return init_command(args.out, given, answers=args.answers, force=args.force, theirs=args.theirs)
 
 
 def _check(args: argparse.Namespace) -> int:

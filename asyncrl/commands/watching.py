@@ -1,11 +1,11 @@
-"""Commands that speak with a running system: status, tune."""
+"""Commands that look at a running system or speak with it: status, samples, tune."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from asyncrl.commands.options import Commands, command
+from asyncrl.commands.options import Commands, add_folder, command
 
 TUNE_EXAMPLES = """settings:
   max_staleness, pipeline_depth, on_late, late_timeout_s, batch_groups, max_reuse, max_groups_in_flight,
@@ -22,6 +22,7 @@ examples:
 def add(commands: Commands) -> None:
     """Declare them."""
     _add_status(commands)
+    _add_samples(commands)
     _add_tune(commands)
 
 
@@ -32,6 +33,16 @@ def _add_status(commands: Commands) -> None:
     one.add_argument("--key", default="", metavar="FILE", help="key file")
     one.add_argument("--json", action="store_true", help="everything the services know, as JSON")
     one.set_defaults(run=_status)
+
+
+def _add_samples(commands: Commands) -> None:
+    one = command(commands, "samples", "what the model answers: the best and the worst samples of the newest steps",
+                   example="asyncrl samples runs/my --step 40")  # fmt: skip
+    add_folder(one)
+    one.add_argument("--last", type=int, default=1, metavar="N", help="of the newest N steps (default: 1)")
+    one.add_argument("--step", type=int, metavar="N", help="of this step")
+    one.add_argument("--full", action="store_true", help="whole texts, however long")
+    one.set_defaults(run=_samples)
 
 
 def _add_tune(commands: Commands) -> None:
@@ -50,6 +61,12 @@ def _status(args: argparse.Namespace) -> int:
     from asyncrl.status import status_command
 
     return status_command(args.folder, connect=args.connect, key=args.key, as_json=args.json)
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from asyncrl.samples import samples_command
+
+    return samples_command(args.folder, last=args.last, step=args.step, full=args.full)
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.check_files import data_paths, prompt_column
 from asyncrl.config import DataConfig
 from asyncrl.errors import EXIT_FAILED, EXIT_OK, AsyncRLError
 from asyncrl.reward_names import label_of
@@ -266,7 +267,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--data", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
     result.add_argument("--samples", type=int, default=4, metavar="N", help="rows to try it on (default 4)")
     result.add_argument("--response-key", default="", metavar="COLUMN", help="a good response; else the ground truth")
-    result.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="the prompt (default prompt)")
+    result.add_argument(
+        "--prompt-key", default="", metavar="COLUMN", help="the prompt (default: prompt, question, ...)"
+    )
     result.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="args of the [[reward]]")
     result.add_argument("--timeout-s", type=float, default=10.0, help="of one call (default 10)")
     result.add_argument("--memory-bytes", type=int, default=2 << 30, help="of its process (default 2 GiB)")
@@ -278,9 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: it keeps the contract; 1: it does not; 2: it cannot be used."""
     args = parser().parse_args(argv)
     try:
-        rows = rows_of(args.data, count=max(1, args.samples), prompt_key=args.prompt_key)
+        prompt_key = args.prompt_key or prompt_column(data_paths(args.data))
+        rows = rows_of(args.data, count=max(1, args.samples), prompt_key=prompt_key)
         report = check_reward(
-            args.function, rows, args=args.args, response_key=args.response_key, prompt_key=args.prompt_key,
+            args.function, rows, args=args.args, response_key=args.response_key, prompt_key=prompt_key,
             timeout_s=args.timeout_s, memory_bytes=args.memory_bytes, sandbox=args.sandbox,
         )  # fmt: skip
     except AsyncRLError as error:

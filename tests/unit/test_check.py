@@ -249,3 +249,19 @@ def test_what_lacks_its_package_is_said_before_the_run(monkeypatch: pytest.Monke
     (found,) = check_plugins(config(**{"learner.critic.name": "adamw_8bit"}))
     assert found.code == "config.extra" and found.where == "learner.critic.name" and "optim-8bit" in found.remedy
     assert not list(check_plugins(config()))
+
+
+def test_texts_for_a_model_with_a_chat_template_are_noted(place: Path) -> None:
+    (place / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    said = "the prompts are plain text"
+    assert any(said in note for note in check(config()).notes)
+    assert not any(said in note for note in check(config(**{"data.as_chat": "true"})).notes)
+    (place / "model" / "chat_template.jinja").unlink()
+    assert not any(said in note for note in check(config()).notes)
+
+
+def test_names_of_the_hub_say_how_to_fetch_them(place: Path) -> None:
+    errors = check(config(**{"model.path": "Qwen/Qwen3-0.6B", "data.path": "openai/gsm8k"})).errors
+    remedies = " ".join(error.remedy for error in errors)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in remedies
+    assert "hf download openai/gsm8k --repo-type dataset" in remedies

@@ -281,3 +281,43 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path
         with pytest.raises(ConfigError) as caught:
             Tokenizer(place)
         assert caught.value.code == "config.tokenizer"
+
+
+# ---------------------------------------------------------------- chats
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "roles"),
+    [
+        ("2+2", {}, None),
+        ("2+2", {"as_chat": True}, ["user"]),
+        ("2+2", {"as_chat": True, "system_prompt": "Be brief."}, ["system", "user"]),
+        ("2+2", {"system_prompt": "Be brief."}, None),  # a plain text has no messages
+        ([{"role": "user", "content": "2+2"}], {"system_prompt": "Be brief."}, ["system", "user"]),
+        ([{"role": "system", "content": "x"}, {"role": "user", "content": "q"}], {"system_prompt": "y"},
+         ["system", "user"]),
+    ],
+)  # fmt: skip
+def test_texts_become_chats_and_get_a_system_prompt(
+    tmp_path: Path, prompt: Any, settings: dict[str, Any], roles: list[str] | None
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "answer": "4"}))
+    row = Prompts(DataConfig(path=str(path), **settings), seed=0).row_of(0)
+    assert row["answer"] == "4"
+    if roles is None:
+        assert row["prompt"] == prompt
+    else:
+        assert [message["role"] for message in row["prompt"]] == roles
+        first = "x" if isinstance(prompt, list) and len(prompt) == 2 else "Be brief."
+        assert row["prompt"][0]["content"] == (first if roles[0] == "system" else "2+2")
+
+
+def test_a_text_as_chat_is_rendered_by_the_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}|"
+    tokenizer = Tokenizer(make_tokenizer(tmp_path / "model", template=template))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "2+2"}))
+    data = DataConfig(path=str(path), as_chat=True, system_prompt="sys")
+    ids = encode_prompt(Prompts(data, seed=0).row_of(0), data, tokenizer)
+    assert ids.tolist() == [VOCABULARY[character] for character in "<sys><2+2>|"]

@@ -99,11 +99,13 @@ def test_memory_is_measured_and_limited() -> None:
     [
         ("author_rewards.py:exact", (), 0, ("form verl", "it keeps the contract")),
         ("author_rewards.py:absent", (), 2, ("error[config.reward]", "has no 'absent'")),
+        ("builtin:exact", ("--data", "questions.jsonl"), 0, ("it keeps the contract",)),
         ("builtin:exact", ("--data", "absent.jsonl"), 2, ("error[config.data]", "absent.jsonl")),
     ],
 )
 def test_the_command(tmp_path: Path, name: str, more: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
     command = [sys.executable, "-m", "asyncrl", "test-reward", name, "--data", "rows.jsonl", "--samples", "1",
                "--timeout-s", "60", *more]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
