@@ -465,6 +465,15 @@ def test_health_counts(bench: Bench) -> None:
     assert after.running == after.waiting == 0 and after.alive
 
 
+# ---------------------------------------------------------------- sessions
+
+from session_promises import (  # noqa: E402 - tests run in the order in which they stand here
+    test_an_agent_plays_a_session_at_the_endpoint as test_an_agent_plays_a_session_at_the_endpoint,
+)
+from session_promises import (  # noqa: E402
+    test_new_weights_between_and_within_the_turns_of_a_session as test_new_weights_between_and_within_the_turns_of_a_session,
+)
+
 # ---------------------------------------------------------------- the end of an engine: keep this test the last
 
 
