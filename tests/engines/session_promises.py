@@ -83,7 +83,9 @@ def check_tokens(item: Finished, turns: list[tuple[GenRequest, list[GenDelta]]],
     for number, (asked, said) in enumerate(turns):
         assert asked.prompt_ids.tolist() == context
         new = [token for delta in said for token in delta.token_ids.tolist()]
-        new = new[: int(item.mask[len(response) :].sum())] if number == len(turns) - 1 and item.mask is not None else new
+        new = (
+            new[: int(item.mask[len(response) :].sum())] if number == len(turns) - 1 and item.mask is not None else new
+        )
         between = shown[number] if number < len(turns) - 1 else []
         context += [*new, *between]
         response += [*new, *between]
@@ -93,9 +95,10 @@ def check_tokens(item: Finished, turns: list[tuple[GenRequest, list[GenDelta]]],
     assert (item.sample.logprobs[item.mask == 0] == 0).all()
 
 
-def test_new_weights_between_and_within_the_turns_of_a_session(bench: Bench, case: tuple[Any, str]) -> None:
-    """Each token of a session has the log-prob of the weights that its version names. A turn that begins after an update
-    never uses K/V of the turns before it: its log-probs are those of a plain forward of the new weights."""
+def test_new_weights_in_a_session(bench: Bench, case: tuple[Any, str]) -> None:
+    """Between its turns and within one: each token has the log-prob of the weights that its version names. A turn that
+    begins after an update uses no K/V of the turns before it: its log-probs are a plain forward's of the new weights.
+    """
     mixed = 0
     for _ in range(TRIES):
         mixed += _session_under_new_weights(bench, case[1])
@@ -159,7 +162,9 @@ def _check_session(item: Finished, turns: list[tuple[GenRequest, list[GenDelta]]
     assert np.abs(before - logprobs[turn])[:cut].max(initial=0.0) < LIMIT
     if not 0 < cut < TURNS[1]:
         return False
-    after = kept_logprobs(2, 3, context, tokens[turn], cut) if kv == "keep" else plain_logprobs(3, context, tokens[turn])
+    after = (
+        kept_logprobs(2, 3, context, tokens[turn], cut) if kv == "keep" else plain_logprobs(3, context, tokens[turn])
+    )
     assert np.abs(after - logprobs[turn])[cut:].max() < LIMIT
     return True
 
@@ -195,7 +200,7 @@ async def agent(endpoint: Connection, row: dict[str, Any]) -> dict[str, Any]:
         return {"reward": 1.0, "first": sum(logprobs), "stopped": float(finish == "stop")}
 
 
-def test_an_agent_plays_a_session_at_the_endpoint(bench: Bench) -> None:
+def test_an_agent_plays_a_session(bench: Bench) -> None:
     """The sampling of the run, whatever a request asks; a stop gives the rest of a turn up, here and in the engine."""
     config, tokenizer = settings(bench, name="agent", agent=AgentConfig(function=f"{__name__}:agent"))
     engine = Noted(bench.engine)
