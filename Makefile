@@ -158,13 +158,14 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -c "import importlib.metadata as m; assert m.entry_points(group='vllm.general_plugins')"
 	touch $@
 
-# The contract suite and a short run, on the real engine.
+# The contract suite, judges, and short runs (single answers, sessions, agents), on the real engine.
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k vllm \
-		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py
+		$(VLLM_VENV)/bin/python -m pytest -m "not chaos and not long" -k "vllm and not standin" \
+		tests/engines/test_engine_contract.py tests/engines/test_vllm_life.py tests/engines/test_vllm_judges.py
 	timeout --foreground -s INT -k 60 $(VLLM_LIMIT_S) \
-		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py
+		$(BIN)/python -m pytest -n 0 -m "not chaos and not long" tests/e2e/test_vllm_run.py tests/e2e/test_vllm_export.py \
+		tests/e2e/test_vllm_sessions.py
 
 # SGLang has an environment of its own too. Its requirements are for GPUs; without one a copy of the vllm environment
 # (torch for a CPU and most of what SGLang imports) and the rest without dependencies: a test rig, 3 GB. On a GPU host:

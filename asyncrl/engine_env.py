@@ -1,6 +1,7 @@
 """Which interpreter a producer runs in, and which server is its own: engines have environments of their own.
 
-Called by `asyncrl.launch` (the plan), `asyncrl.check` and `producers.main`. Guarantees:
+Called by `asyncrl.launch` (the plan), `asyncrl.check`, `producers.main`, and by reward workers for a judge's engine
+(`python_with`). Guarantees:
 1. `producers.python` wins; else this interpreter, if it has the engine's package; else `.venv-ENGINE` beside the
    environment of this one, which `make ENGINE` makes; else an error that says so;
 2. `look` runs that interpreter at most once, within `LOOK_S`; it imports asyncrl there, and vLLM itself only where
@@ -57,17 +58,24 @@ def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], 
         ConfigError: `config.extra`: there is no environment with the engine's package.
     """
     engine, set_one = config.producers.engine, config.producers.python
+    return set_one or python_with(engine, where="producers.engine", prefix=prefix, has=has)
+
+
+def python_with(
+    engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None
+) -> str:  # fmt: skip
+    """An interpreter with the engine's package; empty for this one. Raises as `python_of`; `where`: the setting."""
     package = PACKAGES.get(engine, "")
     found = has or (lambda name: importlib.util.find_spec(name) is not None)
-    if set_one or not package or found(package):
-        return set_one
+    if not package or found(package):
+        return ""
     beside = Path(prefix).parent / f".venv-{engine}" / "bin" / "python"
     if beside.exists():
         return str(beside)
+    own = f", or set producers.python to an interpreter that has {package} and asyncrl" * (where == "producers.engine")
     raise ConfigError(
         "config.extra", f"engine {engine} needs the package {package}: this environment does not have it, and there is "
-        f"no {beside}", where="producers.engine",
-        remedy=f"`make {engine}` makes one, or set producers.python to an interpreter that has {package} and asyncrl",
+        f"no {beside}", where=where, remedy=f"`make {engine}` makes one{own}",
     )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ Called by `producers.engines.vllm` at its start, and by `asyncrl check` in the e
 1. `arguments` is pure: what vLLM would refuse by name is refused here, with the nearest name it has;
 2. what asyncrl needs as it is (`OURS`) cannot be set in `[producers.engine_args]`; everything else can, and wins over
    the defaults;
-3. log-probs are those of the full softmax after temperature: `logprobs_mode_of` says which of vLLM's own modes comes
+3. on a CPU prompts are computed whole: vLLM draws a token at the end of each piece of a prompt and takes it back, which
+   the random numbers of a CPU cannot ("CPU Generator does not use offset"): its engine dies of a request with a seed;
+4. log-probs are those of the full softmax after temperature: `logprobs_mode_of` says which of vLLM's own modes comes
    nearest, `logprobs_problem` why none of them would do (where the workers' sampler is not changed).
 vLLM is imported by `known_names` and the command alone.
 
@@ -41,6 +43,7 @@ LEAST_KV_BYTES = 64 << 20
 UNKNOWN_KV_BYTES = 1 << 30  # where the shape cannot be read
 MOST_KV_SHARE = 0.4  # of the free memory
 LEAST_BATCHED_TOKENS = 2048
+CHUNKED = "enable_chunked_prefill"
 
 
 def logprobs_mode_of(sampling: SamplingConfig) -> str:
@@ -88,8 +91,12 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
         "worker_extension_cls": "producers.engines.vllm_backend.HeldWeights",
     }  # fmt: skip
     if cpu:
+        if given.get(CHUNKED):
+            what = f"vLLM on a CPU dies where it computes the prompt of a seeded request in pieces ({CHUNKED})"
+            raise ConfigError("config.conflict", what, where=f"{TABLE}.{CHUNKED}", remedy="leave it out")
         made |= {
             "enforce_eager": True, "max_num_batched_tokens": max(LEAST_BATCHED_TOKENS, longest, producers.slots),
+            CHUNKED: False,
         }  # fmt: skip
         if not {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & set(given):
             made["kv_cache_memory_bytes"] = kv_bytes(config, item_bytes=4 if made["dtype"] == "float32" else 2,

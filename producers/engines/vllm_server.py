@@ -26,6 +26,7 @@ from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, ConfigError, HandshakeError, WorkError
 from producers.engines.http import HttpClient
 from producers.engines.staged import PREFIX, SHARED_MEMORY
+from producers.engines.vllm_args import CHUNKED
 
 CALL_S = 60.0
 #: Fields of a model's configuration that make it another model.
@@ -90,6 +91,10 @@ async def inspect(client: HttpClient, config: Config) -> ServerFacts:
             remedy=f"start it with --max-model-len {needed}",
         )  # fmt: skip
     workers = await _same_model(client, config)
+    if workers[0].device == "cpu" and scheduler.get(CHUNKED):
+        what = f"{client.url} computes prompts in pieces: on a CPU it dies where one is of a request with a seed"
+        raise ConfigError("config.conflict", what, where="producers.url",
+                          remedy="start it with --no-enable-chunked-prefill")  # fmt: skip
     return ServerFacts(
         len(workers), workers[0].device, max_samples, kv_tokens, policy == "priority", await _logprobs(client),
         await _shared_folders(client, (SHARED_MEMORY, config.run_dir / "scratch")),

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.engine_env import python_with
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.processes import in_group
 from producers.rewards.functions import RewardSample
@@ -78,11 +79,15 @@ class Scorer:
         self._ending = ""  # how the child ended
 
     def start(self) -> None:
-        """Start the child and load the functions. Raises `config.reward` where they cannot be used."""
+        """Start the child and load the functions. Raises `config.reward` where they cannot be used, `config.extra`
+        where a judge's engine has no environment here."""
+        judge = self._setup.judge
+        engine = judge.table.engine if judge is not None and judge.table.kind == "generative" else ""
+        python = python_with(engine, where="judge.engine") or sys.executable
         to_child, from_child = os.pipe(), os.pipe()
         self._pipe = Pipe(from_child[0], to_child[1])
         self._child = subprocess.Popen(
-            [sys.executable, "-m", self._module, str(to_child[0]), str(from_child[1])],
+            [python, "-m", self._module, str(to_child[0]), str(from_child[1])],
             pass_fds=(to_child[0], from_child[1]), stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         if self._stopped:  # meanwhile: `stop` has found no child

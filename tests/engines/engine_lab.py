@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config
 
 from asyncrl.config import Config, parse
@@ -45,6 +45,7 @@ def save_model(folder: Path) -> Path:
     """A folder in Hugging Face format whose weights no test uses."""
     model_of(0).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(folder / "tokenizer.json"))
     kind = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2", "bos_token": "t1"}'
     (folder / "tokenizer_config.json").write_text(kind)

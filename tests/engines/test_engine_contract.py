@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import session_promises
 import torch
 from engine_lab import (
     EOS,
@@ -130,6 +131,21 @@ def test_a_seed_and_an_index_give_the_same_tokens_alone_and_in_a_crowd(bench: Be
     crowded = bench.run(crowd())[2]
     assert alone.token_ids.tolist() == again.token_ids.tolist() == crowded.token_ids.tolist()
     assert bench.ask(PROMPTS[0], (2,), seed=78)[2].token_ids.tolist() != alone.token_ids.tolist()
+
+
+def test_more_prompts_at_once_than_a_step_takes(bench: Bench) -> None:
+    """Long prompts that share nothing: an engine computes them in several steps, or in pieces, and draws the same."""
+    prompts = [[n, *LONG[1:]] for n in range(3, 3 + SLOTS)]
+
+    async def ask() -> list[GenDelta]:
+        wanted = [request(bench.name(), prompt, seed=n, max_new_tokens=4) for n, prompt in enumerate(prompts)]
+        return [found[0] for found in await asyncio.gather(*(all_of(bench.engine, item) for item in wanted))]
+
+    alone = bench.ask(prompts[-1], seed=SLOTS - 1, max_new_tokens=4)[0]
+    together = bench.run(ask())
+    for prompt, item in zip(prompts, together, strict=True):
+        check_sample(item, version=bench.version, seed=1, prompt=prompt)
+    assert not bench.engine.capabilities().seeded or together[-1].token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_stop_tokens_end_a_sample_and_are_part_of_it(bench: Bench) -> None:
@@ -463,6 +479,12 @@ def test_health_counts(bench: Bench) -> None:
     assert during.running + during.waiting <= SLOTS + 2
     assert after.generated_tokens - before == (SLOTS + 2) * MAX_NEW
     assert after.running == after.waiting == 0 and after.alive
+
+
+# ---------------------------------------------------------------- sessions
+
+test_new_weights_in_a_session = session_promises.test_new_weights_in_a_session
+test_an_agent_plays_a_session = session_promises.test_an_agent_plays_a_session
 
 
 # ---------------------------------------------------------------- the end of an engine: keep this test the last

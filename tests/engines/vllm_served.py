@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"  # for who asks it as an OpenAI server
 START_S = 600.0  # on a busy machine; an idle one needs 40
 
 
@@ -37,7 +38,7 @@ class Server:
             "producers.engines.vllm_backend.HeldWeights", "--weight-transfer-config", '{"backend": "asyncrl"}',
             "--dtype", "float32", "--max-model-len", str(longest), "--max-num-seqs", str(slots), "--enforce-eager",
             "--kv-cache-memory-bytes", str(64 << 20), "--scheduling-policy", "priority", "--generation-config", "vllm",
-            "--skip-tokenizer-init", *more,
+            "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * longest), "--chat-template", CHAT, *more,
         ]  # fmt: skip
         env = os.environ | {
             "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1" if dev else "0", "OMP_NUM_THREADS": "1",

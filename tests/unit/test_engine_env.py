@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.engine_env import look, own_url, python_of, url_problems, with_python
+from asyncrl.engine_env import look, own_url, python_of, python_with, url_problems, with_python
 from asyncrl.errors import AsyncRLError
+from asyncrl.judge_config import JudgeConfig
 from asyncrl.plan import plan
+from producers.rewards import scorer
+from producers.rewards.judges.outcome import Asked
 
 
 def config_of(**producers: Any) -> Config:
@@ -48,6 +51,27 @@ def test_the_interpreter_of_a_producer(tmp_path: Path) -> None:
     made.parent.mkdir(parents=True)
     made.touch()
     assert python_of(vllm, prefix=prefix, has=nothing) == str(made)
+
+
+def test_the_interpreter_of_a_judge_with_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process alone is started there; without an environment the setting is named."""
+    prefix = str(tmp_path / ".venv")
+    assert python_with("hf", where="judge.engine", prefix=prefix, has=nothing) == ""
+    with pytest.raises(AsyncRLError, match=r"no .*\.venv-vllm/bin/python") as caught:
+        python_with("vllm", where="judge.engine", prefix=prefix, has=nothing)
+    assert (caught.value.code, caught.value.where) == ("config.extra", "judge.engine")
+    assert "producers" not in caught.value.remedy
+    made = tmp_path / "python"
+    made.write_text(f"#!/bin/sh\necho $0 $2 > {tmp_path}/started\nexit 3\n")
+    made.chmod(0o700)
+    asked: list[str] = []
+    monkeypatch.setattr(scorer, "python_with", lambda engine, **_: asked.append(engine) or str(made))
+    table = JudgeConfig("grader", kind="generative", engine="vllm", model="m", prompt="{response}")
+    judging = scorer.Scorer([], prompt_key="prompt", timeout_s=5.0, judge=Asked(table, 5.0, "p", "float32", "prompt"))
+    with pytest.raises(AsyncRLError, match="ended while it started"):
+        judging.start()
+    assert asked == ["vllm"]
+    assert (tmp_path / "started").read_text().split() == [str(made), "producers.rewards.judges.child"]
 
 
 def test_only_producers_are_started_by_it() -> None:

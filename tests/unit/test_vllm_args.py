@@ -17,6 +17,7 @@ KNOWN = {
     "skip_tokenizer_init", "disable_log_stats", "enable_log_requests", "scheduling_policy", "logprobs_mode",
     "worker_extension_cls", "weight_transfer_config", "enforce_eager", "max_num_batched_tokens",
     "kv_cache_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size", "load_format",
+    "enable_chunked_prefill",
 }  # fmt: skip
 SHAPE = {"num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 
@@ -58,6 +59,16 @@ def test_engine_args_win_and_survive_the_resolved_file() -> None:
     assert again.producers.engine_args == {"tensor_parallel_size": 2, "scheduling_policy": "fcfs"}
     found = made(again, cpu=True)
     assert found["tensor_parallel_size"] == 2 and found["scheduling_policy"] == "fcfs" and found["enforce_eager"]
+
+
+def test_prompts_are_computed_whole_on_a_cpu() -> None:
+    assert made(config_of(), cpu=True)["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in made(config_of())
+    chunked = config_of(more="engine_args = { enable_chunked_prefill = true }")
+    assert made(chunked)["enable_chunked_prefill"] is True
+    with pytest.raises(AsyncRLError, match="dies where it computes the prompt") as caught:
+        made(chunked, cpu=True)
+    assert caught.value.code == "config.conflict"
 
 
 def test_arguments_that_vllm_does_not_have_are_named_with_the_nearest() -> None:

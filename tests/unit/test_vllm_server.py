@@ -121,6 +121,10 @@ def _parts(server: Server) -> None:
     server.settings["parallel_config"]["data_parallel_size"] = 2
 
 
+def _pieces(server: Server) -> None:
+    server.settings["scheduler_config"]["enable_chunked_prefill"] = True
+
+
 def _other(server: Server) -> None:
     server.model["shape"]["vocab_size"] = 51
 
@@ -139,6 +143,7 @@ def _stranger(server: Server) -> None:
         (_no_dev, "config.conflict", "developer routes"), (_no_extension, "config.conflict", "extension"),
         (_no_generate, "config.conflict", "/inference/v1/generate"), (_nccl, "config.conflict", "by nccl"),
         (_no_backend, "config.conflict", "by nothing"), (_short, "config.conflict", "max_model_len = 29"),
+        (_pieces, "config.conflict", "prompts in pieces"),
         (_parts, "config.conflict", "data parallelism 2"), (_other, "handshake.mismatch", "vocab_size 51 there, 50"),
         (_dtype, "handshake.mismatch", "dtype bfloat16 there, float32"), (_stranger, "engine.broken", "scheduler"),
     ],
@@ -149,6 +154,13 @@ def test_servers_that_do_not_fit(change: Callable[[Server], None], code: str, wo
     with pytest.raises(AsyncRLError) as caught:
         looked(server, tmp_path)
     assert caught.value.code == code and words in caught.value.message
+
+
+def test_a_server_with_an_accelerator_may_compute_prompts_in_pieces(tmp_path: Path) -> None:
+    server = Server()
+    _pieces(server)
+    server.model["device"] = "cuda"
+    assert looked(server, tmp_path).device == "cuda"
 
 
 @pytest.mark.parametrize(
