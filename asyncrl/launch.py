@@ -111,6 +111,9 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     check_gang(config, roles, options)
     started = time.time()
     run = RunDir(config.run_dir).create()
+    if gang_is_done(run, config, options):
+        _print(f"run {run.root}: complete, this host of the learner has nothing left to do")
+        return Launched(config, run, Outcome(EXIT_OK, "done", 0.0), started)
     locks, tag = _locks(run, options)
     try:
         if "buffer" in roles:
@@ -181,6 +184,15 @@ def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> 
             f"and its own --node-rank 0 to {hosts - 1}", where="cluster.learner_hosts",
             remedy="render the jobs: asyncrl launch all CONFIG --backend slurm --render DIR",
         )  # fmt: skip
+
+
+def gang_is_done(run: RunDir, config: Config, options: LaunchOptions) -> bool:
+    """Whether a gang of several hosts has trained its last step. A host that is started again after that would wait for
+    others that have ended. The ledger in the result is of a learner that came to its end."""
+    if options.target != "learner" or config.cluster.learner_hosts == 1:
+        return False
+    result = read_object(run.result)
+    return "ledger" in result and int(result["steps"]) >= config.learner.steps
 
 
 def absolute(config: Config) -> Config:

@@ -39,8 +39,7 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     options = [
         f"--job-name={name_of(config)}-{role}", f"--output={logs}", f"--nodes={nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cluster.cpus}", f"--mem={cluster.memory}",
-        # To the script itself, which is asyncrl by then: a step and a checkpoint fit before the kill.
-        f"--signal=B:TERM@{cluster.grace_s}", "--open-mode=append",
+        "--open-mode=append",
         *more,
     ]  # fmt: skip
     options += [f"{cluster.gpu_option}={gpus}"] if gpus else []
@@ -103,7 +102,16 @@ def _learner(config: Config, site: Site) -> str:
                key=f"{site.keys}/server.key", host=HOST, more=more)
     )  # fmt: skip
     lines = [
-        _header(config, site, "learner", gpus=cluster.learner_gpus, nodes=cluster.learner_hosts, more=["--requeue"]),
+        # Before its time is up, to the script itself: a step and a checkpoint fit before the kill. The others have no
+        # such signal, since the services are to outlast the learner.
+        _header(
+            config,
+            site,
+            "learner",
+            gpus=cluster.learner_gpus,
+            nodes=cluster.learner_hosts,
+            more=["--requeue", f"--signal=B:TERM@{cluster.grace_s}"],
+        ),
         _find_services(config, site),
     ]
     if several:

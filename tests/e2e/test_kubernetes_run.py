@@ -6,6 +6,7 @@ otherwise. What the stand-in does and does not: tests/e2e/standins/kube_pod.py, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("yaml", reason="kubectl's stand-in reads manifests with PyYAML")
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
 ROOT = Path(__file__).parents[2]
 STANDINS = Path(__file__).parent / "standins"
@@ -69,6 +71,8 @@ class Cluster:
                 self.node.kill()
         for path in Path("/run/netns").glob(f"{self.net}*"):
             subprocess.run(["ip", "netns", "delete", path.name], timeout=20, check=False)
+        for path in Path("/dev/shm").glob(f"{self.net}*"):  # of a node that could not clean up
+            shutil.rmtree(path, ignore_errors=True)
 
     def shell(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(words, cwd=self.jobs.parent, env=self.env, capture_output=True, text=True,
@@ -200,7 +204,7 @@ def test_the_demo_learns_in_pods_that_are_killed_and_moved(cluster: Cluster) -> 
 
 def test_a_gang_of_two_pods_meets_again_after_one_was_killed(cluster: Cluster, run: Any) -> None:
     """As root, with lines of `cluster.setup`, and with a reward function that lies on the volume alone."""
-    steps = 6
+    steps = 12
     for name in ("my_rewards.py", "prompts.jsonl"):
         shutil.copy(run.folder / name, cluster.volume)
     text = run.config.read_text().replace(str(run.dir), "runs/two").replace(f"{run.folder}/", "")
@@ -218,6 +222,19 @@ def test_a_gang_of_two_pods_meets_again_after_one_was_killed(cluster: Cluster, r
     assert len(first) == 2 and all(pod["main"] for pod in first.values()), first
     assert b"MADE_BY_SETUP=1" in Path(f"/proc/{next(iter(first.values()))['main']}/environ").read_bytes()
     os.kill(max(first.items())[1]["main"], signal.SIGKILL)
+    asked = cluster.shell(
+        "kubectl", "exec", "deploy/two-services", "--", "python", "-m", "asyncrl", "status", "runs/two"
+    )
+    assert asked.returncode == 0 and "of 12" in asked.stdout, asked.stdout + asked.stderr
+    more = cluster.shell("kubectl", "patch", "job", "two-producers", "-p", '{"spec":{"parallelism":2}}')
+    assert more.returncode == 0, more.stderr
+    cluster.wait("another producer", lambda: len(cluster.pods("producers")) == 2)
+    # A host that is killed when the run is complete meets nobody any more.
+    cluster.wait("the result", (cluster.volume / "runs" / "two" / "result.json").exists)
+    for name, pod in cluster.pods("learner").items():
+        if name.startswith("two-learner-1") and pod["main"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pod["main"], signal.SIGKILL)
     cluster.wait("all jobs", lambda: cluster.complete("two-learner", "two-producers", "two-rewards"))
     assert cluster.status()["jobs"]["two-learner"]["succeeded"] == 2
     found = audit(cluster, cluster.volume / "runs" / "two")

@@ -89,8 +89,10 @@ def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
     assert producers["array"] == "0-6" and producers["gpus-per-node"] == "2" and "requeue" in producers
     assert learner["gpus-per-node"] == "4" and learner["nodes"] == "1" and "array" not in learner
     for one in (producers, learner, directives(files["services.sbatch"])):
-        assert one["signal"] == "B:TERM@120" and one["partition"] == "long" and one["account"] == "a1"
+        assert one["partition"] == "long" and one["account"] == "a1"
         assert one["time"] == "24:00:00" and "exclusive" in one
+    assert learner["signal"] == "B:TERM@120", "and the services are not stopped before it"
+    assert not [name for name, text in files.items() if name != "learner.sbatch" and "--signal=B" in text]
     assert "join.key" in files["producers.sbatch"] and "server.key" not in files["producers.sbatch"]
     assert "server.key" in files["learner.sbatch"]
     assert "gpus-per-node" not in directives(files["services.sbatch"])

@@ -1,5 +1,6 @@
 """A launcher as a job of a scheduler: its exit code, the time a stop may take, its names where all pids are alike."""
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.launch import LaunchOptions, _grace, _locks, exit_code
+from asyncrl.launch import LaunchOptions, _grace, _locks, exit_code, gang_is_done
 from asyncrl.rundir import RunDir
 from asyncrl.status import launcher_mark, launchers
 from asyncrl.supervise import Grace, Outcome
@@ -52,3 +53,23 @@ def test_launchers_with_one_pid_on_several_hosts_work_side_by_side(tmp_path: Pat
     for lock in held:
         lock.close()
     assert launchers(run) == []
+
+
+@pytest.mark.parametrize(
+    ("result", "steps", "done"),
+    [
+        (None, 6, False),
+        ({"steps": 6, "ledger": {}}, 6, True),
+        ({"steps": 6, "ledger": {}, "done": True}, 7, False),  # more steps are wanted now
+        ({"steps": 6, "done": False}, 6, False),  # stopped after the last step, before it was exported
+    ],
+)
+def test_a_host_of_a_complete_gang_waits_for_nobody(tmp_path: Path, result: Any, steps: int, done: bool) -> None:
+    run = RunDir(tmp_path / "run").create()
+    if result is not None:
+        run.result.write_text(json.dumps(result))
+    several, one = (parse(TEXT, overrides=[f"cluster.learner_hosts={n}", f"learner.steps={steps}"]) for n in (2, 1))
+    learner = LaunchOptions(target="learner", node_rank=1, head="head:1")
+    assert gang_is_done(run, several, learner) is done
+    assert not gang_is_done(run, one, learner), "a learner on one host says goodbye to the buffer once more"
+    assert not gang_is_done(run, several, JOB)

@@ -10,6 +10,7 @@ import argparse
 import base64
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -143,9 +144,32 @@ def logs(args: argparse.Namespace) -> int:
     return 0
 
 
+def patch(args: argparse.Namespace) -> int:
+    """`--patch` of spec alone: the number of pods."""
+    kind, name = args.words
+    path, given = path_of(KINDS[kind], name), json.loads(args.patch)
+    assert set(given) == {"spec"} and set(given["spec"]) <= {"parallelism", "replicas"}, given
+    one = json.loads(path.read_text())
+    write(path, {**one, "spec": {**one["spec"], **given["spec"]}})
+    return 0
+
+
+def execute(words: list[str]) -> int:
+    """`kubectl exec deploy/NAME -- COMMAND`: in the namespaces of the container, as its user, with its environment."""
+    name, command = words[0].removeprefix("deploy/"), words[words.index("--") + 1 :]
+    [main] = [pod["main"] for pod in status()["pods"].values() if pod["owner"] == name]
+    texts = Path(f"/proc/{main}/environ").read_text().split("\0")
+    env = dict(text.split("=", 1) for text in texts if "=" in text)
+    about = Path(f"/proc/{main}").stat()
+    user = ["setpriv", "--reuid", str(about.st_uid), "--regid", str(about.st_gid), "--clear-groups"]
+    namespaces = [f"--{name}" for name in ("mount", "uts", "ipc", "net", "pid", "root", "wd")]
+    return subprocess.run(["nsenter", "--target", str(main), *namespaces, *user, "--", *command], env=env, timeout=120,
+                          check=False).returncode  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="kubectl", allow_abbrev=False)
-    made.add_argument("verb", choices=("apply", "create", "delete", "drain", "get", "wait", "logs"))
+    made.add_argument("verb", choices=("apply", "create", "delete", "drain", "get", "logs", "patch", "wait"))
     made.add_argument("words", nargs="*")
     made.add_argument("--filename", "-f", action="append", default=[])
     made.add_argument("--namespace", default="default")
@@ -155,11 +179,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cascade", default="background")
     made.add_argument("--ignore-not-found", action="store_true")
     made.add_argument("--pod-selector", default="")
+    made.add_argument("--patch", "-p", default="{}")
     made.add_argument("--for", dest="for_", default="")
     made.add_argument("--timeout", type=lambda text: float(text.removesuffix("s")), default=60.0)
     return made
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "exec":
+        sys.exit(execute(sys.argv[2:]))
     given = parser().parse_intermixed_args()
     sys.exit(globals()[given.verb](given))
