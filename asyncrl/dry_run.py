@@ -30,7 +30,7 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     run = RunDir(config.run_dir)
     homed = with_python(config) if "producer" in roles else config
     joining = Joining(
-        connect=options.connect, key=options.key, worker_key=worker_key(config), takeover=options.takeover
+        connect=options.connect, key=options.key, worker_key=worker_key(config, roles), takeover=options.takeover
     )
     plans = plan(homed, roles, config_path=run.config, joining=joining, python_path=python_path(),
                  devices=devices.found())  # fmt: skip

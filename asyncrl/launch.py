@@ -33,7 +33,7 @@ from asyncrl.hang import HangWatch
 from asyncrl.judge_config import judges_of, named
 from asyncrl.keys import worker_file
 from asyncrl.modes import roles_of
-from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
+from asyncrl.plan import TARGETS, WORKERS, Joining, ProcessPlan, plan
 from asyncrl.progress import Progress
 from asyncrl.rundir import RunDir, beside, read_object, run_keys, write_atomic
 from asyncrl.silence import SilenceWatch
@@ -121,8 +121,8 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
         joining = Joining(
-            connect=options.connect, key=options.key, worker_key=worker_key(config), takeover=options.takeover, tag=tag,
-            judge=judge, node_rank=options.node_rank, head=options.head,
+            connect=options.connect, key=options.key, worker_key=worker_key(config, roles),
+            takeover=options.takeover, tag=tag, judge=judge, node_rank=options.node_rank, head=options.head,
         )  # fmt: skip
         homed = with_python(config) if "producer" in roles else config
         plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path(),
@@ -144,9 +144,10 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
     return Launched(config, run, outcome, started)
 
 
-def worker_key(config: Config) -> str:
-    """The key file of producers and reward workers; empty without keys. Raises `config.network`."""
-    return str(worker_file(Path(config.network.key_file))) if config.network.key_file else ""
+def worker_key(config: Config, roles: Sequence[str]) -> str:
+    """The key file of producers and reward workers; empty without keys, or them. Raises `config.network`."""
+    needed = config.network.key_file and WORKERS & set(roles)
+    return str(worker_file(Path(config.network.key_file))) if needed else ""
 
 
 def _only_judge(config: Config, options: LaunchOptions) -> str | None:

@@ -15,6 +15,7 @@ from asyncrl.authority import OWNER_ALONE, needs_owner
 from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigError
 from asyncrl.keys import Keys, join_path, read_keys, worker_file, write_keys
+from asyncrl.launch import worker_key
 from asyncrl.role import RoleArgs, join_key_of, key_of
 from weightsync.signature import is_genuine, signed
 
@@ -75,6 +76,10 @@ def test_a_worker_reads_the_join_file_and_keeps_nothing_else(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="other keys") as caught:
         worker_file(server)
     assert str(tmp_path / "join.key") in caught.value.render() and "asyncrl keys" in caught.value.render()
+    with pytest.raises(ConfigError, match="other keys"):
+        worker_key(found, ("buffer", "producer"))
+    assert worker_key(found, ("buffer", "learner")) == "", "who starts no worker does not look"
+    assert worker_key(config_with(), ("producer",)) == ""
 
 
 @pytest.mark.parametrize("bits", [0o604, 0o640, 0o610, 0o601, 0o666])

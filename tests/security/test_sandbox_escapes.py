@@ -113,7 +113,7 @@ def test_memory_of_many_processes_together(sandbox: Sandbox) -> None:
 def test_memory_that_processes_share_counts(sandbox: Sandbox) -> None:
     code = (
         "import mmap, os, time\nfor _ in range(10):\n    if os.fork() == 0: break\n"
-        "held = mmap.mmap(-1, 90 << 20)\nheld.write(b'x' * len(held))\ntime.sleep(50)"
+        "held = mmap.mmap(-1, 90 << 20)\nfor _ in range(90): held.write(b'x' * (1 << 20))\ntime.sleep(50)"
     )
     assert sandbox.run(code, timeout_s=50.0).status == "memory"
 
