@@ -114,7 +114,11 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "a sample fails validation", "look at the reason; the group goes to the dead letters", EXIT_FAILED
     ),
     "reward.failed": ErrorInfo("a reward function failed", "correct the function that the message names", EXIT_FAILED),
-    "reward.budget": ErrorInfo("too many groups failed in their reward", "correct the reward function", EXIT_FAILED),
+    "reward.budget": ErrorInfo(
+        "too many groups failed in their reward",
+        "correct the reward function; asyncrl test-reward tries it alone",
+        EXIT_CONFIG,
+    ),
     "reward.judge": ErrorInfo(
         "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
     ),
@@ -127,9 +131,9 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
     "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
-        "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
+        "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_CONFIG
     ),
-    "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_FAILED),
+    "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_CONFIG),
     "poison.budget": ErrorInfo(
         "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_FAILED
     ),

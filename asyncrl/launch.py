@@ -246,6 +246,8 @@ def _tag(options: LaunchOptions) -> str:
 def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
     """Write the resolved configuration where the children read it; the path."""
     text = dump(config)
+    if options.target in OWNERS and not options.connect and (note := resumed(run, config)):
+        _print(note)
     if run.config.exists() and run.config.read_text() == text:
         return run.config
     if options.connect or (options.target not in OWNERS and run.config.exists()):
@@ -253,10 +255,38 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
         write_atomic(path, text.encode())
         return path
     if run.config.exists():
+        refuse_other_groups(run, config)
         for line in changes(run.config, redacted(config)):
             _print(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config
+
+
+def resumed(run: RunDir, config: Config) -> str:
+    """What to know about a run that has begun: where it goes on, or that it is over; empty where it is new."""
+    found = [int(folder.name.rpartition("_")[2]) for folder in run.checkpoints.glob("step_*")
+             if folder.name.rpartition("_")[2].isdigit()]  # fmt: skip
+    if not found:
+        return ""
+    step, steps = max(found), config.learner.steps
+    anew = "another run.dir starts anew"
+    if step >= steps:
+        return f"note: this run is over, step {step} of {steps}: raise learner.steps to go on; {anew}"
+    return f"goes on from step {step} of {steps}; {anew}"
+
+
+def refuse_other_groups(run: RunDir, config: Config) -> None:
+    """Groups under way and in the log have the size that the run began with. Raises `config.conflict`."""
+    try:
+        old = load(run.config).sampling.group_samples
+    except AsyncRLError:  # `changes` says so
+        return
+    if run.history.is_file() and run.history.stat().st_size and old != config.sampling.group_samples:
+        raise ConfigError(
+            "config.conflict",
+            f"this run has groups of {old} samples, and {config.sampling.group_samples} are asked for",
+            where="sampling.group_size", remedy="set it back, or start anew in another run.dir",
+        )  # fmt: skip
 
 
 def changes(path: Path, config: Config) -> list[str]:

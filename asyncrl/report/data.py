@@ -18,12 +18,14 @@ from asyncrl.audit import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation_figures import ALL
+from asyncrl.live.advice import CUT_SHARE
 from asyncrl.metrics import read_lines
 from asyncrl.report.history import Recovery, StepLags, events_of, story
 from asyncrl.rundir import RunDir, read_object
 from asyncrl.supervise import Outcome
 
 Line = dict[str, Any]
+NO_SIGNAL_SHARE = 0.9  # of the last groups; a run that has learned its prompts comes near
 ENDS = 5  # steps at each end of the run that are averaged
 
 
@@ -185,6 +187,22 @@ def _held_out(lines: list[Line]) -> list[str]:
     return [f"held out  mean@{lines[-1].get('evaluation_samples')} {' -> '.join(told)}, {len(lines)} evaluations{more}"]
 
 
+def _hints(data: RunData) -> list[str]:
+    """What kept the last steps from learning, where something did."""
+    flat, cut = (_mean_of_last(data, name) for name in ("zero_advantage_share", "truncated_share"))
+    hints = []
+    if flat >= NO_SIGNAL_SHARE:
+        hints.append(f"{flat:.0%} of the last groups have one reward for all their samples, and teach nothing")
+    if cut >= CUT_SHARE:
+        hints.append(f"{cut:.0%} of the last samples are cut at sampling.max_new_tokens")
+    return [f"hint      {'; '.join(hints)}: `asyncrl samples` shows them"] if hints else []
+
+
+def _mean_of_last(data: RunData, name: str) -> float:
+    values = [value for _, value in data.values(name)][-ENDS:]
+    return statistics.fmean(values) if values else 0.0
+
+
 def summary(data: RunData, outcome: Outcome) -> list[str]:
     """The lines that `asyncrl launch` ends with."""
     audit, deliveries = data.audit, data.deliveries()
@@ -203,6 +221,7 @@ def summary(data: RunData, outcome: Outcome) -> list[str]:
         f"ledger    {ledger_text(audit)}; doubled {audit.doubled}",
         f"weights   {deliveries.matched} deliveries acknowledged with the right digest, {deliveries.wrong} with "
         f"another, {deliveries.left_out} not in time; {audit.spans_matched} of {audit.spans} spans match",
+        *_hints(data),
         *([f"alarm     {audit.lengths.alarm}"] if audit.lengths.alarm else []),
         f"audit     {'OK' if audit.ok else 'FAILED: ' + audit.violations[0]}",
     ]

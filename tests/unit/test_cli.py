@@ -170,6 +170,26 @@ def test_config_is_settled_and_changes_are_told(tmp_path: Path, capsys: pytest.C
     assert "buffer.max_staleness: 4 -> 2" in capsys.readouterr().out and load(run.config) == second
 
 
+def test_a_run_that_has_begun_says_where_it_goes_on_and_keeps_the_size_of_its_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run").create()
+    text = '[model]\npath = "m"\n[data]\npath = "p"\n[[reward]]\nfunction = "a:b"\n[learner]\nsteps = 40\n'
+    settle_config(run, parse(text), LaunchOptions(), tag="")
+    assert capsys.readouterr().out == ""
+    (run.checkpoints / "step_000012").mkdir(parents=True)
+    settle_config(run, parse(text), LaunchOptions(), tag="")
+    assert capsys.readouterr().out == "goes on from step 12 of 40; another run.dir starts anew\n"
+    settle_config(run, parse(text.replace("40", "12")), LaunchOptions(), tag="")
+    assert "note: this run is over, step 12 of 12: raise learner.steps" in capsys.readouterr().out
+    other = parse(text, overrides=["sampling.group_size=2"])
+    run.history.write_text("{}\n")
+    with pytest.raises(ConfigError, match="this run has groups of 8 samples, and 2 are asked for"):
+        settle_config(run, other, LaunchOptions(), tag="")
+    run.history.unlink()
+    settle_config(run, other, LaunchOptions(), tag="")  # nothing has begun
+
+
 def test_demo_settings_give_a_whole_configuration() -> None:
     for task in ("running_sum", "add"):
         made = load(quickstart(), task_settings(task))

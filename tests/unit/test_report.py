@@ -10,7 +10,7 @@ from pathlib import Path
 from synthetic_run import check_names, write_run
 
 from asyncrl.report import write_report
-from asyncrl.report.data import load_run, summary, surviving
+from asyncrl.report.data import ENDS, load_run, summary, surviving
 from asyncrl.report.svg import Line, bar_chart, line_chart, short, stacked_chart, thin, ticks
 from asyncrl.report.svg_time import Lane, Share, flow, lanes
 from asyncrl.rundir import RunDir
@@ -117,6 +117,15 @@ def test_summary_states_the_numbers(tmp_path: Path) -> None:
     assert "71.5 s, step 60 of 60; restarts: producer-1 1" in text
     assert "issued 121 = trained 120 + dropped 1" in text and "audit     OK" in text
     assert "122 deliveries acknowledged with the right digest, 0 with another" in text
+
+
+def test_the_end_of_a_run_that_learned_nothing_says_why(tmp_path: Path) -> None:
+    data, outcome = load_run(write_run(tmp_path / "run")), Outcome(code=0, reason="done", wall_s=1.0)
+    assert not any(line.startswith("hint") for line in summary(data, outcome))
+    for line in data.steps[-ENDS:]:
+        line |= {"zero_advantage_share": 1.0, "truncated_share": 0.5}
+    (hint,) = [line for line in summary(data, outcome) if line.startswith("hint")]
+    assert "100% of the last groups have one reward" in hint and "50% of the last samples are cut" in hint
 
 
 def test_a_worker_that_was_given_up_is_named_everywhere(tmp_path: Path) -> None:
