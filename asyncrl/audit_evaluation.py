@@ -72,8 +72,8 @@ class EvaluationReader:
         elif what == "failed" and self.begun is not None:
             self.begun.failed.add(int(event["g"]))
         elif what == "end":
-            for name in ("step", *(f"evaluation_{count}" for count in COUNTS)):
-                int(event[name])  # raises where one is missing: the line is garbled
+            for field in ("step", *(f"evaluation_{count}" for count in COUNTS)):
+                int(event[field])  # raises where one is missing: the line is garbled
             if self.begun is None or self.begun.number != int(event["round"]):
                 self._bad(f"that of step {event['step']} ended and had never begun")
             else:
