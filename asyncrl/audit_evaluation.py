@@ -4,8 +4,8 @@ Called by `asyncrl.audit_reader` for the events of evaluations, and by `asyncrl.
 kind `evaluation`:
 1. a claimed or committed group is a prompt of an evaluation, or a sample that was trained came under the token of a
    lease of an evaluation;
-2. a sample of an evaluation came under a token that no lease has, is older than its step, or was made by weights with
-   another digest than the committed one;
+2. a sample of an evaluation came under a token that no lease has, is older than its step, was scored and never came,
+   or was made by weights with another digest than the committed one;
 3. `prompts = scored + failed + missing` does not hold, the prompts with all samples scored are not as many as told, or
    mean, best, majority and pass@n do not come out again from the scores in the log;
 4. the run is done and an evaluation has no ending (where the service was restarted since its begin: a note).
@@ -26,6 +26,9 @@ from asyncrl.evaluation_figures import Outcome, figures, metric_names
 Scores = dict[int, dict[int, tuple[float, str, str]]]  # group -> sample -> reward, answer, data source
 
 
+COUNTS = ("prompts", "scored", "failed", "missing")  # what the end of an evaluation tells of its prompts
+
+
 class Begun(msgspec.Struct):
     """An evaluation that has no ending yet."""
 
@@ -35,6 +38,7 @@ class Begun(msgspec.Struct):
     life: int  # of the service
     scores: Scores = {}
     failed: set[int] = set()
+    came: set[tuple[int, int]] = set()  # group and sample
 
 
 class EvaluationReader:
@@ -60,12 +64,16 @@ class EvaluationReader:
         elif what == "sample":
             self._sample(event)
         elif what == "score" and self.begun is not None:
+            if (int(event["g"]), int(event["i"])) not in self.begun.came:
+                self._bad(f"sample {event['i']} of prompt {place_of(int(event['g']))[1]} was scored and never came")
             mine = self.begun.scores.setdefault(int(event["g"]), {})
             mine[int(event["i"])] = (float(event["reward"]), str(event["answer"]), str(event["source"]))
             self.found.evaluation_samples += 1
         elif what == "failed" and self.begun is not None:
             self.begun.failed.add(int(event["g"]))
         elif what == "end":
+            for field in ("step", *(f"evaluation_{count}" for count in COUNTS)):
+                int(event[field])  # raises where one is missing: the line is garbled
             if self.begun is None or self.begun.number != int(event["round"]):
                 self._bad(f"that of step {event['step']} ended and had never begun")
             else:
@@ -82,6 +90,8 @@ class EvaluationReader:
             if int(version) < step:
                 self._bad(f"{name} was made by version {version}")
             self.spans.append((number, index, int(version), str(event["digests"].get(str(version), ""))))
+        if self.begun is not None:
+            self.begun.came.add((number, index))
 
     def trains(self, groups: Iterable[int], what: str) -> None:
         """A batch: none of its groups may be a prompt of an evaluation."""
@@ -123,17 +133,14 @@ class EvaluationReader:
         if self.found.done:
             self._no_ending()
         self.found.evaluations = [int(line["step"]) for _, line in self.ended]
-        counts = ("prompts", "scored", "failed", "missing")
         self.found.evaluation_prompts = {
-            name: sum(int(line[f"evaluation_{name}"]) for _, line in self.ended) for name in counts
+            name: sum(int(line[f"evaluation_{name}"]) for _, line in self.ended) for name in COUNTS
         }
 
     def _same(self, begun: Begun, line: Mapping[str, Any], correct_above: float | None) -> None:
         """The account and the figures of one evaluation come out again."""
         who = f"that of step {begun.step}"
-        prompts, scored, failed, missing = (
-            int(line[f"evaluation_{name}"]) for name in ("prompts", "scored", "failed", "missing")
-        )
+        prompts, scored, failed, missing = (int(line[f"evaluation_{name}"]) for name in COUNTS)
         if prompts != scored + failed + missing:
             self._bad(f"{who}: {prompts} prompts are not {scored} scored + {failed} failed + {missing} missing")
         whole = {number: mine for number, mine in begun.scores.items()
@@ -146,7 +153,8 @@ class EvaluationReader:
         for name, value in metric_names(found, k=begun.samples).items():
             if "/acc/" in name and correct_above is None:
                 continue
-            if not math.isclose(float(line.get(name, math.nan)), value, rel_tol=1e-9, abs_tol=1e-9):
+            told = line.get(name)
+            if not isinstance(told, int | float) or not math.isclose(told, value, rel_tol=1e-9, abs_tol=1e-9):
                 self._bad(f"{who} told {name} = {line.get(name)}, the scores in the log say {value}")
 
 

@@ -44,12 +44,12 @@ class Group:
         self.holder = 0  # token of the lease that holds it
         self.life = 0  # of the service that gave this lease
         self.oldest: dict[int, int] = {}  # sample -> its oldest version
-        self.versions: dict[int, set[int]] = {}  # sample -> versions of its spans
+        self.versions: dict[int, frozenset[int]] = {}  # sample -> versions of its spans
         self.digests: dict[int, dict[int, str]] = {}  # sample -> version -> digest
         self.lengths: dict[int, int] = {}
         self.accepted: dict[int, int] = {}  # sample -> life of the service that took it
         self.scored: set[int] = set()
-        self.ready = False
+        self.ready = 0  # life of the service in which its samples were complete and scored; 0: they are not
         self.dropped = ""
         self.dead = ""
         self.given_up = False  # its samples go with the steps that trained it
@@ -70,7 +70,7 @@ class Group:
         """Its samples are given up."""
         self.given_up = False
         self.oldest, self.versions, self.digests, self.lengths = {}, {}, {}, {}
-        self.accepted, self.scored, self.ready, self.holder = {}, set(), False, 0
+        self.accepted, self.scored, self.ready, self.holder = {}, set(), 0, 0
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -109,6 +109,8 @@ class Reader:
         self._life = 0  # of the service at the last registration
         self._services: set[int] = set()
         self._events = 0
+        self._made: dict[Any, tuple[frozenset[int], dict[int, str]]] = {}  # samples made alike share what is kept
+        self._bounds: set[int] | None = set()  # values that max_staleness ever had; None: an older log does not say
         self._suspects: list[tuple[int, int]] = []  # commits by another epoch than the registered one
 
     def take(self, event: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ class Reader:
         if handler is not None:
             try:
                 handler(event)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 self._bad("log", f"event {name!r} lacks or garbles a field: {error!r}")
 
     # ------------------------------------------------------------ lives
@@ -135,6 +137,7 @@ class Reader:
         if self._services and epoch <= max(self._services):
             self._bad("epoch", f"a service started with epoch {epoch} after epoch {max(self._services)}")
         self._services.add(epoch)
+        self._in_force(event.get("max_staleness"))
         self.found.service_starts += 1
         self.found.ended = self.found.done = False
 
@@ -153,6 +156,10 @@ class Reader:
             for number in commit.groups:
                 self.groups[number].take_back(step)
 
+    def _in_force(self, bound: Any) -> None:
+        """A value that `max_staleness` has from now on; without one nothing is known of the bounds of leases."""
+        self._bounds = None if bound is None or self._bounds is None else {*self._bounds, int(bound)}
+
     def _end(self, event: dict[str, Any]) -> None:
         self.found.ended = True
         self.found.done = bool(event["done"])
@@ -163,6 +170,8 @@ class Reader:
     def _tune(self, event: dict[str, Any]) -> None:
         number = int(event["n"])
         change = (event["old"], event["new"])
+        if event["key"] == "buffer.max_staleness":
+            self._in_force(event["new"])
         last = self.found.tuned[-1] if self.found.tuned else None
         if last is not None and last.n == number:  # one change of several settings
             last.changed[str(event["key"])] = change
@@ -199,6 +208,9 @@ class Reader:
                       "which never started")  # fmt: skip
         if group.oldest and group.bound not in (-1, bound):
             self._bad("bound", f"group {event['g']} was leased under bound {bound} and held samples of {group.bound}")
+        elif self._bounds and bound not in self._bounds:
+            known = ", ".join(map(str, sorted(self._bounds)))
+            self._bad("bound", f"group {event['g']} was leased under bound {bound}, max_staleness was {known}")
         group.bound, group.holder, group.life = bound, token, life
         group.tokens.add(token)
 
@@ -225,12 +237,21 @@ class Reader:
             self._bad("lease", f"{name} came under token {token}, which no lease has")
         elif group.accepted.get(index) == self.found.service_starts:  # a store may have forgotten an earlier life's
             self._bad("sample", f"{name} was accepted twice")
-        versions = {int(version) for version, _ in event["runs"]}
-        group.versions[index] = versions
-        if versions:
+        elif group.ready == self.found.service_starts and group.ready:
+            self._bad("sample", f"{name} came after its group was ready")
+        runs = [(int(version), int(count)) for version, count in event["runs"]]
+        digests = {int(version): str(digest) for version, digest in event["digests"].items()}
+        length, covered = int(event["length"]), sum(count for _, count in runs)
+        if length < 0 or index < 0:
+            raise ValueError(f"{name} has {length} tokens")
+        if covered != length:
+            self._bad("sample", f"{name}: its spans cover {covered} of {length} tokens")
+        versions = tuple(version for version, _ in runs)
+        made = self._made.setdefault((versions, *digests.items()), (frozenset(versions), digests))
+        group.versions[index], group.digests[index] = made
+        if runs:
             group.oldest[index] = min(versions)
-        group.digests[index] = {int(version): str(digest) for version, digest in event["digests"].items()}
-        group.lengths[index] = int(event["length"])
+        group.lengths[index] = length
         group.accepted[index] = self.found.service_starts
         if event.get("reward") is not None:
             group.scored.add(index)
@@ -240,7 +261,7 @@ class Reader:
 
     def _ready(self, event: dict[str, Any]) -> None:
         group = self._group(event)
-        group.ready, group.holder = True, 0
+        group.ready, group.holder = max(1, self.found.service_starts), 0
 
     def _drop(self, event: dict[str, Any]) -> None:
         self._group(event).dropped = str(event["reason"])
@@ -258,7 +279,7 @@ class Reader:
 
     def _claim(self, event: dict[str, Any]) -> None:
         step, epoch = int(event["step"]), int(event["epoch"])
-        claim = Claim(int(event["version"]), epoch, tuple(event["groups"]))
+        claim = Claim(int(event["version"]), epoch, tuple(map(int, event["groups"])))
         self._current(f"claim of step {step}", epoch)
         self.held_out.trains(claim.groups, f"the batch of step {step}")
         earlier = self.claims.get(step)
@@ -266,8 +287,22 @@ class Reader:
             self._same_batch(step, earlier, claim)
         if len(set(claim.groups)) < len(claim.groups):
             self._bad("doubled", f"the batch of step {step} holds a group twice")
+        if not event.get("replayed"):
+            self._could_be_trained(step, claim)
         self.claims[step] = claim
         self.found.replayed_steps += bool(event.get("replayed"))
+
+    def _could_be_trained(self, step: int, claim: Claim) -> None:
+        """At this moment, not only by the end of the log, every group of a new batch is ready and scored."""
+        for number in claim.groups:
+            group = self.groups.get(number)
+            if group is None:
+                continue  # named where the step is committed
+            if not group.ready:
+                self._bad("ready", f"group {number} was handed out for step {step} before it was ready")
+            elif unscored := group.lengths.keys() - group.scored:
+                self._bad("score", f"group {number} was handed out for step {step} before sample {min(unscored)} was "
+                          "scored")  # fmt: skip
 
     def _same_batch(self, step: int, earlier: Claim | None, claim: Claim) -> None:
         """A recorded batch comes back as it was, in its order, less the groups that were quarantined since."""
@@ -283,7 +318,7 @@ class Reader:
     def _commit(self, event: dict[str, Any]) -> None:
         step = int(event["step"])
         commit = Commit(
-            int(event["version"]), int(event["epoch"]), str(event["digest"]), tuple(event["groups"]),
+            int(event["version"]), int(event["epoch"]), str(event["digest"]), tuple(map(int, event["groups"])),
             len(self.found.tuned),
         )  # fmt: skip
         if commit.epoch != self._epoch:  # told by a checkpoint's ledger, right before its learner registers?

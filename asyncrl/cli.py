@@ -2,7 +2,8 @@
 
 Called from the shell (entry point, or `python -m asyncrl`). Guarantees:
 1. nothing but the standard library is imported before the arguments are understood: `--help` answers at once;
-2. a user's mistake is its text and an exit code, never a traceback; every mistake of a configuration comes at once;
+2. a user's mistake, and what the system refuses (a file, the disk), is its text and an exit code, never a traceback;
+   every mistake of a configuration comes at once; a bug is code 70 and a traceback;
 3. no role package and nothing heavy (torch, redis, transformers, engines) is imported here or below.
 The commands themselves: `asyncrl.commands`.
 """
@@ -13,8 +14,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from asyncrl.commands import MODULES
+
+if TYPE_CHECKING:
+    from asyncrl.errors import AsyncRLError
 
 EXAMPLES = """examples:
   asyncrl demo                                    train a tiny model here, in a minute or two
@@ -31,22 +36,46 @@ EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    args = parser().parse_args(argv)
-    from asyncrl.errors import AsyncRLError
+    from asyncrl.errors import EXIT_INTERNAL, AsyncRLError, refused
 
     try:
+        args = parser().parse_args(argv)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except AsyncRLError as error:
-        sys.stdout.flush()
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
+        return _told(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `asyncrl ... | head`
-        sys.stderr.close()
+        _stop_output()
         return 141
+    except OSError as error:
+        return _told(refused(error))
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        print("error[internal] a bug in asyncrl: see the traceback above\n  -> please report it", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def _told(error: AsyncRLError) -> int:
+    """Say what is wrong, below what was said before; the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # nobody reads it any more, or the disk is full
+        _stop_output()
+    print(error.render(), file=sys.stderr)
+    return error.exit_code
+
+
+def _stop_output() -> None:
+    """What is left in the buffer of stdout goes nowhere: the interpreter would try again at its end, and complain."""
+    import os
+
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ It does not log and does not exit: the outermost loop of a role does.
 
 from __future__ import annotations
 
+import errno
 from typing import NamedTuple
 
 EXIT_OK = 0
@@ -87,6 +88,9 @@ CATALOGUE: dict[str, ErrorInfo] = {
     ),
     "store.refused": ErrorInfo("the store refused a write", "look at its memory and disk limits", EXIT_UNAVAILABLE),
     "store.corrupt": ErrorInfo("stored state does not agree", "restart from the last checkpoint", EXIT_INTERNAL),
+    "file.refused": ErrorInfo(
+        "the system refuses a file", "check the path, what lies there, and its permissions", EXIT_CONFIG
+    ),
     "disk.full": ErrorInfo("no space left", "free space in the run folder", EXIT_UNAVAILABLE),
     # protocol
     "wire.prefix": ErrorInfo("not an asyncrl message", "check that the peer speaks this protocol", EXIT_FAILED),
@@ -253,3 +257,10 @@ def error_for(code: str, message: str, *, where: str = "", remedy: str = "", sug
 # What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,
 # since text that is no UTF-8 raises UnicodeDecodeError (both are ValueErrors) and deep nesting RecursionError.
 UNREADABLE = (ValueError, RecursionError)
+
+
+def refused(error: OSError) -> AsyncRLError:
+    """What the operating system refused, with the file that it names: `disk.full`, else `file.refused`."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    where = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    return AsyncRLError("disk.full" if full else "file.refused", error.strerror or str(error), where=where)

@@ -142,7 +142,8 @@ def standard_error(values: Sequence[float]) -> float:
     if count < 2:
         return 0.0
     mean = math.fsum(values) / count
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count * (count - 1)))
+    # A square of a large reward may overflow: `hypot` does not.
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(count * (count - 1))
 
 
 def metric_names(found: Mapping[str, Mapping[str, float]], *, k: int) -> dict[str, float]:

@@ -236,6 +236,9 @@ CATALOGUE: dict[str, Metric] = {
 }
 
 
+NUMBERS = frozenset({"t", "step", *CATALOGUE})  # what these name in a line is a number
+
+
 class MetricsLog:
     """Appends lines of metrics to one JSONL file. Text fields go through `labels`, not through the catalogue."""
 
@@ -268,16 +271,25 @@ class MetricsLog:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; a last line cut by a crash is left out. An absent file has none."""
+    """The objects of a JSONL file; damaged lines and one that a crash cut are left out. An absent file has none."""
     if not path.exists():
         return []
-    lines = []
-    for text in path.read_bytes().splitlines():
-        try:
-            lines.append(msgspec.json.decode(text))
-        except UNREADABLE:
-            continue
-    return lines
+    with path.open("rb") as file:
+        return [line for text in file if (line := decoded(text)) is not None]
+
+
+def decoded(text: bytes) -> dict[str, Any] | None:
+    """A line as an object, without the metrics in it that are no numbers (a damaged file); None where it is none."""
+    try:
+        line = msgspec.json.decode(text)
+    except UNREADABLE:
+        return None
+    if not isinstance(line, dict):
+        return None
+    wrong = [name for name, value in line.items() if name in NUMBERS and not isinstance(value, int | float)]
+    for name in wrong:
+        del line[name]
+    return line
 
 
 TAIL_BYTES = 1 << 20  # that one look takes at most
@@ -364,15 +376,8 @@ class JsonTail:
         return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
 
     def _decoded(self, text: bytes) -> dict[str, Any] | None:
-        if not text:
-            return None
-        try:
-            line = msgspec.json.decode(text)
-        except UNREADABLE:
-            line = None
-        if not isinstance(line, dict):
-            self.damaged += 1
-            return None
+        line = decoded(text) if text else None
+        self.damaged += bool(text) and line is None
         return line
 
     @staticmethod

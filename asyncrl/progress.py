@@ -3,7 +3,8 @@
 Called by `asyncrl.launch` from the supervisor's tick. Guarantees:
 1. it reads the files of the run only, a few new bytes at a time: it can neither block nor disturb a role;
 2. warnings, errors and the learner's lines are shown, prefixed with the process's name; the rest with `--verbose`;
-3. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step.
+3. output that nobody reads any more (a pipe that is closed) does not end the run;
+4. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Progress:
         self._out = out or sys.stdout
         self._next_look = 0.0
         self._show_steps = table
+        self._unread = False  # the reader of the output has gone: the run goes on without
         self._live: Any = None
         if table and not plain and self._out.isatty():
             self._live = _rich_live(self._out)
@@ -128,8 +130,11 @@ class Progress:
     def _print(self, text: str) -> None:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._out, flush=True)
+        elif not self._unread:
+            try:
+                print(text, file=self._out, flush=True)
+            except BrokenPipeError:  # `| head`, a `tee` that was killed: everything stands in the logs
+                self._unread = True
 
     def _table(self) -> Any:
         from rich.console import Group

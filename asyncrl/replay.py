@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import batch_file
-from asyncrl.audit import read_events
+from asyncrl.audit import Log
 from asyncrl.audit_reader import Reader
 from asyncrl.config import Config, dump, load
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
@@ -76,7 +76,7 @@ def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str
     """What to replay, from the logs. Raises `replay.missing` where something it needs is not kept."""
     _check_overrides(run, overrides)
     reader = Reader()
-    for event in read_events(run.history)[0]:
+    for event in Log(run.history):
         reader.take(event)
     if not reader.commits:
         raise ConfigError("replay.missing", "no step was committed", where=str(run.history))

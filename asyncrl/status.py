@@ -9,11 +9,13 @@ Called by `asyncrl.cli`. Guarantees:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.live.render import clean
 from asyncrl.live.state import SCHEMA
 from asyncrl.metrics import JsonTail
 from asyncrl.modes import streams
@@ -152,14 +155,31 @@ def launchers(run: RunDir) -> list[tuple[str, int]]:
     found = []
     for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
         target, _, place = path.stem.removeprefix(LAUNCHER_PREFIX).partition("-")
-        try:
-            run.lock(path.stem).close()
-        except AsyncRLError as held:
-            if held.message.endswith(f"on {socket.gethostname()})"):
-                found.append((target, int(place.rpartition("-")[2])))
-        else:
-            path.unlink(missing_ok=True)  # its launcher was killed
+        pid = place.rpartition("-")[2]
+        if not pid.isdigit():
+            continue
+        holder = _holder(path)
+        if holder is None:
+            with suppress(OSError):
+                path.unlink()  # its launcher was killed
+        elif holder.endswith(f" on {socket.gethostname()}"):
+            found.append((target, int(pid)))
     return found
+
+
+def _holder(path: Path) -> str | None:
+    """Who holds a launcher's lock, empty where nobody can say; None where it was left behind. Nothing is written."""
+    try:
+        with path.open() as file:
+            holder = file.read().strip()
+            if holder:  # else it is being taken just now: only its holder writes
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+    except BlockingIOError:
+        return holder
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return ""
 
 
 def render(state: dict[str, Any]) -> str:
@@ -190,7 +210,7 @@ def render(state: dict[str, Any]) -> str:
             elif silent:
                 silent = f"silent: {silent}"
             lines.append(f"{service:<12}{silent or words(answer)}")
-    return "\n".join(lines)
+    return "\n".join(clean(line) for text in lines for line in text.split("\n"))
 
 
 def _workers(state: dict[str, Any]) -> dict[str, str]:

@@ -27,9 +27,11 @@ It does not know what the roles do.
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +51,7 @@ MAX_BACKOFF_S = 10.0
 SERVICE_RETURN_S = 5.0  # a service that ended by itself while it is needed: the learner may be about to end too
 READY_TIMEOUT_S = 10.0
 POLL_S = 0.1
+KILL_WAIT_S = 10.0  # for a killed process to be gone
 REPLACEABLE = frozenset({"producer", "reward"})  # roles of which a run can do with one less
 STOP_ORDER = ("learner", "producer", "reward", "weightsync", "buffer")
 EXIT_INTERRUPTED = 130
@@ -99,6 +102,7 @@ class Supervisor:
         self._hang = hang
         self._silence = silence
         self._given_up: dict[str, int] = {}
+        self._unnoted = False  # events could not be written
         self._signals: list[signal.Signals] = []
         self._seen_signals = 0
         self._stopped = False
@@ -309,11 +313,14 @@ class Supervisor:
         return self._stages is not None and not any(child.running for child in self.children)
 
     def _kill_rest(self) -> None:
-        for child in self.children:
-            if child.process is not None:
-                child.kill()
-                child.process.wait(timeout=10)
-                child.process = None
+        left = [child for child in self.children if child.process is not None]
+        for child in left:
+            child.kill()
+        for child in left:  # all of them were killed before the first is waited for
+            with suppress(subprocess.TimeoutExpired):  # the kernel holds it (a disk that hangs); it ends when it may
+                assert child.process is not None
+                child.process.wait(timeout=KILL_WAIT_S)
+            child.process = None
 
     # ------------------------------------------------------------ signals, output, events
 
@@ -356,5 +363,10 @@ class Supervisor:
 
     def _event(self, event: str, **fields: Any) -> None:
         line = msgspec.json.encode({"t": round(time.time(), 3), "event": event, **fields})
-        with self._events.open("ab", buffering=0) as file:
-            file.write(line + b"\n")
+        try:
+            with self._events.open("ab", buffering=0) as file:
+                file.write(line + b"\n")
+        except OSError as error:  # a full disk costs the note, not the run
+            if not self._unnoted:
+                self._say("launch", f"warning: {self._events}: {error.strerror}: events are not noted")
+            self._unnoted = True

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.audit import read_events
+from asyncrl.audit import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from asyncrl.processes import reachable
@@ -121,7 +121,7 @@ def shown(value: Any) -> str:
 def changes_text(run: RunDir) -> str:
     """All changes of a run in order, from its history."""
     lines = []
-    for event in read_events(run.history)[0]:
+    for event in Log(run.history):
         if event.get("e") != "tune":
             continue
         try:

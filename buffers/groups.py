@@ -78,7 +78,7 @@ class Groups(Reconciling):
 
     def note_start(self, now: float) -> None:
         """The service starts: a learner that is registered gets its time to be heard from."""
-        self._event(now, "service", service_epoch=self.service_epoch)
+        self._event(now, "service", service_epoch=self.service_epoch, max_staleness=self.settings.max_staleness)
         self.settle_judges(now)
         if self.meta.learner[0]:
             self.saw_learner(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from asyncrl.commands.options import Commands, add_configs, add_folder, add_output, add_set, command
+from asyncrl.commands.options import Commands, add_configs, add_folder, add_output, add_set, command, seconds
 
 TARGETS = ("all", "services", "buffer", "producers", "rewards", "learner", "weightsync")
 LAUNCH_EXAMPLES = """targets:
@@ -32,7 +32,9 @@ def add(commands: Commands) -> None:
     _add_demo(commands)
     one = command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")
     add_folder(one)
-    one.add_argument("--timeout", type=float, default=180.0, metavar="S", help="how long to wait for its end")
+    one.add_argument(
+        "--timeout", type=seconds(0, 86400), default=180.0, metavar="S", help="how long to wait for its end"
+    )
     one.set_defaults(run=_stop)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from asyncrl.commands.options import Commands, command
+from asyncrl.commands.options import Commands, command, seconds
 
 EXAMPLES = """examples:
   asyncrl top runs/my                             until q or Ctrl-C
@@ -22,15 +22,10 @@ def add(commands: Commands) -> None:
     one.add_argument("--key", default="", metavar="FILE", help="key file")
     one.add_argument("--once", action="store_true", help="one look, then end")
     one.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
-    one.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
+    one.add_argument(
+        "--every", type=seconds(0.1, 3600), default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+    )
     one.set_defaults(run=_top)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text}: between 0.1 and 3600")
-    return value
 
 
 def _top(args: argparse.Namespace) -> int:

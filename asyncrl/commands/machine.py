@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from asyncrl.commands.options import Commands, command
+from asyncrl.commands.options import Commands, command, seconds
 
 DOCTOR_EXAMPLES = """examples:
   asyncrl doctor
@@ -19,7 +19,9 @@ def add(commands: Commands) -> None:
                    epilog=DOCTOR_EXAMPLES)  # fmt: skip
     one.add_argument("--only", action="append", default=[], metavar="PROBE", help="this probe alone; may be repeated")
     one.add_argument("--json", action="store_true", help="all findings as JSON")
-    one.add_argument("--limit", type=float, default=90.0, metavar="S", help="seconds for one probe (default: 90)")
+    one.add_argument(
+        "--limit", type=seconds(1, 3600), default=90.0, metavar="S", help="seconds for one probe (default: 90)"
+    )
     one.set_defaults(run=_doctor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,3 +47,16 @@ def add_output(one: argparse.ArgumentParser) -> None:
 def add_folder(one: argparse.ArgumentParser, text: str = "folder of the run") -> None:
     """The run that a command looks at."""
     one.add_argument("folder", metavar="RUN", type=Path, help=text)
+
+
+def seconds(low: float, high: float) -> Callable[[str], float]:
+    """A type of options: seconds between two limits, so that no wait is endless (`nan` and `inf` are no seconds)."""
+
+    def checked(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}: seconds between {low:g} and {high:g}")
+        return value
+
+    checked.__name__ = "seconds"  # argparse names it where the text is no number
+    return checked

@@ -182,7 +182,7 @@ def plain(s: Snapshot) -> list[str]:
     if s.evaluation:
         lines.append(f"{'evaluation':<10} {clean(s.evaluation)}")
     lines += [f"{'fault':<10}{clock(one.t)} {one.what} {clean(one.text)}" for one in s.troubles]
-    return [*lines, f"{'advice':<10}{clean(advice(s))}"]
+    return [clean(line) for line in (*lines, f"{'advice':<10}{advice(s)}")]
 
 
 def behind(s: Snapshot, one: Row) -> str:

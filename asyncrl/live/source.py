@@ -74,7 +74,7 @@ class FileSource:
         self._queue.extend(self._new("buffer"))
         self._rounds.extend(self._new("weightsync"))
         self._events.extend(self._new("launch"))
-        self._events.extend(line for line in self._new("history") if line.get("e") in NOTED)
+        self._events.extend(line for line in self._new("history") if str(line.get("e")) in NOTED)
         buffer = self._config.buffer
         return Observed(
             at=time.time(), status=msgspec.convert(run_status(self._run, key=self._key), Status),

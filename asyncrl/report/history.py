@@ -66,7 +66,8 @@ def events_of(path: Path) -> Iterator[Line]:
                 event = msgspec.json.decode(text)
             except UNREADABLE:
                 continue
-            if isinstance(event, dict):
+            sound = isinstance(event, dict) and isinstance(event.get("e"), str)
+            if sound and isinstance(event.get("t", 0.0), int | float):
                 yield event
 
 
@@ -82,12 +83,15 @@ def story(events: Iterable[Line], launched: Sequence[Line], rounds: Sequence[Lin
         while waiting and waiting[0].t <= t:
             waiting[0].reached = lags.reached
             active.append(waiting.pop(0))
-        for one in active:
-            _note(one, event, t)
+        try:
+            for one in active:
+                _note(one, event, t)
+            lags.take(event)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            continue  # a damaged line: the audit names it
         active = [one for one in active if one.work_s is None or one.progress_s is None]
-        if event.get("e") in KEPT:
+        if event["e"] in KEPT:
             found.notes.append(event)
-        lags.take(event)
     for one in faults:
         if one.role == "weightsync":
             one.work_s = next((_time(line) - one.t for line in rounds if _time(line) > one.t), None)

@@ -46,7 +46,8 @@ def samples(data: RunData) -> str:
 
 def newest(lines: Sequence[Line]) -> list[Line]:
     """One line per step, group and sample, the last one; by step."""
-    kept = {(line.get("step"), line.get("group"), line.get("index", place)): line for place, line in enumerate(lines)}
+    kept = {str((line.get("step"), line.get("group"), line.get("index", place))): line
+            for place, line in enumerate(lines)}  # fmt: skip
     return sorted(kept.values(), key=lambda line: float(line.get("step") or 0))
 
 

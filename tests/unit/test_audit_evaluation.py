@@ -96,3 +96,20 @@ def test_after_a_restart_of_the_service_a_missing_end_is_a_note() -> None:
 
 def test_pass_at_k_needs_the_threshold() -> None:
     assert judged(changed(-1, **{"val-core/a/acc/pass@2/mean": 0.5})).ok, "not known from the log alone"
+
+
+def test_scored_sample_that_never_came() -> None:
+    events = [*good_history(), *evaluation()]
+    gone = next(event for event in events if event["e"] == "eval_sample")
+    found = audit([event for event in events if event is not gone])
+    assert any("sample 0 of prompt 0 was scored and never came" in text for text in found.violations)
+
+
+@pytest.mark.parametrize("kind", ["begin", "lease", "sample", "score", "end"])
+def test_no_garbled_event_ends_the_audit_of_evaluations(kind: str) -> None:
+    events = [*good_history(), *evaluation()]
+    place = next(place for place, event in enumerate(events) if event["e"] == f"eval_{kind}")
+    for key in set(events[place]) - {"e"}:
+        for value in (None, "x", -99, 1e300, [], [None], {"a": None}, 1 << 70):
+            audit([*events[:place], {**events[place], key: value}, *events[place + 1 :]])
+        audit([*events[:place], {k: v for k, v in events[place].items() if k != key}, *events[place + 1 :]])
