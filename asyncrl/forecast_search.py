@@ -93,8 +93,8 @@ class Choice(NamedTuple):
 
 
 def choices(scenario: Scenario) -> list[Scenario]:
-    """Producers around those that are set, depths that the bound allows, and the work of several spread evenly: whoever
-    asks first is given all that may be under way, as far as its engine holds it.
+    """Producers around those that are set, depths that the bound allows, and the work of several spread evenly: without
+    a quota each may hold its share of what is under way, more than its engine decodes at once.
     """
     some = {1, 2, 3, 4, scenario.producers, *(round(scenario.producers * by) for by in (0.5, 1.5, 2))}
     producers = sorted(number for number in some if number > 0)

@@ -1,24 +1,21 @@
-"""Who gets how much of the work that is ready: groups are kept for producers that hold none.
+"""Who gets how much of the work that is ready: producers that lack something of their share are kept it.
 
 Called by `buffers.leasing`, the layer above, for every request. Without it the one that asks first takes
-all, and where little is ready (a synchronous run begins a batch of few groups) the others have none. Guarantees:
+all, and where little is ready (a synchronous run begins a batch of few groups) the others have none. The share of a
+producer is by capacity, of all groups that are held and ready. Guarantees:
 1. a producer that holds nothing gets at least one group while there is one: nobody idles beside work;
-2. groups are kept only for producers that hold nothing, each its share by capacity of all that is held and ready; where
-   everybody holds something, whoever asks takes what it can;
-3. for one that does not come they are kept at most `KEPT_S` per committed version: then others get them.
+2. a request gets what its producer lacks of its share, whoever else lacks something; beyond that only what is not kept;
+3. for one that does not come groups are kept at most `KEPT_S` per committed version: then others get them.
 A producer counts once it has asked for work, while it is heard from. This layer decides how many groups a request may
 get, not which, and keeps nothing that a restart of the service needs.
 
 Example: 64 groups are ready, a and b hold nothing and can hold 64 each. The first request of a gets 32, its next one
-none, for b is still expected.
+none, for b is still expected; b gets the other 32.
 
->>> both = {"a": Standing(64, 0, True), "b": Standing(64, 0, True)}
->>> kept_for("a", both, ready=64)
-{'b': 32}
->>> kept_for("a", both | {"a": Standing(64, 32, False)}, ready=32), room_for(32, 32, holds=32)
-({'b': 32}, 0)
->>> kept_for("b", both | {"a": Standing(64, 32, False)}, ready=32)
-{}
+>>> first = {"a": Standing(64, 0, True), "b": Standing(64, 0, True)}
+>>> then = first | {"a": Standing(64, 32, True)}
+>>> room_for("a", first, ready=64), room_for("a", then, ready=32), room_for("b", then, ready=32)
+((32, ['b']), (0, ['b']), (32, []))
 """
 
 from __future__ import annotations
@@ -39,27 +36,29 @@ FRESH_S = 5.0  # who was heard from in that time may ask soon
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A living producer: groups that it can hold, those that it holds, and whether it is to get some soon."""
+    """A producer: groups that it can hold, those that it holds, and whether it may ask for more soon."""
 
     capacity: int
     held: int
     expected: bool
 
 
-def kept_for(asker: str, producers: Mapping[str, Standing], *, ready: int) -> dict[str, int]:
-    """How many of the `ready` groups are kept for which others."""
+def missing(producers: Mapping[str, Standing], *, ready: int) -> dict[str, int]:
+    """How many groups each lacks of its share of the `ready` ones and all that are held; nobody's share is more than it
+    can hold."""
     total = ready + sum(one.held for one in producers.values())
-    capacity = sum(one.capacity for one in producers.values())
-    shares = {
-        name: total * one.capacity // max(1, capacity)
-        for name, one in producers.items() if name != asker and one.expected and not one.held
-    }  # fmt: skip
-    return {name: share for name, share in shares.items() if share}
+    capacity = max(1, sum(one.capacity for one in producers.values()))
+    lacks = {name: min(total * one.capacity // capacity, one.capacity) - one.held for name, one in producers.items()}
+    return {name: number for name, number in lacks.items() if number > 0}
 
 
-def room_for(ready: int, kept: int, *, holds: int) -> int:
-    """How many of the `ready` groups its request may get where `kept` are kept for others."""
-    return max(ready - kept, 0 if holds else 1)
+def room_for(asker: str, producers: Mapping[str, Standing], *, ready: int) -> tuple[int, list[str]]:
+    """How many of the `ready` groups its request may get, and for whom others are kept."""
+    lacks = missing(producers, ready=ready)
+    others = [name for name in lacks if name != asker and producers[name].expected]
+    kept = sum(lacks[name] for name in others)
+    own = max(lacks.get(asker, 0), 1 if not producers[asker].held else 0)
+    return max(ready - kept, min(ready, own)), others
 
 
 class Sharing(HandingOut):
@@ -82,39 +81,37 @@ class Sharing(HandingOut):
         return len(self.pending_order) - bisect.bisect_left(self.pending_order, (math.inf, -1))
 
     def _fair_room(self, worker: Worker, most: int, engine_version: int, now: float) -> float:
-        """How many groups a producer that can hold `most` may be granted, so that those that hold none get theirs."""
+        """How many groups a producer that can hold `most` may be granted, so that the others get their shares."""
         worker.others = ""
         if worker.capacity != most:
             worker.capacity, self._stood = most, (-1, math.nan, {})
         standing = self._standing(now)
-        if not any(one.expected and name != worker.name for name, one in standing.items()):
+        ready = self._ready_for(engine_version) if len(standing) > 1 and worker.name in standing else 0
+        if not ready:
             return math.inf
-        ready = self._ready_for(engine_version)
-        kept = kept_for(worker.name, standing, ready=ready) if ready else {}
-        for name in kept:
+        room, others = room_for(worker.name, standing, ready=ready)
+        for name in others:
             other = self.workers["producer", name]
             if other.kept[0] != self.meta.version:
                 other.kept = (self.meta.version, now)
-        worker.others = ", ".join(sorted(kept)[:4])
-        return room_for(ready, sum(kept.values()), holds=len(self.held.get(worker.name, ()))) if kept else math.inf
+        worker.others = ", ".join(sorted(others)[:4])
+        return room if others else math.inf
 
     def _standing(self, now: float) -> dict[str, Standing]:
-        """The living producers that have asked for work; found once for all requests that wait while nothing changes.
+        """The producers that have asked for work and live; found once for all requests that wait while nothing changes.
 
-        Expected are those that hold nothing and are not barred, for `KEPT_S` from when groups are first kept for them
-        at a committed version.
+        Expected are those that were heard from and are not barred, for `KEPT_S` from when groups are first kept for
+        them at a committed version.
         """
         if self._stood[:2] != (self.generation, now):
             limit, version = min(self.settings.lease_timeout_s, FRESH_S), self.meta.version
-            found = {
-                name: Standing(
-                    worker.capacity, held := len(self.held.get(name, ())),
-                    not held and name not in self.barred
-                    and (worker.kept[0] != version or now - worker.kept[1] <= KEPT_S),
-                )
-                for (role, name), worker in self.workers.items()
-                if role == "producer" and worker.capacity > 0 and (now - worker.seen <= limit or self.held.get(name))
-            }  # fmt: skip
+            found = {}
+            for (role, name), worker in self.workers.items():
+                if role == "producer" and worker.capacity > 0:
+                    held, fresh = len(self.held.get(name, ())), now - worker.seen <= limit
+                    over = worker.kept[0] == version and now - worker.kept[1] > KEPT_S
+                    if held or fresh:
+                        found[name] = Standing(worker.capacity, held, fresh and not over and name not in self.barred)
             self._stood = (self.generation, now, found)
         return self._stood[2]
 

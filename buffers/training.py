@@ -135,12 +135,13 @@ class Training(Scoring):
         """Make room for a batch that satisfies r(u) for every u, by the rule for late groups; False: wait for them."""
         v = step - 1
         for group in self._overdue(v):
-            self._late(group, f"due at version {group.deadline}, the step starts from {v}", now)
+            self._late(group, f"due at version {group.deadline}, the step starts from {v}", now, waited=False)
         while (short := self._shortage(v, size)) is not None:
             u, missing, excess = short
             if excess:  # more are due than a batch holds (older tokens than leased): waiting cannot help these
                 for number in self._victims(u, excess):
-                    self._late(self.groups[number], f"step {step} cannot hold all that are due at version {u}", now)
+                    why = f"step {step} cannot hold all that are due at version {u}"
+                    self._late(self.groups[number], why, now, waited=False)
                 continue
             if self.late_since is None or self.late_since[0] != step:
                 self.late_since = (step, now)
@@ -148,7 +149,7 @@ class Training(Scoring):
             if patient and now - self.late_since[1] < self.settings.late_timeout_s:
                 return False
             for number in self._victims(u, missing):
-                self._late(self.groups[number], f"not ready when step {step} needed it", now)
+                self._late(self.groups[number], f"not ready when step {step} needed it", now, waited=True)
         self.late_since = None
         return True
 
@@ -178,8 +179,11 @@ class Training(Scoring):
         due.sort(key=lambda group: (group.state, group.deadline, len(group.samples), group.id))
         return [group.id for group in due[:count]]
 
-    def _late(self, group: Group, why: str, now: float) -> None:
-        if self.settings.on_late == "drop" and group.attempt < self.settings.max_reissue:
+    def _late(self, group: Group, why: str, now: float, *, waited: bool) -> None:
+        """Give it up. With `wait` it was waited for, so that its time is over; where waiting could not help (its tokens
+        are older than its lease) the prompt is not at fault, and is issued again like with `drop`."""
+        again = self.settings.on_late == "drop" or not waited
+        if again and group.attempt < self.settings.max_reissue:
             self._restart_group(group, "late", now)
         else:
             self._end(group, State.DROPPED, "late", now, why)

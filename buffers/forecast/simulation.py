@@ -127,6 +127,7 @@ class Simulation:
     def _lease_request(self, name: str, number: int, version: int, groups: int) -> None:
         self._requests += 1
         request = self._requests
+        self.groups.saw("producer", name, self.clock.now)
         self._polls[name] = (version, groups, self.clock.now + 0.25, request, self.engines[number])
         self._room = True
         self._soon()

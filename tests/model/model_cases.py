@@ -35,7 +35,7 @@ SHORT = (
     Case(batch=1, size=1, eta=1, depth=1, producers=1, restarts=True, unsaved=2),
     # trained twice
     Case(batch=1, size=1, eta=1, depth=1, producers=2, reuse=2),
-    # producers that hold nothing are kept their share; one of them never comes
+    # producers have shares; one of them never comes
     Case(batch=2, size=1, eta=0, depth=0, producers=3, shared=True),
     Case(batch=1, size=1, eta=1, depth=1, producers=3, shared=True, deaf=1),
     # runs that end, the last batch smaller

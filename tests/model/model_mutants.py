@@ -15,7 +15,7 @@ from model_world import Case
 from asyncrl.wire import Lease, Pieces, PiecesReply, RewardFailure, Samples, SamplesReply, Score, Scores
 from buffers.admission import capacity
 from buffers.book import Worker
-from buffers.fairness import kept_for
+from buffers.fairness import missing
 from buffers.groups import Groups
 from buffers.judged import said_by
 from buffers.ledger import Group, State, Underway
@@ -378,8 +378,9 @@ class KeptFromThoseWithout(Groups):
 
     def _fair_room(self, worker: Worker, most: int, engine_version: int, now: float) -> float:
         room = super()._fair_room(worker, most, engine_version, now)
-        kept = sum(kept_for(worker.name, self._standing(now), ready=self._ready_for(engine_version)).values())
-        return room if math.isinf(room) else self._ready_for(engine_version) - kept
+        ready = self._ready_for(engine_version)
+        lacks = missing(self._standing(now), ready=ready)
+        return room if math.isinf(room) else ready - sum(lacks.values()) + lacks.get(worker.name, 0)
 
 
 class Mutant(NamedTuple):

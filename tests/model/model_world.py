@@ -67,7 +67,7 @@ class Case(NamedTuple):
     reissue: int = 1
     checkpoints: bool = False  # samples under way may be sent in pieces, and are continued or begun anew
     judges: int = 1  # with two both are asked about every sample, and either may fail
-    shared: bool = False  # producers have asked before: those that hold nothing are kept their share
+    shared: bool = False  # producers have asked before: each has its share
     deaf: int = 0  # so many of them never ask again, and are heard from for ever
     counted: int = 0  # up to so many ended groups are told apart: the assumption that they do not matter, tested
 

@@ -16,6 +16,25 @@ from buffers.ledger import IdSet, Ledger, State, ledger_of
 # ---------------------------------------------------------------- claims
 
 
+@pytest.mark.parametrize("on_late", ["wait", "drop"])
+def test_where_waiting_cannot_help_the_prompt_is_issued_again(on_late: str) -> None:
+    """Tokens that are older than the lease: two groups are due where one has a place. It is no fault of the prompt, so
+    it is generated anew, `max_reissue` times; then it is late."""
+    run = Run(on_late=on_late, max_staleness=1, max_reissue=1)
+    run.step(1)
+    run.step(2)
+    late, kept = run.lease(2, 2)
+    for number in (kept, late):
+        run.send(number, 0, 1, version=1)  # due at 2, both
+    assert run.claim(3) == [kept] and run.state(late) == "LEASED"
+    group = run.g.groups[late]
+    assert (group.attempt, group.samples, group.deadline) == (1, {}, None)
+    run.commit(3)
+    assert run.lease(3, 1) == [late]
+    run.send(late, 0, 1, version=1)  # due at 2, and the step starts from 3
+    assert run.claim(4) is None and run.g.ended[late].reason == "late"
+
+
 def test_wait_then_drop_late() -> None:
     run = Run(late_timeout_s=10.0)
     assert run.lease(0, 3) == [0, 1, 2]
