@@ -129,6 +129,9 @@ CATALOGUE: dict[str, ErrorInfo] = {
         "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_FAILED
     ),
     "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_FAILED),
+    "environment.budget": ErrorInfo(
+        "too many groups failed in their environment", "correct the environment; asyncrl test-env tries it", EXIT_FAILED
+    ),
     "poison.budget": ErrorInfo(
         "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_FAILED
     ),

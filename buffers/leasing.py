@@ -6,7 +6,9 @@ Called through `buffers.groups.Groups`; the layer above `underway`. Guarantees:
 3. a group keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new
    one;
 4. from an emptied store nothing is leased before a learner has registered: its ledger says what was trained already;
-5. who holds a group that is no longer wanted is told (`cancelled`), at every heartbeat for a while.
+5. who holds a group that is no longer wanted is told (`cancelled`), at every heartbeat for a while;
+6. a group whose last attempt its environment failed is DEAD as `environment_failed`; more than `max_failed_groups` of
+   these end the run (`environment.budget`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 
 from asyncrl.wire import Lease, LeaseReturn
 from buffers.admission import depth_allows, feasible
+from buffers.judging import ENVIRONMENT_FAILED
 from buffers.ledger import Group, State
 from buffers.notes import Worker
 from buffers.underway import HandingOut
@@ -24,6 +27,8 @@ from buffers.underway import HandingOut
 GRACEFUL = frozenset({"stop", "stopping", "shutdown", "superseded"})
 #: Reasons of a loss of which the holder may know nothing: it is told, should it come back.
 FORGOTTEN = frozenset({"silent"})
+#: How the reasons of environments begin (`asyncrl.environment.EnvironmentFailure`).
+OF_ENVIRONMENTS = "environment."
 
 
 class Leasing(HandingOut):
@@ -278,7 +283,10 @@ class Leasing(HandingOut):
         """The holder will not finish it: samples that arrived stay, the rest waits for another producer."""
         self._event(now, "lost", g=group.id, token=group.token, producer=group.holder, why=why)
         if counts and group.attempt >= self.settings.max_reissue:
-            self._end(group, State.DEAD, "max_reissue", now, f"attempt {group.attempt}: {why}", tell=why in FORGOTTEN)
+            reason = ENVIRONMENT_FAILED if why.startswith(OF_ENVIRONMENTS) else "max_reissue"
+            self._end(group, State.DEAD, reason, now, f"attempt {group.attempt}: {why}", tell=why in FORGOTTEN)
+            if reason == ENVIRONMENT_FAILED:
+                self._count_failed(reason, why)
             return
         if why in FORGOTTEN:
             self._tell_holder(group, now)

@@ -296,7 +296,7 @@ def failing(what: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "reason", "finished"),
     [
-        ("raises", "environment.raised: ValueError: broken", 2),
+        ("raises", "environment.raised: ValueError: broken (test_environments.py:", 2),
         ("hangs", "environment.timeout: a sample took longer than 0.5 s", 2),
         ("nan", "environment.not_finite", 0),
         ("text", "environment.result: a reward is a str", 0),
