@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     """torchrun with this rendezvous."""
     rendezvous_handler_registry.register(BACKEND, _make)
     words = list(sys.argv[1:] if argv is None else argv)
-    run.main(["--rdzv-backend", BACKEND, "--rdzv-id", "gang", "--local-addr", HOST, *words])
+    # The endpoint is never used: without one torchrun warns about --master-addr, which nobody gave.
+    run.main(["--rdzv-backend", BACKEND, "--rdzv-endpoint", HOST, "--rdzv-id", "gang", "--local-addr", HOST, *words])
 
 
 if __name__ == "__main__":
