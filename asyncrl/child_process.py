@@ -26,6 +26,15 @@ _REPORT_BEGIN = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 _WORKER_EXIT = re.compile(rb"exitcode\s*:\s*(-?\d+)")
 
 
+def shown_code(code: int) -> str:
+    """An exit code, with the signal that it stands for: `137 (SIGKILL: ...)`."""
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return str(code)
+    return f"{code} ({name}{': by hand, or by the system for want of memory' if name == 'SIGKILL' else ''})"
+
+
 def exit_code_of(returncode: int, log: bytes, *, gang: bool) -> int:
     """The code that counts: a worker's own where torchrun hides it behind its 1; 128 + number for a signal."""
     if gang and returncode == EXIT_FAILED:

@@ -215,7 +215,7 @@ class RewardWorkersConfig(Section, frozen=True):
     batch_samples: Positive = 64  # leased at once
     memory_bytes: Count = 0  # of one process that runs functions; 0: half of the machine's
     max_processes: Positive = 512  # that the functions of one worker may start; more is a failure of the sample
-    max_failed_groups: Count = 64  # of the run; then it ends with the function's name
+    max_failed_groups: Count = 64  # of the run, by rewards, filters or environments each; then it ends with the reason
     restarts: Count = 5  # in 10 minutes
 
 

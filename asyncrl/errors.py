@@ -2,7 +2,7 @@
 
 Called by every role. Guarantees:
 1. each `AsyncRLError` carries a code of `CATALOGUE`, a message, where it happened and what to do;
-2. `exit_code` says what a supervisor does: 2, 75 and 78 are final, the others are restarted within a budget;
+2. `exit_code` says what a supervisor does: 2, 65, 75 and 78 are final, the others are restarted within a budget;
 3. `render()` is what the terminal shows; a user error never shows a traceback.
 It does not log and does not exit: the outermost loop of a role does.
 """
@@ -15,13 +15,14 @@ from typing import NamedTuple
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_DATA = 65
 EXIT_UNAVAILABLE = 69
 EXIT_INTERNAL = 70
 EXIT_FENCED = 75
 EXIT_HANDSHAKE = 78
 EXIT_STOPPED = 143  # a job that was stopped before its end, as of a process that SIGTERM ended
 #: Exit codes after which starting the same process again cannot help.
-FINAL_EXIT_CODES = frozenset({EXIT_OK, EXIT_CONFIG, EXIT_FENCED, EXIT_HANDSHAKE})
+FINAL_EXIT_CODES = frozenset({EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_FENCED, EXIT_HANDSHAKE})
 
 
 class ErrorInfo(NamedTuple):
@@ -121,7 +122,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "reward.budget": ErrorInfo(
         "too many groups failed in their reward",
         "correct the reward function; asyncrl test-reward tries it alone",
-        EXIT_CONFIG,
+        EXIT_DATA,
     ),
     "reward.judge": ErrorInfo(
         "no such judge in this run", "name one of the run's judges: those of its [[judge]] tables", EXIT_CONFIG
@@ -135,11 +136,14 @@ CATALOGUE: dict[str, ErrorInfo] = {
     "sandbox.failed": ErrorInfo("a sandbox failed, not the program in it", "see the message", EXIT_UNAVAILABLE),
     "rescore.file": ErrorInfo("a file of scores cannot be read", "write it with `asyncrl rescore`", EXIT_CONFIG),
     "filter.rate": ErrorInfo(
-        "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_CONFIG
+        "nearly every group was filtered", "look at the data or the rewards, or change buffer.filters", EXIT_DATA
     ),
-    "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_CONFIG),
+    "filter.budget": ErrorInfo("too many groups failed in a filter", "correct the filter function", EXIT_DATA),
+    "environment.budget": ErrorInfo(
+        "too many groups failed in their environment", "correct the environment; asyncrl test-env tries it", EXIT_DATA
+    ),
     "poison.budget": ErrorInfo(
-        "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_FAILED
+        "too many groups were poisoned", "look at the dead letters for the top reason", EXIT_DATA
     ),
     "engine.broken": ErrorInfo("the engine failed", "it is restarted at the last committed version", EXIT_INTERNAL),
     "sync.failed": ErrorInfo("weights did not arrive", "see the weight-sync log for the member", EXIT_UNAVAILABLE),

@@ -32,7 +32,8 @@ SPEED = frozenset({
 FAULTS = frozenset({
     "dropped", "dead", "over_bound_groups", "replayed", "checkpoint_failures", "refused_samples", "failed_rewards",
     "bad_frames", "duplicates", "discarded_checkpoints", "preempted_samples", "continued_samples", "members_left_out",
-    "evaluation_failed", "evaluation_missing", "rejected_share", "malformed_calls", "failed_episodes",
+    "evaluation_failed", "evaluation_missing", "rejected_share", "malformed_calls", "failed_calls",
+    "failed_episodes",
 })  # fmt: skip
 
 

@@ -178,6 +178,7 @@ CATALOGUE: dict[str, Metric] = {
     "turns": Metric("turns", "producer", "turns of the policy since the start, in environments of several turns"),
     "tool_calls": Metric("calls", "producer", "tool calls that the policy wrote, since the start"),
     "malformed_calls": Metric("calls", "producer", "tool calls that could not be read, since the start"),
+    "failed_calls": Metric("calls", "producer", "tool calls in which the tool's own code raised, since the start"),
     "failed_episodes": Metric("samples", "producer", "samples whose environment failed, since the start"),
     "saved_tokens": Metric("tokens", "producer", "of these that were not made again"),
     "scored_samples": Metric("samples", "reward", "samples scored since the start"),

@@ -45,13 +45,14 @@ class Sign:
         self._since = 0.0
         self._next = 0.0
 
-    def beat(self, waiting_for: str = "", *, every_s: float = 0.0) -> None:
-        """Alive now. With `every_s` nothing happens until that long after the last sign."""
+    def beat(self, waiting_for: str = "", *, every_s: float = 0.0, worked: bool = False) -> None:
+        """Alive now. With `every_s` nothing happens until that long after the last sign. `worked`: it has worked since
+        the last sign, so that it waits since now at most."""
         now = self._clock()
         if every_s and self._next - every_s <= now < self._next:  # a wall clock may jump backwards
             return
         self._next = now + every_s
-        self._since = (self._since or now) if waiting_for else 0.0
+        self._since = ((not worked and self._since) or now) if waiting_for else 0.0
         seen = Seen(*self._who, round(now, 3), waiting_for, round(self._since, 3))
         temporary = self._path.with_suffix(f".{self._who[2]}.tmp")
         with suppress(OSError):

@@ -223,7 +223,7 @@ def _workers(state: dict[str, Any]) -> dict[str, str]:
     for one in beats:
         told[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
     for name, worker in state["workers"].items():  # the buffer does not answer: its log
-        told.setdefault(name, f"waits for {worker['waiting_for']}" if worker.get("waiting_for") else "works")
+        told.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
     for name, one in state.get("alive", {}).items():
         told[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
     return dict(sorted(told.items()))
@@ -234,7 +234,7 @@ def _words_of(one: dict[str, Any], *, silent_s: float) -> str:
     if one["state"] == "ended":
         return f"has ended {who}"
     waited = f" for {one['waiting_s']:.0f} s" if one.get("waiting_s") else ""
-    doing = f"waits{waited} for {one['waiting_for']}" if one["waiting_for"] else "works"
+    doing = f"waits{waited}: {one['waiting_for']}" if one["waiting_for"] else "works"
     if one["state"] and one["state"] in STOPPED:
         return f"is stopped (state {one['state']}), silent for {one['age_s']:.0f} s {who}"
     if one["age_s"] >= silent_s:

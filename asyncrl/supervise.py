@@ -38,7 +38,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.child_process import Child, exit_code_of
+from asyncrl.child_process import Child, exit_code_of, shown_code
 from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLError
 from asyncrl.hang import HangWatch
 from asyncrl.plan import ONLOOKER, SERVICES, ProcessPlan
@@ -210,11 +210,11 @@ class Supervisor:
             if child.plan.role == ONLOOKER or (code not in FINAL_EXIT_CODES and self._others(child)):
                 self._give_up(child, code, why)
             else:
-                self._begin_stop(code, f"{name} ended with code {code}, which {why}", failed=child)
+                self._begin_stop(code, f"{name} ended with code {shown_code(code)}, which {why}", failed=child)
             return
         child.restarted.append(now)
         wait_s = backoff_s(len(child.restarted))
-        self._say("launch", f"warning: {name} ended with code {code}; restart {len(child.restarted)} of "
+        self._say("launch", f"warning: {name} ended with code {shown_code(code)}; restart {len(child.restarted)} of "
                   f"{child.plan.restarts} in {wait_s:g} s")  # fmt: skip
         self._schedule(child, wait_s)
 
@@ -231,8 +231,8 @@ class Supervisor:
         self._given_up[name] = code
         self._event("given up", name=name, role=child.plan.role, code=code)
         others = ", ".join(self._others(child))
-        self._say("launch", f"error: {name} ended with code {code}, which {why}: it is given up, the run goes on "
-                  f"{f'with {others}' if others else 'without'}; see {child.log}")  # fmt: skip
+        self._say("launch", f"error: {name} ended with code {shown_code(code)}, which {why}: it is given up, the run "
+                  f"goes on {f'with {others}' if others else 'without'}; see {child.log}")  # fmt: skip
 
     def _schedule(self, child: Child, wait_s: float) -> None:
         child.restart_at = time.monotonic() + wait_s

@@ -26,6 +26,7 @@ class Words(msgspec.Struct):
     step: int = 0
     prompt: str = ""
     responses: dict[int, str] = {}
+    turns: dict[int, list[tuple[int, float]]] = {}  # (a turn's last token, its reward, not 0), by sample
     finish: dict[int, str] = {}  # stop | length | abort, by sample
     tuning: str = ""  # settings of the learner that were tuned for the step
     quarantined: str = ""  # why the learner took the group out of the step
@@ -61,6 +62,7 @@ def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
             return Words(
                 step, decode(data.prompt_ids.tolist()),
                 {sample.index: decode(sample.response.tolist()) for sample in data.samples},
+                {sample.index: list(sample.turns) for sample in data.samples if sample.turns},
                 {sample.index: sample.finish for sample in data.samples}, batch.tuning,
             )  # fmt: skip
     return None

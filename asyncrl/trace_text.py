@@ -109,6 +109,9 @@ def _samples(story: Story) -> Iterator[str]:
         yield f"  {_at(story, sample.at)}  {made}{_reward(sample)}"
         if story.words is not None and sample.index in story.words.responses and not sample.given_up:
             yield f"              {story.words.finish[sample.index]}: {_short(story.words.responses[sample.index])}"
+            if turns := story.words.turns.get(sample.index):
+                told = ", ".join(f"{reward:.4g} at token {place}" for place, reward in turns)
+                yield f"              rewards of its turns, where not 0: {told}"
 
 
 def _reward(sample: Sample) -> str:

@@ -7,7 +7,8 @@ Called through `buffers.groups.Groups`; the layer above `tunable`. Guarantees:
    (`zero_variance` or `filtered`) and its place is refilled; where that happens to `max_filtered_rate` of the last
    `filter_window` groups, the run ends (`filter.rate`): it would go on for ever without training anything;
 3. a filter that raises or answers no text makes the group DEAD (`filter_failed`); more than `max_failed_groups` of
-   these end the run (`filter.budget`), as do as many failed rewards (`reward.budget`);
+   these end the run (`filter.budget`), as do as many failed rewards (`reward.budget`) or groups whose environment
+   failed at every attempt (`environment.budget`);
 4. all of these counts are persisted: a restart of the service grants no new budget. Only a run that had ended by one of
    them starts with a fresh one: whoever starts it again has changed something.
 A filter is a pure function that is handed in; nothing here loads code.
@@ -25,6 +26,8 @@ from buffers.tunable import Tunable
 MOST_PARTS = 256
 LONGEST_PART = 200
 TOO_MANY_PARTS = f"a run has at most {MOST_PARTS} names of parts, of at most {LONGEST_PART} letters"
+ENVIRONMENT_FAILED = "environment_failed"  # a dead group's reason: its environment failed at every attempt
+
 #: Where a group goes that is not READY: state, reason, detail.
 Verdict = tuple[State, str, str]
 
@@ -88,7 +91,7 @@ class Judging(Tunable):
     # ------------------------------------------------------------ failures with a fixed budget
 
     def _count_failed(self, reason: str, detail: str) -> None:
-        """A group died by `reward_failed` or `filter_failed`."""
+        """A group died by one of the reasons of `_CODES`."""
         code, what = _CODES[reason]
         failed = self.ended_counts[State.DEAD, reason] - self.budget.forgiven.get(reason, 0)
         limit = self.settings.max_failed_groups
@@ -140,7 +143,10 @@ class Judging(Tunable):
 
 
 #: Reason of a dead group -> the error that ends the run, and what failed.
-_CODES = {"reward_failed": ("reward.budget", "reward"), "filter_failed": ("filter.budget", "filter")}
+_CODES = {
+    "reward_failed": ("reward.budget", "reward"), "filter_failed": ("filter.budget", "filter"),
+    ENVIRONMENT_FAILED: ("environment.budget", "environment"),
+}  # fmt: skip
 
 
 def _most(kinds: list[str]) -> tuple[str, int]:

@@ -6,7 +6,9 @@ Called through `buffers.groups.Groups`; the layer above `fairness`. Guarantees:
 3. a group keeps the bound of its first lease, and its deadline while it holds samples; with none left it gets a new
    one;
 4. from an emptied store nothing is leased before a learner has registered: its ledger says what was trained already;
-5. who holds a group that is no longer wanted is told (`cancelled`), at every heartbeat for a while.
+5. who holds a group that is no longer wanted is told (`cancelled`), at every heartbeat for a while;
+6. a group whose last attempt its environment failed is DEAD as `environment_failed`; more than `max_failed_groups` of
+   these end the run (`environment.budget`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 from asyncrl.wire import Lease, LeaseReturn
 from buffers.admission import depth_allows, feasible
 from buffers.fairness import Sharing
+from buffers.judging import ENVIRONMENT_FAILED
 from buffers.ledger import Group, State
 from buffers.notes import Worker
 
@@ -28,6 +31,8 @@ FORGOTTEN = frozenset({"silent"})
 FORGET_S = 3600.0
 #: Workers that are remembered, beside those that hold something.
 MOST_WORKERS = 4096
+#: How the reasons of environments begin (`asyncrl.environment.EnvironmentFailure`).
+OF_ENVIRONMENTS = "environment."
 
 
 def lease_seed(seed: int, number: int, attempt: int) -> int:
@@ -319,7 +324,10 @@ class Leasing(Sharing):
         """The holder will not finish it: samples that arrived stay, the rest waits for another producer."""
         self._event(now, "lost", g=group.id, token=group.token, producer=group.holder, why=why)
         if counts and group.attempt >= self.settings.max_reissue:
-            self._end(group, State.DEAD, "max_reissue", now, f"attempt {group.attempt}: {why}", tell=why in FORGOTTEN)
+            reason = ENVIRONMENT_FAILED if why.startswith(OF_ENVIRONMENTS) else "max_reissue"
+            self._end(group, State.DEAD, reason, now, f"attempt {group.attempt}: {why}", tell=why in FORGOTTEN)
+            if reason == ENVIRONMENT_FAILED:
+                self._count_failed(reason, why)
             return
         if why in FORGOTTEN:
             self._tell_holder(group, now)

@@ -78,8 +78,8 @@ def show(item: msgspec.structs.FieldInfo) -> str:
 def error_codes() -> str:
     """The table of codes."""
     rows = ["# Errors", "", "Generated from `asyncrl/errors.py` and `asyncrl/error_texts.toml`; `asyncrl explain CODE`",
-            "prints the same. Exit codes 0, 2, 75 and 78 are final; a supervisor restarts after the others within a",
-            "budget.", "", "| code | meaning | what to do | exit code |", "| --- | --- | --- | --- |"]  # fmt: skip
+            "prints the same. Exit codes 0, 2, 65, 75 and 78 are final; a supervisor restarts after the others within",
+            "a budget.", "", "| code | meaning | what to do | exit code |", "| --- | --- | --- | --- |"]  # fmt: skip
     rows += [
         f"| `{code}` | {info.title} | {info.remedy} | {info.exit_code} |" for code, info in errors.CATALOGUE.items()
     ]
@@ -93,9 +93,10 @@ def command_line() -> str:
     """Every command with its arguments, options and example."""
     rows = [
         "# Command line", "", "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same.", "",
-        "Mistakes are text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 69 something outside",
-        "does not answer, 70 an internal error or a hang, 75 another process has taken over, 78 the peers do not fit",
-        "([errors](errors.md)).", "", "| command | what it does |", "| --- | --- |",
+        "Mistakes are text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 65 what is made",
+        "cannot be trained on, 69 something outside does not answer, 70 an internal error or a hang, 75 another",
+        "process has taken over, 78 the peers do not fit ([errors](errors.md)).", "",
+        "| command | what it does |", "| --- | --- |",
     ]  # fmt: skip
     commands = subcommands(cli.parser())
     rows += [f"| [`asyncrl {name}`](#asyncrl-{name}) | {cell(text)} |" for name, (_, text) in commands.items()]

@@ -4,7 +4,8 @@ Called by `producers.main`, `producers.rewards.main` and `producers.rollout`. Gu
 1. only `Unavailable` is tried again (no answer, or a refusal because its store is down); after `limit_s` it comes out.
    Every request of the buffer's clients is idempotent;
 2. a service that has not answered anything for 5 s is named on the log once, and once more when it is back;
-3. once the process was asked to end, a request that stays without an answer for `LEAVE_S` is given up.
+3. time for which this process itself stood still (SIGSTOP, a suspended machine) is not the service's silence;
+4. once the process was asked to end, a request that stays without an answer for `LEAVE_S` is given up.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ T = TypeVar("T")
 SAY_S = 5.0
 LEAVE_S = 1.5  # longer than any long poll of the mains
 LOOK_S = 0.25
+STOOD_S = 1.0  # a look that comes this late was held up here
 
 
 def _print(text: str) -> None:
@@ -39,17 +41,19 @@ class Patience:
         self._say = say
         self._heard = time.monotonic()
         self._said = False
+        self._stood_s = 0.0  # in all, that this process itself stood still (SIGSTOP, a suspended machine)
         self.gave_up = False  # since the process was asked to end
 
     async def ask(self, call: Callable[[], Awaitable[T]], *, on_wait: Callable[[str], None] | None = None) -> T:
         """The result of `call`, tried again with growing pauses. `on_wait` hears the code of what is missing."""
-        started = time.monotonic()
+        started, stood_s = time.monotonic(), self._stood_s
         pause = 0.1
         while True:
             try:
                 answer = await self._watched(call, started)
             except Unavailable as error:
-                if self.gave_up or time.monotonic() + pause > started + self._limit_s:
+                stood = self._stood_s - stood_s
+                if self.gave_up or time.monotonic() + pause > started + stood + self._limit_s:
                     raise
                 if on_wait is not None:
                     on_wait(error.code)
@@ -68,11 +72,22 @@ class Patience:
     async def _watched(self, call: Callable[[], Awaitable[T]], started: float) -> T:
         asking = asyncio.ensure_future(call())
         try:
-            while not (await asyncio.wait([asking], timeout=LOOK_S))[0]:
+            while True:
+                looked = time.monotonic()
+                done, _ = await asyncio.wait([asking], timeout=LOOK_S)
+                self._note_standstill(time.monotonic() - looked - LOOK_S)
+                if done:
+                    break
                 self._look(started)
         finally:
             asking.cancel()  # nothing where it is done
         return asking.result()
+
+    def _note_standstill(self, late_s: float) -> None:
+        """A wait that ends this late: it is we who did not run, and the service has not been silent meanwhile."""
+        if late_s >= STOOD_S:
+            self._heard = time.monotonic()
+            self._stood_s += late_s
 
     def _look(self, started: float, *, why: str = "") -> None:
         now = time.monotonic()

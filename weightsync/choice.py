@@ -84,7 +84,7 @@ def choose(member: Member, scene: Scene) -> Choice:
     """The way of the target to this member now."""
     target, mode = scene.target, scene.config.transport
     if target is None:
-        return Choice("", "nothing published")
+        return Choice("", "weights: nothing is published yet")
     if target.manifest.encoding not in member.encodings:
         return Choice("", f"it cannot take {target.manifest.encoding} weights")
     if lacks_base(member, target):

@@ -21,6 +21,7 @@ from asyncrl.engine import Engine, GenRequest
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import load_object
+from asyncrl.raised import raised
 from producers.agents.dialogue import Dialogue, Setting
 from producers.agents.endpoint import Endpoint, Session
 from producers.agents.processes import Agent
@@ -113,8 +114,7 @@ class Agents(Turns):
         except (EnvironmentFailure, AsyncRLError):
             raise
         except Exception as error:  # the agent's own code may raise anything: it is named, never a reward
-            what = f"the agent raised {type(error).__name__}: {error}"[:600]
-            raise EnvironmentFailure("crashed", what) from None
+            raise EnvironmentFailure("crashed", f"the agent raised {raised(error)}") from None
 
 
 def _reward_of(session: Session, told: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from producers.rollout import Finished
 from producers.tokenizer import Tokenizer
 
 CANCEL_S = 3.0
+DIFFER = (
+    "two plays differ: take chance from the row (gymnasium: its column `seed`), not from a clock or a global generator"
+)
 #: What the policy says where nobody tells: answers that fit, and some that fit nothing.
 SAYINGS = (
     "1", "I do not know.", '<tool_call>{"name": "none", "arguments": {}}</tool_call>', "<tool_call>{oops", "", "é 東",
@@ -58,6 +61,29 @@ class Played(msgspec.Struct, frozen=True):
     finish: str = ""
     failure: str = ""
     pauses_s: tuple[float, ...] = ()
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last token, its reward)
+
+    def transcript(self, decode: Callable[[Sequence[int]], str]) -> list[Line]:
+        """Who said what, in order, with the rewards of turns."""
+        edges = [0, *(place for place in range(1, len(self.mask)) if self.mask[place] != self.mask[place - 1])]
+        ends = [*edges[1:], len(self.mask)]
+        return [
+            Line("policy" if self.mask[begin] else "shown", decode(self.tokens[begin:end]),
+                 next((reward for place, reward in self.turn_rewards if begin <= place < end), None))
+            for begin, end in zip(edges, ends, strict=True) if end > begin
+        ]  # fmt: skip
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A turn, or what was shown after it; `reward`: of the turn, where it has one."""
+
+    who: str
+    text: str
+    reward: float | None = None
+
+    def __str__(self) -> str:
+        text = self.text.strip().replace("\n", "\n" + " " * 10)
+        return f"  {self.who:6}  {text}" + ("" if self.reward is None else f"   [reward {self.reward:g}]")
 
 
 class ByteTokenizer:
@@ -120,14 +146,20 @@ class ScriptedEngine:
         return 0
 
 
-def check_environment(config: Config, row: Mapping[str, Any], *, says: Sequence[str] = ()) -> list[Finding]:
-    """Every finding about the environment of a configuration, played with this row."""
-    return asyncio.run(_Contract(config, dict(row), tuple(says)).findings())
+def check_environment(
+    config: Config, row: Mapping[str, Any], *, says: Sequence[str] = (), transcript: list[Line] | None = None
+) -> list[Finding]:
+    """Every finding about the environment of a configuration, played with this row. What was said and shown in the
+    first sample is added to `transcript`.
+    """
+    return asyncio.run(_Contract(config, dict(row), tuple(says), transcript).findings())
 
 
 class _Contract:
-    def __init__(self, config: Config, row: dict[str, Any], says: tuple[str, ...]) -> None:
-        self._config, self._row, self._says = config, row, says
+    def __init__(
+        self, config: Config, row: dict[str, Any], says: tuple[str, ...], transcript: list[Line] | None
+    ) -> None:  # fmt: skip
+        self._config, self._row, self._says, self._transcript = config, row, says, transcript
         known = bool(config.model.path) and Path(config.model.path).is_dir()
         self._tokenizer: Any = Tokenizer(config.model.path) if known else ByteTokenizer()
         self._environment: Any = None
@@ -148,8 +180,10 @@ class _Contract:
             await self._environment.close()
 
     async def _all(self) -> list[Finding]:
-        scripts = [self._says] if self._says else [(say,) for say in SAYINGS]
+        scripts, left_out = self._scripts()
         played = [await self._play(script) for script in scripts]
+        if self._transcript is not None:
+            self._transcript += played[0].transcript(self._tokenizer.decode)
         again = [await self._play(script) for script in scripts]
         failures = [f"{script[0]!r}: {one.failure}" for script, one in zip(scripts, played, strict=True) if one.failure]
         kinds = {word: next((text for text in failures if f": {code}" in text), "")
@@ -162,8 +196,8 @@ class _Contract:
         same = all(_alike(one, other_one) for one, other_one in zip(played, again, strict=True))
         slowest = max(pauses, default=0.0)
         return [
-            Finding("it survives what a policy says", not other, other or f"{len(scripts)} scripts"),
-            Finding("the same answers give the same sample", same, "played twice" if same else "two plays differ"),
+            Finding("it survives what a policy says", not other, other or f"{len(scripts)} scripts{left_out}"),
+            Finding("the same answers give the same sample", same, "played twice" if same else DIFFER),
             Finding("it ends", not kinds["timeout"], kinds["timeout"] or f"after {min(turns)} to {max(turns)} turns"
                     + (f"; {limit} of {len(turns)} at environment.max_turns = {most}" if limit else "")),
             Finding("observations can be encoded", not kinds["observation"], kinds["observation"] or "as text"),
@@ -173,6 +207,26 @@ class _Contract:
             Finding("time per step", slowest <= self._config.environment.step_timeout_s,
                     f"mean {np.mean(pauses) * 1e3:.2f} ms, longest {slowest * 1e3:.2f} ms" if pauses else "no step"),
         ]  # fmt: skip
+
+    def _scripts(self) -> tuple[list[tuple[str, ...]], str]:
+        """What the policy says, play by play, and how many sayings were left out: no policy with this tokenizer could
+        say them.
+        """
+        if not self._says:
+            scripts: list[tuple[str, ...]] = [(say,) for say in SAYINGS if self._can_say(say)]
+            missing = len(SAYINGS) - len(scripts)
+            return scripts, f"; {missing} more that the tokenizer has no tokens for" if missing else ""
+        for say in self._says:
+            if not self._can_say(say):
+                raise ConfigError("usage", f"the tokenizer has no tokens for {say!r}", where="--say")
+        return [self._says], ""
+
+    def _can_say(self, text: str) -> bool:
+        try:
+            self._tokenizer.encode_part(text)
+        except Exception:  # the package tokenizers raises plain Exception
+            return False
+        return True
 
     def _shown_by(self) -> str:
         return "by a stand-in: give a model folder" if isinstance(self._tokenizer, ByteTokenizer) else "strictly"
@@ -210,7 +264,7 @@ class _Contract:
         ids = done.sample.token_ids
         mask = np.ones(len(ids), np.uint8) if done.mask is None else done.mask
         return Played(tuple(ids.tolist()), tuple(mask.tolist()), done.reward, engine.turns, done.sample.finish, failure,
-                      tuple(engine.pauses_s))  # fmt: skip
+                      tuple(engine.pauses_s), done.turns)  # fmt: skip
 
     async def _cancelled(self, says: Sequence[str]) -> Finding:
         """Whether it ends when its lease is lost: while the policy speaks, and in the middle of a step."""
@@ -260,11 +314,14 @@ def config_for(name: str, *, args: Mapping[str, Any], model: str = "", base: Con
     return msgspec.structs.replace(base, environment=setting, model=model_config)
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """The findings as lines of text."""
+def table(findings: Sequence[Finding], transcript: Sequence[Line] = ()) -> str:
+    """The findings as lines of text, after what was said."""
+    said = "".join(f"{line}\n" for line in transcript)
     width = max(len(one.name) for one in findings)
     lines = [f"{'kept  ' if one.kept else 'BROKEN'}  {one.name:{width}}  {one.detail}" for one in findings]
-    return "\n".join([*lines, f"{sum(one.kept for one in findings)} of {len(findings)} kept"])
+    return (f"{said}\n" if said else "") + "\n".join(
+        [*lines, f"{sum(one.kept for one in findings)} of {len(findings)} kept"]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -284,11 +341,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         base = load(given.config) if given.config else None
         config = config_for(given.name, args=_object(given.args, "--args"), model=given.model, base=base)
         row = _object(given.row, "--row") if given.row else _first_row(config, known=base is not None)
-        findings = check_environment(config, row, says=given.say)
+        transcript: list[Line] = []
+        findings = check_environment(config, row, says=given.say, transcript=transcript if given.say else None)
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code
-    print(json.dumps([msgspec.structs.asdict(one) for one in findings]) if given.json else table(findings))
+    print(json.dumps([msgspec.structs.asdict(one) for one in findings]) if given.json else table(findings, transcript))
     return 0 if all(one.kept for one in findings) else 1
 
 

@@ -39,6 +39,7 @@ class Counts(msgspec.Struct):
     turns: int = 0
     tool_calls: int = 0
     malformed_calls: int = 0
+    failed_calls: int = 0
     failed_episodes: int = 0
 
 
@@ -137,6 +138,7 @@ class Conversation:
         answers = await asyncio.gather(
             *(self._setting.tools.call(one, timeout_s=config.step_timeout_s) for one in taken)
         )
+        counts.failed_calls = self._setting.tools.failed_calls
         found: list[Message] = [
             {"role": "tool", "name": one.name, "content": self._shortened(answer)}
             for one, answer in zip(taken, answers, strict=True)

@@ -22,6 +22,7 @@ from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
+from asyncrl.raised import raised
 from asyncrl.sandbox_config import SandboxConfig
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, number_of
 from producers.environments.rendering import renderer_of
@@ -118,7 +119,7 @@ class Turns:
         except AsyncRLError:
             raise  # of the engine or the configuration: no fault of this sample
         except Exception as error:  # the environment's own code may raise anything: it is named, never a reward
-            failure = EnvironmentFailure("raised", f"{type(error).__name__}: {error}")
+            failure = EnvironmentFailure("raised", raised(error))
         self.counts.failed_episodes += 1
         return failure
 

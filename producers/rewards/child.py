@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import AsyncRLError
+from asyncrl.raised import raised
 from asyncrl.role import die_with_parent
 from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
@@ -50,7 +51,7 @@ def failure_of(label: str, error: BaseException) -> Failure:
         return Failure("memory", f"{label}: MemoryError")
     if isinstance(error, TimeoutError):
         return Failure("timeout", f"{label}: {str(error) or 'TimeoutError'}"[:MOST_LETTERS])
-    return Failure("raised", f"{label}: {type(error).__name__}: {error}"[:MOST_LETTERS])
+    return Failure("raised", f"{label}: {raised(error)}"[:MOST_LETTERS])
 
 
 class Scoring:

@@ -82,6 +82,8 @@ class Worker:
         self.failed = 0
         self._busy_s = 0.0
         self._calls = 0
+        self._batches = 0  # since the start
+        self._told: set[str] = set()  # reasons of failures that were said aloud
         self._beat = time.monotonic()
 
     async def run(self) -> None:
@@ -92,6 +94,7 @@ class Worker:
             tasks, done = await self._patiently(lambda: self.client.work(max_samples=self.batch_samples, wait_s=POLL_S))
             if tasks:
                 self.waiting_for = ""
+                self._batches += 1
                 self.holding = tuple(task.item for task in tasks)
                 await self._score(tasks)
                 self.holding = ()
@@ -135,7 +138,9 @@ class Worker:
             item = tasks[result.place].item
             if result.reason:
                 failures.append(RewardFailure(item.group, item.index, item.token, result.reason, result.detail))
-                print(f"group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
+                mark = "" if result.reason in self._told else "warning: "  # the launcher shows the first of a kind
+                self._told.add(result.reason)
+                print(f"{mark}group {item.group} sample {item.index}: {result.reason}: {result.detail}", flush=True)
             else:
                 # Only an evaluation looks at answers; that of `builtin:exact` is the whole response.
                 shown = (result.answer, samples[result.place].response) if is_evaluation(item.group) else ("", "")
@@ -157,9 +162,11 @@ class Worker:
 
     async def signs(self, sign: Sign) -> None:
         """Signs of life that need no other role."""
+        seen = 0
         try:
             while True:
-                sign.beat(self.waiting_for and (self.patience.waits_for or self.waiting_for))
+                batches, seen = self._batches - seen, self._batches
+                sign.beat(self.waiting_for and (self.patience.waits_for or self.waiting_for), worked=batches > 0)
                 await asyncio.sleep(self.config.log.heartbeat_s)
         finally:
             sign.close()

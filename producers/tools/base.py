@@ -26,8 +26,10 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
+from asyncrl.raised import raised
 from producers.beside import beside
 
+TOLD_AT_MOST = 16  # kinds of errors that the log gets
 ERROR = "error: "  # what an answer begins with that is none
 
 
@@ -87,6 +89,8 @@ class Toolbox:
         self._sources = sources
         self._opened = not sources
         self._opening = asyncio.Lock()
+        self.failed_calls = 0  # that raised in the tool's own code
+        self._told: set[str] = set()
 
     async def open(self) -> None:
         """Connect to what has to be connected to; once."""
@@ -126,7 +130,19 @@ class Toolbox:
         except (AsyncRLError, EnvironmentFailure):
             raise  # not the policy's fault: the sample fails, and its prompt is tried again
         except Exception as error:  # the tool's own code may raise anything; the policy is told
+            self._tell_author(call.name, error)
             return f"{ERROR}{call.name} raised {type(error).__name__}: {error}"
+
+    def _tell_author(self, name: str, error: Exception) -> None:
+        """The policy is shown the error as if the call were at fault; the log gets the place, once for each kind."""
+        self.failed_calls += 1
+        kind = f"{name} {type(error).__name__}"
+        if kind not in self._told and len(self._told) < TOLD_AT_MOST:
+            self._told.add(kind)
+            print(
+                f"warning: tool {name} raised {raised(error)}; the policy is told, and so of all that follow",
+                flush=True,
+            )
 
 
 def shown(value: Any) -> str:

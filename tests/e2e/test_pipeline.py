@@ -257,9 +257,9 @@ def test_a_port_in_use_is_named(run) -> None:  # type: ignore[no-untyped-def]
 def test_a_reward_that_raises_ends_the_run_with_its_name_and_never_counts_as_zero(run) -> None:  # type: ignore[no-untyped-def]
     done = run.launch('reward=[{function="my_rewards:failing_reward"}]', "reward_workers.max_failed_groups=3",
                       "reward_workers.retries=1", timeout=120)  # fmt: skip
-    assert done.returncode == 2, done.stdout + run.logs()
+    assert done.returncode == 65, done.stdout + run.logs()
     assert "error[reward.budget]" in done.stdout
-    assert "restart 1 of" not in done.stdout  # of the learner: only a person can mend it
+    assert "restart 1 of" not in done.stdout  # it would meet the same end
     assert "this reward always fails" in done.stdout
     assert "failing_reward" in done.stdout
     assert run.steps() == []

@@ -143,7 +143,7 @@ def test_status_text() -> None:
     text = render(state)
     assert "/r (launched here: all pid 5)" in text
     assert "step        4 of 9  reward 0.500" in text and "queue       leased 3 · ready 2" in text
-    assert "producer-0  waits for a lease" in text and "buffer      silent: no answer" in text
+    assert "producer-0  waits: a lease" in text and "buffer      silent: no answer" in text
     assert "version 4, held by generators 3; producer-0 stale version 3 (late)" in text
     state["buffer"] = {"store": "sqlite", "version": 4, "total_groups": 18, "ledger": {"leased": 3, "trained": 8},
                        "waiting_for": "step 5 waits 2 s", "fault": {"code": "hang", "message": "x"}}  # fmt: skip
@@ -457,8 +457,8 @@ def test_status_says_who_waits_since_when_and_who_is_silent(tmp_path: Path) -> N
         sign.beat(waits)
     text = render(run_status(run) | {"result": {}})
     who = f"(pid {os.getpid()} on {socket.gethostname()})"
-    assert f"producer-0  waits for 12 s for a lease {who}" in text and f"producer-1  works {who}" in text
-    assert "reward-0    silent for 30 s; last heard of: waits for 40 s for samples" in text
+    assert f"producer-0  waits for 12 s: a lease {who}" in text and f"producer-1  works {who}" in text
+    assert "reward-0    silent for 30 s; last heard of: waits for 40 s: samples" in text
 
 
 def test_status_of_a_stopped_and_of_an_ended_process(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.errors import ConfigError
 from asyncrl.testing import check_environment
+from producers.environments import contract
 
 HERE = Path(__file__).resolve()
 ROW = {"prompt": [{"role": "user", "content": "Begin."}]}
@@ -106,6 +108,22 @@ def test_a_template_that_cannot_show_the_observations(tmp_path: Path) -> None:
     )
 
 
+def test_what_the_tokenizer_cannot_write_is_no_fault_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = contract.ByteTokenizer.encode
+
+    def ascii_only(self: Any, text: str) -> list[int]:
+        if not text.isascii():
+            raise Exception("Missing [UNK] token from the vocabulary")  # what the package tokenizers raises
+        return plain(self, text)
+
+    monkeypatch.setattr(contract.ByteTokenizer, "encode_part", ascii_only)
+    found = {one.name: one for one in check_environment(f"{__name__}:Counter", row=ROW)}
+    assert all(one.kept for one in found.values()), found
+    assert "5 scripts; 1 more that the tokenizer has no tokens for" in found["it survives what a policy says"].detail
+    with pytest.raises(ConfigError, match="no tokens for 'é'"):
+        check_environment(f"{__name__}:Counter", row=ROW, says=["a", "é"])
+
+
 def test_the_environments_that_ship_keep_it(tmp_path: Path) -> None:
     assert broken("producers.environments.scripted:play") == {}
     pytest.importorskip("gymnasium")
@@ -126,6 +144,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = command("Counter", "--say", "a")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "9 of 9 kept" in done.stdout
+    assert done.stdout.startswith("  policy  a   [reward 1]\n  shown   <|im_start|>user\n          turn 1\n")
     done = command("by_chance", "--json")
     assert done.returncode == 1
     assert any(not one["kept"] for one in json.loads(done.stdout))

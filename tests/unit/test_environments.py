@@ -328,7 +328,7 @@ def failing(what: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "reason", "finished"),
     [
-        ("raises", "environment.raised: ValueError: broken", 2),
+        ("raises", "environment.raised: ValueError: broken (test_environments.py:", 2),
         ("cancels", "environment.raised: CancelledError, and nobody had cancelled it", 2),
         ("hangs", "environment.timeout: a sample took longer than 0.5 s", 2),
         ("nan", "environment.not_finite", 0),

@@ -180,6 +180,27 @@ def test_max_reissue_then_dead() -> None:
     assert run.state(0) == "DEAD" and run.g.reasons(State.DEAD) == {"max_reissue": 1}
 
 
+def test_environments_that_keep_failing_end_the_run_with_their_reason_and_a_restart_grants_no_new_budget() -> None:
+    run = Run(max_reissue=1, max_failed_groups=1)
+    why = "environment.raised: KeyError: 'answer' (my_envs.py:14, in step)"
+
+    def fail_whole() -> None:
+        (number,) = run.lease()
+        for attempt in range(2):
+            run.g.give_back(LeaseReturn("p", ((number, run.g.groups[number].token),), why), now=0.0)
+            assert attempt or run.lease() == [number]
+
+    fail_whole()
+    assert run.g.fault is None and run.g.reasons(State.DEAD) == {"environment_failed": 1}
+    run.reload()
+    fail_whole()
+    assert run.g.fault is not None and run.g.fault[0] == "environment.budget" and why in run.g.fault[1]
+    run.reload()  # somebody has mended it
+    assert run.g.fault is None
+    fail_whole()
+    assert run.g.fault is None
+
+
 def test_a_stop_is_no_attempt_and_an_impossible_prompt_is_dead_at_once() -> None:
     run = Run()
     run.lease(0, 2)

@@ -41,6 +41,25 @@ def test_silence_is_said_once_and_so_is_the_return(monkeypatch: pytest.MonkeyPat
     assert "answers again" in said[1]
 
 
+def test_a_standstill_of_this_process_is_not_the_silence_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAY_S", 0.3)
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(module, "STOOD_S", 0.2)
+    said: list[str] = []
+    tries = []
+
+    async def stands_still() -> int:
+        tries.append(1)
+        await asyncio.sleep(0.1)
+        if len(tries) == 1:
+            time.sleep(1.0)  # as under SIGSTOP: nothing of this process runs
+            raise Unavailable("net.unreachable", "no answer in time")
+        return 7
+
+    assert asyncio.run(Patience("buffer", limit_s=0.8, say=said.append).ask(stands_still)) == 7
+    assert said == []
+
+
 def test_a_request_without_answer_is_given_up_once_the_end_was_asked_for() -> None:
     stop = Stop()
     patience = Patience("buffer", limit_s=60, stop=stop)

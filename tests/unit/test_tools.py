@@ -81,7 +81,7 @@ def test_the_schema_of_a_function() -> None:
     assert sorted(parameters["properties"]["unit"]["enum"]) == ["C", "F"]
 
 
-def test_arguments_are_checked_before_the_function_runs() -> None:
+def test_arguments_are_checked_before_the_function_runs(capsys: pytest.CaptureFixture[str]) -> None:
     box = Toolbox([FunctionTool(weather), FunctionTool(slow), FunctionTool(raising)])
     assert json.loads(answer(box, "weather", city="Ulm")) == {"city": "Ulm", "days": 1, "unit": "C"}
     assert answer(box, "weather") == "error: weather: Object missing required field `city`"
@@ -89,6 +89,9 @@ def test_arguments_are_checked_before_the_function_runs() -> None:
     assert "unknown field `when`" in answer(box, "weather", city="Ulm", when=3)
     assert "no tool 'nothing'; there are: weather, slow, raising" in answer(box, "nothing")
     assert answer(box, "raising") == "error: raising raised KeyError: 'oops'"
+    assert answer(box, "raising") == "error: raising raised KeyError: 'oops'" and box.failed_calls == 2
+    told = capsys.readouterr().out  # the policy cannot mend it: its author is told, once
+    assert told.count("warning: tool raising raised KeyError: 'oops' (test_tools.py:") == 1
     assert answer(box, "slow", seconds=0.0) == "done"
     assert answer(box, "slow", timeout_s=0.05, seconds=60.0) == "error: slow took longer than 0.05 s"
 
