@@ -107,9 +107,8 @@ class Scoring(Checkpointing):
         # Tokens grow, and this sample came under a token of its own: an answer under a later one is of what is there
         # now, whoever has the lease by then (it expired, or the service was restarted).
         lease = self.scores_due.leases.get((item.group, item.index, judge))
-        if item.token > self._token:
-            return "token: never granted"
-        if item.token <= sample.token or (lease is not None and item.token > lease.token):
+        newest = self._token if lease is None else lease.token
+        if not sample.token < item.token <= newest:
             return "token: the reward lease was lost"
         if isinstance(item, RewardFailure) and (lease is not None and item.token != lease.token):
             return "token: the reward lease was lost"

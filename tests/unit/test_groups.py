@@ -402,7 +402,7 @@ def test_a_score_under_a_token_that_nobody_was_given_is_refused() -> None:
     run.g.hello("reward", "r", pid=2, host="h", now=run.now)
     future = run.g._token + 1
     reply = run.g.scores(Scores("r", (Score(number, 0, future, 1.0),)), now=run.now)
-    assert reply.refused == {f"{number}:0": "token: never granted"} and run.state(number) == "UNSCORED"
+    assert reply.refused == {f"{number}:0": "token: the reward lease was lost"} and run.state(number) == "UNSCORED"
 
 
 def test_a_score_of_given_up_content_is_refused() -> None:
