@@ -21,7 +21,7 @@ from asyncrl.cluster_config import name_of
 from asyncrl.clusters.commands import Files, Site, environment, launch, summary
 from asyncrl.clusters.yaml import document
 from asyncrl.config import Config, dump
-from asyncrl.errors import EXIT_CONFIG, EXIT_HANDSHAKE, ConfigError
+from asyncrl.errors import EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE, ConfigError
 
 CONFIG = "/etc/asyncrl/config.toml"
 KEYS = "/etc/asyncrl-keys"
@@ -149,10 +149,11 @@ class _Pods:
 
     def _job(self, role: str, pod: dict[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
         """Pods that are made anew until they end with 0, but not after a mistake that the next one makes again."""
+        final = [EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE]
         rules: list[dict[str, Any]] = [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "FailJob",
-             "onExitCodes": {"containerName": role, "operator": "In", "values": [EXIT_CONFIG, EXIT_HANDSHAKE]}},
+             "onExitCodes": {"containerName": role, "operator": "In", "values": final}},
         ]  # fmt: skip
         pod = {"restartPolicy": "Never", **pod}  # what podFailurePolicy asks for
         spec = {**counts, "podFailurePolicy": {"rules": rules},

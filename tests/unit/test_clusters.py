@@ -285,7 +285,7 @@ def test_pods_are_restricted_and_jobs_end_as_they_should() -> None:
     for name in ("learner", "producers", "rewards"):
         ignored, fatal = jobs[f"my-run-3-{name}"]["podFailurePolicy"]["rules"]
         assert ignored["action"] == "Ignore" and ignored["onPodConditions"][0]["type"] == "DisruptionTarget"
-        assert fatal["onExitCodes"]["values"] == [2, 78] and fatal["onExitCodes"]["containerName"] == name
+        assert fatal["onExitCodes"]["values"] == [2, 65, 78] and fatal["onExitCodes"]["containerName"] == name
         assert 143 not in fatal["onExitCodes"]["values"], "a stopped job is started again"
         assert "--job" in jobs[f"my-run-3-{name}"]["template"]["spec"]["containers"][0]["command"]
     end = made("k8s")["end.sh"]
