@@ -52,13 +52,15 @@ def small(tmp_path: Path, **settings: str) -> Config:
 
 
 def test_help_answers_in_half_a_second() -> None:
-    times = []
-    for _ in range(3):
-        started = time.monotonic()
+    """Of a core: a busy machine takes longer (benchmarks/results/cli.json has the time on the wall)."""
+    used = []
+    for _ in range(2):
+        before = os.times()
         done = asyncrl("--help")
-        times.append(time.monotonic() - started)
+        after = os.times()
+        used.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert done.returncode == 0 and "launch" in done.stdout and "demo" in done.stdout
-    assert min(times) < 0.5
+    assert 0 < min(used) < 0.5
 
 
 def test_front_door_imports_nothing_heavy() -> None:

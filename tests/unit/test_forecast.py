@@ -135,14 +135,14 @@ def test_a_large_system_behaves_as_the_small_one_that_stands_for_it() -> None:
     rng = random.Random(3)
     lengths = tuple(tuple(rng.randint(10, 90) for _ in range(8)) for _ in range(400))
     plant = Plant(0.01, 0.0005, 0.2, 0.00002, lengths)
-    scenario = Scenario(producers=12, batch_groups=48, max_staleness=2, depth=2, steps=12, reward_workers=4)
-    small, factor = reduced(scenario, most_samples=1600)
+    scenario = Scenario(producers=12, batch_groups=48, max_staleness=2, depth=2, steps=40, reward_workers=4)
+    small, factor = reduced(scenario, most_samples=5120)
     assert factor > 2 and small.batch_groups * factor == 48
     assert small.producers * small.engines * factor == pytest.approx(12)
     whole, stood_for = play(plant, scenario), restored(play(plant, small), factor)
-    # Four engines that share idle less than twelve do: the small one is too quick, by 28 % with this seed.
-    assert stood_for.steps_s == pytest.approx(whole.steps_s, rel=0.3)
-    assert stood_for.tokens_s == pytest.approx(whole.tokens_s, rel=0.3)
+    # The slowest of four engines is not as slow as that of twelve: the small one is too quick, by 14 to 16 %.
+    assert whole.steps_s < stood_for.steps_s < 1.2 * whole.steps_s
+    assert whole.tokens_s < stood_for.tokens_s < 1.2 * whole.tokens_s
     assert stood_for.lag_mean == pytest.approx(whole.lag_mean, abs=0.2)
 
 
