@@ -71,6 +71,9 @@ def demo(
     launched = launch_config(config, LaunchOptions(verbose=verbose, plain=plain))
     if launched.outcome.code:
         return launched.outcome.code
+    if launched.outcome.stopped:
+        print("\nstopped before its end: what it promises is not judged. asyncrl demo --resume goes on with it")
+        return 0
     return _conclude(promises(launched, load_run(launched.run), task=task), launched.run)
 
 

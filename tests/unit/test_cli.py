@@ -21,7 +21,7 @@ from synthetic_run import write_run
 
 from asyncrl.cli import main
 from asyncrl.config import Config, load, parse
-from asyncrl.demo import promises, quickstart, task_settings
+from asyncrl.demo import demo, promises, quickstart, task_settings
 from asyncrl.errors import ConfigError
 from asyncrl.launch import Launched, LaunchOptions, absolute, changes, settle_config
 from asyncrl.metrics import JsonTail
@@ -198,6 +198,20 @@ def test_demo_settings_give_a_whole_configuration() -> None:
         assert made.run.dir == f"runs/demo-{task}" and made.reward[0].function.endswith(f"{task}_reward")
     with pytest.raises(ConfigError):
         task_settings("chess")
+
+
+def test_a_stopped_demo_breaks_no_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    stopped = Launched(load(run.config), run, Outcome(code=0, reason="SIGINT", wall_s=4.0, stopped=True))
+    monkeypatch.setattr("asyncrl.demo.launch_config", lambda *_: stopped)
+    files = {"data.path": "rows.jsonl", "evaluation.path": "held_out.jsonl", "model.path": "model"}
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    overrides = tuple(f"{key}={tmp_path / name}" for key, name in (files | {"run.dir": "new"}).items())
+    assert demo("add", overrides, resume=True, verbose=False, plain=True) == 0
+    said = capsys.readouterr().out
+    assert "--resume" in said and "BROKEN" not in said
 
 
 def test_promises_are_kept_and_broken(tmp_path: Path) -> None:
