@@ -91,6 +91,7 @@ def biased(long: int) -> list[Event]:
             for event in made:
                 if event["e"] == "sample":
                     event["length"] = long if number == numbers[2] else 20
+                    event["runs"] = [[step - 1, event["length"]]]
             events += made
         events += [*train(step, numbers[:2]), {"e": "drop", "g": numbers[2], "reason": "late"}]
     return [*events, {"e": "retire", "step": 30}, {"e": "end", "done": True, "reason": ""}]
