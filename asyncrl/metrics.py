@@ -237,7 +237,9 @@ CATALOGUE: dict[str, Metric] = {
 }
 
 
-NUMBERS = frozenset({"t", "step", *CATALOGUE})  # what these name in a line is a number
+NUMBERS = frozenset({"t", "step", *CATALOGUE})  # what these name in a line of metrics is a number
+#: Files of a run whose lines are metrics; in others (history, samples, groups) the same names may mean something else.
+SERIES = frozenset(f"metrics/{name}.jsonl" for name in ("learner", "buffer", "roles", "weightsync"))
 
 
 class MetricsLog:
@@ -275,19 +277,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; damaged lines and one that a crash cut are left out. An absent file has none."""
     if not path.exists():
         return []
+    series = is_series(path)
     with path.open("rb") as file:
-        return [line for text in file if (line := decoded(text)) is not None]
+        return [line for text in file if (line := decoded(text, series=series)) is not None]
 
 
-def decoded(text: bytes) -> dict[str, Any] | None:
-    """A line as an object, without the metrics in it that are no numbers (a damaged file); None where it is none."""
+def is_series(path: Path) -> bool:
+    """Whether the lines of this file are metrics."""
+    return "/".join(path.parts[-2:]) in SERIES
+
+
+def decoded(text: bytes, *, series: bool) -> dict[str, Any] | None:
+    """A line as an object; of a series without the metrics in it that are no numbers (a damaged file). None where it is
+    no object."""
     try:
         line = msgspec.json.decode(text)
     except UNREADABLE:
         return None
     if not isinstance(line, dict):
         return None
-    wrong = [name for name, value in line.items() if name in NUMBERS and not isinstance(value, int | float)]
+    wrong = [name for name in line if name in NUMBERS and not isinstance(line[name], int | float)] if series else ()
     for name in wrong:
         del line[name]
     return line
@@ -314,6 +323,7 @@ class JsonTail:
         self, path: Path, *, from_end: bool = True, position: Position | None = None, last_bytes: int = 0
     ) -> None:  # fmt: skip
         self.path = path
+        self._series = is_series(path)
         self.damaged = 0  # whole lines that are no JSON object
         self._descriptor = -1
         self._position = position or Position()
@@ -377,7 +387,7 @@ class JsonTail:
         return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
 
     def _decoded(self, text: bytes) -> dict[str, Any] | None:
-        line = decoded(text) if text else None
+        line = decoded(text, series=self._series) if text else None
         self.damaged += bool(text) and line is None
         return line
 
