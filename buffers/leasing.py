@@ -315,7 +315,8 @@ class Leasing(Sharing):
     def _granted(self, group: Group) -> Lease:
         asked = self.settings.group_size + self.settings.over_issue
         missing = tuple(index for index in range(asked) if index not in group.samples)
-        seed = lease_seed(self.settings.seed, group.id, group.attempt)
+        # A sample that goes on elsewhere is the one that it would have been: its seed stays.
+        seed = lease_seed(self.settings.seed, group.id, 0 if self.settings.continues else group.attempt)
         return Lease(group.id, group.token, group.attempt, missing, seed, group.deadline or 0)
 
     # ------------------------------------------------------------ loss and return

@@ -80,6 +80,9 @@ class Settings(msgspec.Struct, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"
     fresh_first: bool = True
     priority_exponent: float = 1.0
+    continues: bool = (
+        False  # samples under way are kept in pieces: another attempt goes on with the same random numbers
+    )
     judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
 
 
@@ -99,6 +102,7 @@ def settings_of(config: Config) -> Settings:
         max_filtered_rate=buffer.max_filtered_rate, replay_order=buffer.replay_order, fresh_first=buffer.fresh_first,
         priority_exponent=buffer.priority_exponent,
         algorithm=msgspec.to_builtins(config.learner.algorithm), judges=_rules_of(config),
+        continues=config.producers.checkpoint_tokens > 0,
     )  # fmt: skip
 
 

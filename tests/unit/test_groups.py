@@ -241,6 +241,17 @@ def test_another_attempt_samples_other_texts() -> None:
     assert [event["attempt"] for event in drained if event["g"] == 0][-1] == 3
 
 
+def test_with_checkpoints_the_seed_stays() -> None:
+    """Another producer goes on with the sample that the first would have made."""
+    run = Run(continues=True)
+    run.lease()
+    first = run.g._granted(run.g.groups[0])
+    run.g.give_back(LeaseReturn("p", ((0, first.token),), "crash"), now=0.0)
+    run.lease()
+    second = run.g._granted(run.g.groups[0])
+    assert (second.attempt, second.seed) == (1, first.seed)
+
+
 def test_tokens_grow_over_restarts() -> None:
     run = Run()
     run.lease()
