@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def demo(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]], dict[str
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "asyncrl", "demo", *words]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     run = folder / "runs" / "demo-running_sum"
