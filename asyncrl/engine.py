@@ -144,7 +144,7 @@ class Engine(Protocol):
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
         """Take the bytes of one bucket (copied before this returns); the digest of what is held of it now
-        (`weightsync.digest.bucket_digest`), or the empty string from an engine that cannot say."""
+        (`weightsync.plan.digest.bucket_digest`), or the empty string from an engine that cannot say."""
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
         """Write the bytes of this bucket of the version in force, for a delta; False from an engine that cannot."""
@@ -166,7 +166,7 @@ class Attesting(Protocol):
     async def attest(self) -> str:
         """The digest of what the model holds now, read anew, laid out as in the manifest of the last commit: that
         manifest's digest unless the weights have changed since; empty before the first commit. Called now and then
-        between commits, beside generation (`weightsync.attest`)."""
+        between commits, beside generation (`weightsync.receiver.attestation`)."""
 
 
 class Lending(Protocol):

@@ -36,7 +36,7 @@ class TrackerRun(msgspec.Struct, frozen=True):
 
 
 class Tracker(Protocol):
-    """Where metrics go beside the JSONL files. Names are tags: `health/lag_mean` (`asyncrl.metric_pages`).
+    """Where metrics go beside the JSONL files. Names are tags: `health/lag_mean` (`asyncrl.metrics.pages`).
 
     A step may come again, after a restart of the tracker or of the learner: the last numbers count. Either call may
     raise or take its time: it is made from a process of its own.
@@ -51,21 +51,21 @@ class Tracker(Protocol):
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "asyncrl.engines": {
-        "hf": "producers.engines.hf:HFEngine",
-        "vllm": "producers.engines.vllm:VLLMEngine",
-        "vllm_http": "producers.engines.vllm_http:VLLMHTTPEngine",
-        "sglang": "producers.engines.sglang:SGLangEngine",
-        "dataset": "producers.dataset:DatasetEngine",
+        "hf": "producers.engines.hf.engine:HFEngine",
+        "vllm": "producers.engines.vllm.engine:VLLMEngine",
+        "vllm_http": "producers.engines.vllm.http_engine:VLLMHTTPEngine",
+        "sglang": "producers.engines.sglang.engine:SGLangEngine",
+        "dataset": "producers.engines.dataset:DatasetEngine",
     },
     "asyncrl.backends": {
-        "fsdp2": "learners.backends.fsdp2:FSDP2Backend",
-        "megatron": "learners.backends.megatron:MegatronBackend",
+        "fsdp2": "learners.backends.fsdp2.backend:FSDP2Backend",
+        "megatron": "learners.backends.megatron.backend:MegatronBackend",
     },
     "asyncrl.environments": {
         "single_turn": "producers.environments.single_turn:SingleTurn",
-        "chat": "producers.environments.scripted:play",
+        "chat": "producers.environments.scripted_chat:play",
         "tools": "producers.environments.tools:play",
-        "gymnasium": "producers.environments.gym:GymEnvironment",
+        "gymnasium": "producers.environments.gymnasium:GymEnvironment",
         "verifiers": "producers.environments.verifiers:VerifiersRollout",
     },
     "asyncrl.tools": {
@@ -80,11 +80,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "json": "producers.tools.parsers:plain_json",
     },
     "asyncrl.trackers": {
-        "tensorboard": "learners.tracker_tensorboard:TensorBoardTracker",
-        "wandb": "learners.tracker_wandb:WandbTracker",
-        "mlflow": "learners.tracker_mlflow:MlflowTracker",
-        "swanlab": "learners.tracker_swanlab:SwanLabTracker",
-        "trackio": "learners.tracker_trackio:TrackioTracker",
+        "tensorboard": "learners.trackers.tensorboard:TensorBoardTracker",
+        "wandb": "learners.trackers.wandb:WandbTracker",
+        "mlflow": "learners.trackers.mlflow:MlflowTracker",
+        "swanlab": "learners.trackers.swanlab:SwanLabTracker",
+        "trackio": "learners.trackers.trackio:TrackioTracker",
     },
 }
 

@@ -34,7 +34,7 @@ def check_reward(
     `function` and `args` are as in `[[reward]]`; the module must be importable (its folder on PYTHONPATH). Raises
     `config.reward` where it cannot be used.
     """
-    check = load_object("producers.rewards.author:check_reward", code="config.extra")
+    check = load_object("producers.rewards.contract_test:check_reward", code="config.extra")
     return check(
         function, rows, args=args, response_key=response_key, prompt_key=prompt_key, timeout_s=timeout_s,
         memory_bytes=memory_bytes, sandbox=sandbox,
@@ -57,8 +57,8 @@ def check_environment(
     """
     from asyncrl.config import load
 
-    contract = load_object("producers.environments.contract:config_for", code="config.environment")
-    check = load_object("producers.environments.contract:check_environment", code="config.environment")
+    contract = load_object("producers.environments.contract_test:config_for", code="config.environment")
+    check = load_object("producers.environments.contract_test:check_environment", code="config.environment")
     made = contract(name, args=args or {}, model=model, base=load(config) if config else None)
     found: list[Any] = check(made, row, says=says)
     return found

@@ -44,7 +44,7 @@ def configuration(folder: Path, model: Path, *, steps: int, python: str = sys.ex
 
 def make_model(folder: Path) -> None:
     """Random weights."""
-    from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+    from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
     tokenizer = make_tokenizer(folder)
     save_model(folder, make_tiny_qwen3(len(tokenizer), seed=1, layers=2, hidden_size=64, head_dim=16, mlp_size=128))

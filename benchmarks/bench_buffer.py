@@ -34,14 +34,14 @@ sys.path.insert(0, str(ROOT))
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import stages  # noqa: E402
+import stages
 
-from asyncrl import wire  # noqa: E402
-from asyncrl.config import Config, dump, parse  # noqa: E402
-from asyncrl.engine import GenDelta  # noqa: E402
-from asyncrl.rundir import RunDir, endpoint  # noqa: E402
-from asyncrl.sockets import keep_memory  # noqa: E402
-from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, group_data  # noqa: E402
+from asyncrl import wire
+from asyncrl.config import Config, dump, parse
+from asyncrl.engine import GenDelta
+from asyncrl.net.sockets import keep_memory
+from asyncrl.runtime.run_dir import RunDir, endpoint
+from buffers.client.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, group_data
 
 SIZES = {"small": (16, 0.0), "typical": (1000, 0.8), "large": (16384, 0.0)}
 BATCH = 64
@@ -235,7 +235,7 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
         address = endpoint(config, "buffer")
         program = ["-m", "cProfile", "-o", profile] if profile else []
         service = subprocess.Popen(
-            [sys.executable, *program, "-m", "buffers.server", "--config", str(run.config)],
+            [sys.executable, *program, "-m", "buffers.main", "--config", str(run.config)],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
         )

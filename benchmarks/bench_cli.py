@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports  # noqa: E402
+import reports
 
 LIMITS_S = {"--help": 0.5, "check configs/quickstart.toml": 0.7}
 COMMANDS = (

@@ -33,8 +33,8 @@ import zstandard
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from weightsync.encoding import delta  # noqa: E402
-from weightsync.plan import Plan, TensorSpec, by_bucket, plan_buckets  # noqa: E402
+from weightsync.encoding import delta
+from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
 
 RESULTS = ROOT / "benchmarks" / "results" / "delta.json"
 MOST = 0.04  # of the bytes of the full weights, with 1 % changed
@@ -185,7 +185,7 @@ def run_trace(given: argparse.Namespace) -> dict[str, Any]:
     from delta_trace import Trace, run, settings, task_reward
     from transformers.utils import logging
 
-    from learners.gang import Gang
+    from learners.gang.gang import Gang
 
     logging.disable_progress_bar()
     report: dict[str, Any] = {"task": given.task, "model": given.model.name, "by_lr": []}

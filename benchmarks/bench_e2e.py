@@ -36,7 +36,7 @@ def measure(task: str, name: str, staleness: int, steps: int) -> dict[str, float
     """One run; figures from its metrics."""
     folder = ROOT / "runs" / f"bench-{name}"
     shutil.rmtree(folder, ignore_errors=True)
-    reward = f'reward=[{{function="asyncrl.recipes.tasks:{task}_reward"}}]'
+    reward = f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]'
     settings = [f"run.dir={folder}", f"buffer.max_staleness={staleness}", f"learner.steps={steps}",
                 f"model.path=runs/models/{task}", f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false",
                 "learner.checkpoint_every=1000", reward,

@@ -38,21 +38,22 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports  # noqa: E402
-from children import Child  # noqa: E402
+import reports
+from children import Child
 
-from asyncrl import config as configuration  # noqa: E402
-from asyncrl.engine import GenRequest  # noqa: E402
-from asyncrl.wire import Manifest  # noqa: E402
-from learners.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model  # noqa: E402
-from producers.engines import attention, slot_memory  # noqa: E402
-from producers.engines.attention import STEP, Band  # noqa: E402
-from producers.engines.decoder import Decoder  # noqa: E402
-from producers.engines.hf import HFEngine  # noqa: E402
-from producers.engines.slot_memory import SlotMemory  # noqa: E402
-from producers.engines.slots import SlotTable  # noqa: E402
-from weightsync.digest import digest_tensors  # noqa: E402
-from weightsync.plan import TensorSpec, plan_buckets  # noqa: E402
+from asyncrl import config as configuration
+from asyncrl.engine import GenRequest
+from asyncrl.wire import Manifest
+from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
+from producers.engines.hf import attention
+from producers.engines.hf import slot_cache as slot_memory
+from producers.engines.hf.attention import STEP, Band
+from producers.engines.hf.decoder import Decoder
+from producers.engines.hf.engine import HFEngine
+from producers.engines.hf.slot_cache import SlotMemory
+from producers.engines.hf.slots import SlotTable
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 MAX_PROMPT = 32
 WANTED = {"times_padded_at_64": 2.0, "times_vllm": 0.9, "swap_steps": 1.5}

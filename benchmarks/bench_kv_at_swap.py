@@ -38,7 +38,7 @@ QUIET = ("log.tensorboard=false", "evaluation.every=0", "evaluation.at_start=fal
 def launch(folder: Path, *settings: str) -> list[dict[str, Any]]:
     """Run the quickstart with these settings; the learner's lines."""
     shutil.rmtree(folder, ignore_errors=True)
-    reward = f'reward=[{{function="asyncrl.recipes.tasks:{TASK}_reward"}}]'
+    reward = f'reward=[{{function="asyncrl.demo.tasks:{TASK}_reward"}}]'
     given = [f"run.dir={folder}", f"model.path=runs/models/{TASK}", f"data.path=runs/data/{TASK}.jsonl", reward]
     words = [word for setting in (*given, *QUIET, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words]
@@ -54,7 +54,7 @@ def consecutive(steps: int) -> dict[int, Path]:
     launch(folder, f"learner.steps={steps}", "learner.checkpoint_every=1", f"learner.checkpoint_keep={steps}")
     wanted = sorted({step for first in PAIRS for step in (first, first + 1)})
     for step in wanted:
-        command = [sys.executable, "-m", "learners.export", str(folder), "--step", str(step), "--out",
+        command = [sys.executable, "-m", "learners.checkpoints.export", str(folder), "--step", str(step), "--out",
                    str(folder / f"hf-{step}")]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return {step: folder / f"hf-{step}" for step in wanted}
@@ -116,7 +116,7 @@ async def _gap(engine: str, kv: str, old: Path, new: Path) -> dict[str, float]:
 
 
 def _prompts(folder: Path) -> list[list[int]]:
-    from producers.tokenizer import Tokenizer
+    from producers.data.tokenizer import Tokenizer
 
     rows = (ROOT / "runs" / "data" / f"{TASK}.jsonl").read_text().splitlines()[:PROMPTS]
     tokenizer = Tokenizer(folder)
@@ -134,8 +134,8 @@ async def _ask(engine: Any, number: int, prompt: list[int]) -> list[Any]:
 
 async def _push(engine: Any, folder: Path, version: int, *, commit: bool = True) -> None:
     from asyncrl.wire import Manifest
-    from weightsync.digest import digest_tensors
-    from weightsync.plan import TensorSpec, by_bucket, plan_buckets
+    from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
+    from weightsync.plan.digest import digest_tensors
 
     held = dict(_model(folder).named_parameters())
     raw = {name: value.detach().contiguous().flatten().numpy().view("uint8") for name, value in held.items()}

@@ -11,7 +11,7 @@ the ratio within a round; `by_cpu` is that of seconds of the processor, which a 
 round the norms of the gradients must agree. Memory is the most that was resident during a step beyond what
 was there once the model was loaded, so with gradients and optimizer. Ways:
 
-- ours: from the claimed batch to the updated weights (`learners.trial`, `learners.backends.fsdp2`, one rank);
+- ours: from the claimed batch to the updated weights (`learners.step.resilient_step`, `learners.backends.fsdp2.backend`, one rank);
 - minimal: by hand, for one process and one loss: packed rows, the same attention, full logits, fused AdamW;
 - trl: TRL's GRPOTrainer, from its padded batch to the updated weights; rows per micro-batch: `--trl-rows`. On a CPU it
   also scores the padding; its experimental asynchronous trainer packs, and was not measured.
@@ -40,11 +40,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports  # noqa: E402
-from bench_packing import lengths_of, make_batch  # noqa: E402
-from children import Child  # noqa: E402
+import reports
+from bench_packing import lengths_of, make_batch
+from children import Child
 
-from learners.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model  # noqa: E402
+from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
 
 WANTED = {"times_minimal": 0.95, "times_trl": 1.5, "publish_float32": 2.5}
 SIGMA = 1.0  # of the logarithm of the length

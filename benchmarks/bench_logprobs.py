@@ -7,7 +7,7 @@ the gradients. The parent compares log-probs, entropies and gradients of the way
 benchmarks/results/logprobs.json.
 
 Ways: "full" is the usual text (logits, log_softmax, gather, entropy from both); "full_no_entropy" leaves the entropy
-out, so it does less; "chunked" is `learners.logprobs.chunked_logprobs`, by tokens per chunk.
+out, so it does less; "chunked" is `learners.models.logprobs.chunked_logprobs`, by tokens per chunk.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from children import forget_peak, resident  # noqa: E402
+from children import forget_peak, resident
 
-from learners.logprobs import chunked_logprobs  # noqa: E402
+from learners.models.logprobs import chunked_logprobs
 
 DEFAULT_CHUNK = 1024  # learner.logprob_chunk_tokens
 CHUNKS = (256, 512, DEFAULT_CHUNK, 2048)

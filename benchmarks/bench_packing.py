@@ -1,8 +1,8 @@
 """Useful tokens per second of a training step over long-tailed lengths: packed rows against padded ones.
 
-Run: `python benchmarks/bench_packing.py`. The real path on one rank: `learners.batch.assemble` cuts a claimed batch,
-`encode_share` and `decode_share` carry it, `learners.update.train_step` runs forward, backward and AdamW on
-`learners.backends.fsdp2`; the model is a Qwen3 from `learners.tiny_model`. Useful tokens are those of prompts and
+Run: `python benchmarks/bench_packing.py`. The real path on one rank: `learners.batch.assembly.assemble` cuts a claimed batch,
+`encode_share` and `decode_share` carry it, `learners.step.update.train_step` runs forward, backward and AdamW on
+`learners.backends.fsdp2.backend`; the model is a Qwen3 from `learners.warm_start.tiny_model`. Useful tokens are those of prompts and
 responses, without padding: equal in every way, as are the token budget of a micro-batch, the weights at the start and
 the order of the batches. Response lengths are lognormal, cut at a cap. Ways:
 
@@ -33,15 +33,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports  # noqa: E402
+import reports
 
-from asyncrl import config as configuration  # noqa: E402
-from buffers.batches import ClaimedBatch, GroupData, SampleData  # noqa: E402
-from learners import batch as batches  # noqa: E402
-from learners.backends.fsdp2 import FSDP2Backend  # noqa: E402
-from learners.gang import Gang  # noqa: E402
-from learners.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model  # noqa: E402
-from learners.update import train_step  # noqa: E402
+from asyncrl import config as configuration
+from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.batch import assembly as batches
+from learners.gang.gang import Gang
+from learners.step.update import train_step
+from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
 
 WAYS = {
     "padded": ["learner.packing=false"],

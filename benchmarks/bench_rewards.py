@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import reports  # noqa: E402
+import reports
 
-from asyncrl.config import Config, dump, parse  # noqa: E402
-from asyncrl.engine import GenDelta  # noqa: E402
-from asyncrl.rundir import RunDir, endpoint  # noqa: E402
-from buffers.client import ObserverClient, ProducerClient  # noqa: E402
+from asyncrl.config import Config, dump, parse
+from asyncrl.engine import GenDelta
+from asyncrl.runtime.run_dir import RunDir, endpoint
+from buffers.client.client import ObserverClient, ProducerClient
 
 CALL_S = 0.010
 GROUP = 8
@@ -116,7 +116,7 @@ def measure(function: str, *, workers: int, samples: int, batch: int) -> dict[st
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         config = prepare(Path(name), function, samples=samples, batch=batch)
         RunDir(config.run_dir).create().config.write_text(dump(config))
-        start(stack, config, "buffers.server", "buffer")
+        start(stack, config, "buffers.main", "buffer")
         observer = ObserverClient(endpoint(config, "buffer"), timeout_s=60)
         stack.callback(observer.close)
         asyncio.run(fill(config, samples))

@@ -37,13 +37,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from sync_rig import Weights, World, baselines, specs_of  # noqa: E402
+from sync_rig import Weights, World, baselines, specs_of
 
-from asyncrl import config as settings  # noqa: E402
-from asyncrl.errors import AsyncRLError  # noqa: E402
-from weightsync.copying import copy_digest, cores  # noqa: E402
-from weightsync.digest import Digest  # noqa: E402
-from weightsync.plan import Plan, plan_buckets  # noqa: E402
+from asyncrl import config as settings
+from asyncrl.errors import AsyncRLError
+from weightsync.copy_digest import copy_digest, cores
+from weightsync.plan.buckets import Plan, plan_buckets
+from weightsync.plan.digest import Digest
 
 TRANSPORTS = ("local", "collective", "stream", "disk")
 WARM_UP = 3

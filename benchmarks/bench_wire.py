@@ -22,10 +22,10 @@ import xxhash
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from bench_buffer import REWARDS, ROW, SIZES, make_groups  # noqa: E402
+from bench_buffer import REWARDS, ROW, SIZES, make_groups
 
-from asyncrl import wire  # noqa: E402
-from buffers.client import group_data  # noqa: E402
+from asyncrl import wire
+from buffers.client.client import group_data
 
 
 def encode(prompt: Any, samples: Any) -> list[Any]:

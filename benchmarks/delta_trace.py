@@ -1,7 +1,7 @@
 """A real training trace in bf16 for `bench_delta.py`: what changes in the weights from step to step.
 
-Called by `bench_delta.py`. GRPO on the demo's task by the learner's own parts: `learners.backends.fsdp2` on one rank
-with fp32 master weights and optimizer states, `learners.batch.assemble` and `learners.update.train_step`, bf16 on the
+Called by `bench_delta.py`. GRPO on the demo's task by the learner's own parts: `learners.backends.fsdp2.backend` on one rank
+with fp32 master weights and optimizer states, `learners.batch.assembly.assemble` and `learners.step.update.train_step`, bf16 on the
 wire. The generator is transformers' own `generate` on a bf16 model that is fed by deltas alone: after every step it
 takes the decoded bytes, whose digest is compared with that of the learner's weights. Nothing runs beside anything else,
 so every batch is on-policy; prompts are new in every step.
@@ -21,16 +21,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl import config as configuration
-from asyncrl.demo import quickstart, task_settings
-from asyncrl.recipes import tasks
-from buffers.batches import ClaimedBatch, GroupData, SampleData
-from learners import batch as batches
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.update import train_step
-from weightsync.digest import bucket_digest
+from asyncrl.demo import tasks
+from asyncrl.demo.demo import quickstart, task_settings
+from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.batch import assembly as batches
+from learners.gang.gang import Gang
+from learners.step.update import train_step
 from weightsync.encoding import delta
-from weightsync.plan import ITEM_BYTES, Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import ITEM_BYTES, Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest
 
 Reward = Callable[[str, str], float]  # of (answer, ground truth)
 

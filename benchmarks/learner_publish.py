@@ -1,6 +1,6 @@
 """The gather of a publish as bench_learner.py measures it: `torchrun learner_publish.py MODEL OUT ROUNDS`.
 
-Rank 0 copies every whole tensor to its place in buckets that are there already (`weightsync.plan`), as a publisher
+Rank 0 copies every whole tensor to its place in buckets that are there already (`weightsync.plan.buckets`), as a publisher
 does, without digests. Ways, turn by turn: `streamed`: `Backend.iter_hf_weights`; `per_parameter`: `full_tensor()` of
 each parameter, cast to the dtype that is sent; `state_dict`: `get_model_state_dict` with all of it on rank 0. Figures
 of rank 0 go to OUT by dtype of the model: medians in ms, ratios within a round, and the most bytes that were resident
@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from bench_packing import Setting, make_config  # noqa: E402
-from children import forget_peak, resident  # noqa: E402
+from bench_packing import Setting, make_config
+from children import forget_peak, resident
 
-from asyncrl.config import WeightSyncConfig  # noqa: E402
-from learners.backends.fsdp2 import DTYPES, FSDP2Backend, bytes_of  # noqa: E402
-from learners.backends.sharded import OWN  # noqa: E402
-from learners.gang import Gang  # noqa: E402
-from weightsync.plan import TensorSpec, plan_buckets  # noqa: E402
+from asyncrl.config import WeightSyncConfig
+from learners.backends.fsdp2.backend import DTYPES, FSDP2Backend, bytes_of
+from learners.backends.fsdp2.sharded_module import OWN
+from learners.gang.gang import Gang
+from weightsync.plan.buckets import TensorSpec, plan_buckets
 
 Chunks = Iterator[tuple[str, Any]]
 SHAPE = ["learner.ranks=2"]

@@ -4,7 +4,7 @@ First line in: the setting with `way`; out: {"ready": resident bytes, "version":
 {"groups": [{"prompt": [ids], "responses": [[ids], ...], "rewards": [..]}, ...]}; out: {"seconds", "cpu": seconds of the
 processor, "grad_norm", "peak": the most bytes resident meanwhile}. Ways:
 
-- ours: `learners.trial.Trial` on the FSDP2 backend, from a claimed batch to the updated weights;
+- ours: `learners.step.resilient_step.Trial` on the FSDP2 backend, from a claimed batch to the updated weights;
 - minimal: what one writes by hand in 60 lines, for one process and one loss: packed rows, full logits, AdamW;
 - trl: `GRPOTrainer.train()` of TRL, in the Python of its own environment, fed by `rollout_func`: from its padded
   batch to the updated weights.
@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from children import Answers, forget_peak, resident  # noqa: E402
+from children import Answers, forget_peak, resident
 
 CLIP = (0.8, 1.28)
 
@@ -33,9 +33,9 @@ class Ours:
     def __init__(self, given: dict[str, Any]) -> None:
         from bench_packing import Setting, make_config
 
-        from learners.backends.fsdp2 import FSDP2Backend
-        from learners.gang import Gang
-        from learners.trial import Trial
+        from learners.backends.fsdp2.backend import FSDP2Backend
+        from learners.gang.gang import Gang
+        from learners.step.resilient_step import Trial
 
         setting = Setting(cap=given["cap"], budget=given["budget"])
         # The others know of no behaviour policy.
@@ -50,7 +50,7 @@ class Ours:
         """What a claim brings."""
         import numpy as np
 
-        from buffers.batches import ClaimedBatch, GroupData, SampleData
+        from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
 
         def sample(index: int, ids: list[int], reward: float) -> SampleData:
             response = np.array(ids, np.int32)
@@ -81,7 +81,7 @@ class Minimal:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from learners.attention import install
+        from learners.models.attention import install
 
         self.budget = given["budget"]
         self.model: Any = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)

@@ -70,7 +70,7 @@ def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int,
         f"run.dir={folder}", f"run.seed={seed}", f"learner.steps={steps}", f"model.path=runs/models/{task}",
         f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false", "log.archive=false",
         "evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false",
-        "learner.checkpoint_every=1000", f'reward=[{{function="asyncrl.recipes.tasks:{task}_reward"}}]',
+        "learner.checkpoint_every=1000", f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]',
     )  # fmt: skip
     options = [word for setting in (*base, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words, *options]

@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.forecast import play  # noqa: E402
-from asyncrl.forecast_measure import measure  # noqa: E402
-from asyncrl.forecast_search import scenario_of  # noqa: E402
-from asyncrl.rundir import RunDir  # noqa: E402
+from asyncrl.planner.forecast import play
+from asyncrl.planner.measure import measure
+from asyncrl.planner.search import scenario_of
+from asyncrl.runtime.run_dir import RunDir
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
 #: name -> producers, max_staleness, batch_groups. The first one is measured.
@@ -57,7 +57,7 @@ def run_of(task: str, name: str, steps: int) -> RunDir:
     settings = [f"run.dir={folder}", f"producers.count={producers}", f"buffer.max_staleness={bound}",
                 f"buffer.batch_groups={groups}", f"learner.steps={steps}", f"model.path=runs/models/{task}",
                 f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false", "learner.checkpoint_every=10",
-                f'reward=[{{function="asyncrl.recipes.tasks:{task}_reward"}}]', "log.archive=false",
+                f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]', "log.archive=false",
                 "evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false"]  # fmt: skip
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words]

@@ -22,15 +22,16 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl import wire  # noqa: E402
-from asyncrl.config import dump, parse  # noqa: E402
-from asyncrl.rundir import RunDir  # noqa: E402
-from asyncrl.sockets import keep_memory  # noqa: E402
-from asyncrl.wire import Packet  # noqa: E402
-from buffers import client as clients  # noqa: E402
-from buffers import server, service  # noqa: E402
-from buffers.client import LearnerClient, ProducerClient  # noqa: E402
-from buffers.places import PlaceReader  # noqa: E402
+from asyncrl import wire
+from asyncrl.config import dump, parse
+from asyncrl.net.sockets import keep_memory
+from asyncrl.runtime.run_dir import RunDir
+from asyncrl.wire import Packet
+from buffers import main as server
+from buffers.client import client as clients
+from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client.place_reader import PlaceReader
+from buffers.service import service
 
 STEPS_TO_CHECKPOINT = 4
 

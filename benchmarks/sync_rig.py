@@ -26,12 +26,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl import config as settings  # noqa: E402
-from asyncrl.errors import AsyncRLError  # noqa: E402
-from asyncrl.rundir import RunDir, endpoint  # noqa: E402
-from weightsync.plan import Plan, TensorSpec  # noqa: E402
-from weightsync.publisher import Publisher  # noqa: E402
-from weightsync.receiver import Receiver  # noqa: E402
+from asyncrl import config as settings
+from asyncrl.errors import AsyncRLError
+from asyncrl.runtime.run_dir import RunDir, endpoint
+from weightsync.plan.buckets import Plan, TensorSpec
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import Receiver
 
 LAYERS, HIDDEN, KEYS, MLP, WORDS = 24, 896, 128, 4864, 151_936  # Qwen2.5-0.5B
 STEP_S = 0.001
@@ -101,7 +101,7 @@ class BenchEngine:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         import torch
 
-        from producers.engines.weights import ModelWeights
+        from producers.engines.hf.weights import ModelWeights
 
         model = torch.nn.Module()
         for spec in specs:
@@ -309,7 +309,7 @@ class World:
         run = RunDir(self.config.run_dir).create()
         run.config.write_text(settings.dump(self.config))
         self._service = subprocess.Popen(
-            [sys.executable, "-m", "weightsync.service", "--config", str(run.config), "--name", "weightsync"],
+            [sys.executable, "-m", "weightsync.main", "--config", str(run.config), "--name", "weightsync"],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         self.members = [Process(run.config, f"g{number}", gib) for number in range(members)]

@@ -28,7 +28,7 @@ RUN = ROOT / "runs" / "tool-calculator"
 def prepare(seed: int) -> float:
     """Model and prompts; seconds."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "learners.calculator_start", "--out", "runs/models/calculator",
+    command = [sys.executable, "-m", "learners.warm_start.calculator", "--out", "runs/models/calculator",
                "--data", "runs/data/calculator.jsonl", "--seed", str(seed)]  # fmt: skip
     subprocess.run(command, cwd=ROOT, check=True, timeout=1200)
     return time.monotonic() - began

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl import algorithms, cli, config, errors, metrics, presets, wire
-from asyncrl.config_schema import meanings_of
-from asyncrl.explain import error_texts
+from asyncrl import cli, config, errors, metrics, wire
+from asyncrl.config import presets
+from asyncrl.config.json_schema import meanings_of
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.configure.explain import error_texts
 
 FOLDER = Path(__file__).parent
 
@@ -25,7 +27,7 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "",
-        "Generated from `asyncrl/config.py`. One TOML for all roles; `--set key=value` wins.",
+        "Generated from `asyncrl/config/__init__.py`. One TOML for all roles; `--set key=value` wins.",
     ]
     for path, kind in sections(config.Config, ""):
         title = (kind.__doc__ or "").strip().splitlines()[0]
@@ -77,7 +79,7 @@ def show(item: msgspec.structs.FieldInfo) -> str:
 
 def error_codes() -> str:
     """The table of codes."""
-    rows = ["# Errors", "", "Generated from `asyncrl/errors.py` and `asyncrl/error_texts.toml`; `asyncrl explain CODE`",
+    rows = ["# Errors", "", "Generated from `asyncrl/errors.py` and `asyncrl/configure/error_texts.toml`; `asyncrl explain CODE`",
             "prints the same. Exit codes 0, 2, 65, 75 and 78 are final; a supervisor restarts after the others within",
             "a budget.", "", "| code | meaning | what to do | exit code |", "| --- | --- | --- | --- |"]  # fmt: skip
     rows += [
@@ -136,7 +138,7 @@ def cell(text: str) -> str:
 
 def metric_names() -> str:
     """The table of metrics."""
-    rows = ["# Metrics", "", "Generated from `asyncrl/metrics.py`. Files: `metrics/*.jsonl` in the run folder.", "",
+    rows = ["# Metrics", "", "Generated from `asyncrl/metrics/__init__.py`. Files: `metrics/*.jsonl` in the run folder.", "",
             "| name | unit | written by | meaning |", "| --- | --- | --- | --- |"]  # fmt: skip
     rows += [f"| `{name}` | {m.unit} | {m.role} | {m.meaning} |" for name, m in metrics.CATALOGUE.items()]
     return "\n".join(rows) + "\n"
@@ -145,7 +147,7 @@ def metric_names() -> str:
 def wire_messages() -> str:
     """Every message with its fields in order."""
     parts = [
-        "# Wire protocol", "", f"Generated from `asyncrl/wire.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
+        "# Wire protocol", "", f"Generated from `asyncrl/wire/__init__.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
         "answers. A message is `[prefix][header][payload]...`:", "",
         "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8",
         "  (0 request, 1 reply, 2 request that takes `Replies`),",
@@ -169,7 +171,7 @@ def algorithm_names() -> str:
     """Names, options, papers and presets, from the tables, the signatures and the files."""
     parts = [
         "# Algorithms", "",
-        "Generated from `asyncrl/algorithms.py`, signatures in `learners/algorithms` and `configs/presets`. What is",
+        "Generated from `asyncrl/config/sections/algorithm_catalogue.py`, signatures in `learners/algorithms` and `configs/presets`. What is",
         "chosen by name under `[learner.algorithm]`; options go into `advantage_options`, `loss_options` and",
         "`correction_options`, where the word `off` stands for no value. A package of yours adds names by the",
         "entry-point groups `asyncrl.advantages`, `asyncrl.losses` and `asyncrl.corrections`; `asyncrl check` explains",
@@ -208,7 +210,7 @@ def _needs(entry: algorithms.Entry) -> str:
 
 
 def option_data() -> str:
-    """`asyncrl/algorithm_options.json`: needs torch."""
+    """`asyncrl/config/sections/algorithm_options.json`: needs torch."""
     from learners.algorithms.registry import option_table
 
     return msgspec.json.format(msgspec.json.encode(option_table()), indent=1).decode() + "\n"
@@ -224,7 +226,7 @@ def plain(hint: object) -> str:
 
 def status_schema() -> str:
     """`docs/status.schema.json`: the form of `asyncrl status --json`."""
-    from asyncrl.live.state import schema_text
+    from asyncrl.monitor.status_schema import schema_text
 
     return schema_text()
 
@@ -232,7 +234,7 @@ def status_schema() -> str:
 PAGES = {
     "status.schema.json": status_schema,
     "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
-    "../asyncrl/algorithm_options.json": option_data, "algorithms.md": algorithm_names, "cli.md": command_line,
+    "../asyncrl/config/sections/algorithm_options.json": option_data, "algorithms.md": algorithm_names, "cli.md": command_line,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.live.screen import screen
-from asyncrl.live.snapshot import snapshot
-from asyncrl.live.source import FileSource, Observed
+from asyncrl.monitor.screen import screen
+from asyncrl.monitor.snapshot import snapshot
+from asyncrl.monitor.source import FileSource, Observed
 from asyncrl.report import write_comparison, write_report
-from asyncrl.rundir import RunDir
+from asyncrl.runtime.run_dir import RunDir
 
 IMAGES = Path(__file__).parent / "images"
 MOST_BYTES = 300_000

@@ -1,6 +1,6 @@
 """Evaluations as the learner sees them: their figures go to the tracker, and the end of the run waits for the last one.
 
-Called by `learners.services` on rank 0. Guarantees:
+Called by `learners.rank_zero` on rank 0. Guarantees:
 1. between two steps it asks and never waits; an answer that does not come is asked for again after the next step;
 2. the end waits until none runs or waits any more, at most `2 * evaluation.timeout_s` and a little: one that runs, and
    the one of the last step after it. The end of the process's time (SIGTERM) ends the wait;
@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
-from asyncrl.evaluation import METRICS
+from asyncrl.evaluation.ids import METRICS
 
 POLL_S = 0.5
 GRACE_S = 30.0  # above the time of two evaluations: for a buffer that was restarted meanwhile

@@ -3,7 +3,7 @@
 Called by `learners.main`. Rank 0 has `services`; the others follow the orders that it shares. Guarantees:
 1. a step is: claim, cut, train, publish version `step`, commit it, record, and a checkpoint every few steps;
 2. a checkpoint holds the buffer's ledger; the buffer retires groups only after it is durable, however long after its
-   step that is (`learners.saving`);
+   step that is (`learners.checkpoints.saving`);
 3. the end (all steps done, or SIGTERM) comes between two steps, with a checkpoint;
 4. updates with a gradient that is not finite are skipped and said; `MAX_SKIPPED` steps of them in a row end the run;
 5. a buffer that has lost its state is told what the current weights hold, after they were made durable: nothing in
@@ -27,26 +27,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from asyncrl.config import Config, dump
+from asyncrl.config.sections.mode import streams
 from asyncrl.engine import GAP_LIMIT
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
-from asyncrl.failpoints import failpoint
 from asyncrl.metrics import read_lines
-from asyncrl.modes import streams
-from asyncrl.rundir import RunDir, write_atomic
-from learners import checkpoint, shown
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.run_dir import RunDir, write_atomic
 from learners.backends.base import Backend
-from learners.coefficients import Coefficients
-from learners.gang import Gang
-from learners.metered import Meter
-from learners.profiling import Profiler
-from learners.saving import Checkpoints
-from learners.services import Services, Weights
-from learners.step_times import StepTimes
-from learners.trial import Trial
-from learners.update import StepResult
+from learners.batch import sample_log as shown
+from learners.checkpoints import checkpoint
+from learners.checkpoints.saving import Checkpoints
+from learners.gang.gang import Gang
+from learners.profiling.metered_backend import Meter
+from learners.profiling.profiler import Profiler
+from learners.rank_zero import Services, Weights
+from learners.step.coefficients import Coefficients
+from learners.step.resilient_step import Trial
+from learners.step.timing import StepTimes
+from learners.step.update import StepResult
 
 if TYPE_CHECKING:
-    from buffers.client import ClaimedBatch
+    from buffers.client.client import ClaimedBatch
 
 MAX_SKIPPED = 3
 

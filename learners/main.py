@@ -19,9 +19,9 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
-from asyncrl.role import RoleArgs, Stop, key_of, run
-from asyncrl.rundir import RunDir
-from asyncrl.signs import Sign, Ticker
+from asyncrl.runtime.liveness import Sign, Ticker
+from asyncrl.runtime.role import RoleArgs, Stop, key_of, run
+from asyncrl.runtime.run_dir import RunDir
 
 HEARTBEAT_TIMEOUT_S = 4.0
 
@@ -41,9 +41,9 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
 def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
     """Join the gang, build the backend, connect (rank 0), train."""
     from asyncrl.plugins import find
-    from learners.gang import Gang, lost_peer
+    from learners.gang.gang import Gang, lost_peer
+    from learners.gang.watchdog import Watchdog
     from learners.loop import Learner
-    from learners.watchdog import Watchdog
 
     started = time.monotonic()
     _quiet()
@@ -83,12 +83,12 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
-    from asyncrl.fingerprint import model_fingerprint
-    from asyncrl.modes import streams
-    from asyncrl.rundir import beside, endpoint
-    from buffers.client import LearnerClient
-    from learners.services import Heart, Services, Silence
-    from weightsync.publisher import Publisher
+    from asyncrl.config.sections.mode import streams
+    from asyncrl.runtime.fingerprint import model_fingerprint
+    from asyncrl.runtime.run_dir import beside, endpoint
+    from buffers.client.client import LearnerClient
+    from learners.rank_zero import Heart, Services, Silence
+    from weightsync.publisher.publisher import Publisher
 
     keys = key_of(args, config)
     fingerprint = model_fingerprint(config.model.path, dtype=config.model.dtype)
@@ -128,9 +128,9 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
 
 def plans_of(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
     """The layouts of a backend's versions: whole weights, and (else None) adapters of them."""
-    from learners.services import AdapterPlan
+    from learners.rank_zero import AdapterPlan
     from weightsync.encoding.adapter import config_text, plan_adapter
-    from weightsync.plan import TensorSpec, plan_buckets
+    from weightsync.plan.buckets import TensorSpec, plan_buckets
 
     whole = plan_buckets([TensorSpec(*spec) for spec in backend.weight_specs()], bucket_bytes=bucket_bytes)
     if (adapters := backend.adapters) is None:

@@ -3,7 +3,7 @@
 Started by `asyncrl replay` as `python -m learners.replay --config OUT/config.toml --name replay`, once per rank.
 OUT/plan.json says what to do; OUT/steps.jsonl and OUT/end.json say what came of it. Guarantees:
 1. every step trains the groups that the run's weights hold, under the configuration and the tuned settings of that
-   step, by the code of `learners.trial`: with unchanged settings on a CPU the same bits;
+   step, by the code of `learners.step.resilient_step`: with unchanged settings on a CPU the same bits;
 2. `--set` wins over both, from the step after `since` on, and so do the rewards of a file of scores, for the groups
    that it scored whole: a group is trained on the rewards of one of the two, never on a mixture;
 3. the run's folder is only read; settings that the model is built with are changed by a save and a load, as a restart
@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl import batch_file
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
-from asyncrl.replay_report import END, LINES, PLAN, Done, End, Plan, Step
-from asyncrl.rescored import GroupScores, content_of, read_scores
-from asyncrl.role import RoleArgs, Stop, run
-from asyncrl.rundir import RunDir, write_atomic
+from asyncrl.runs import batch_file
+from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step
+from asyncrl.runs.score_file import GroupScores, content_of, read_scores
+from asyncrl.runtime.role import RoleArgs, Stop, run
+from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 if TYPE_CHECKING:
-    from buffers.batches import GroupData
-    from buffers.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import GroupData
+    from buffers.client.client import ClaimedBatch
     from learners.backends.base import Backend
-    from learners.gang import Gang
-    from learners.trial import Trial
-    from learners.update import StepResult
+    from learners.gang.gang import Gang
+    from learners.step.resilient_step import Trial
+    from learners.step.update import StepResult
 
 PREFIX = "learner.algorithm."
 
@@ -51,7 +51,7 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
     """Join the gang, replay, compare the final weights."""
     import torch
 
-    from learners.gang import Gang
+    from learners.gang.gang import Gang
     from learners.main import _quiet
 
     torch.set_num_threads(config.learner.threads)
@@ -101,7 +101,7 @@ class Replay:
         """The step's settings on every rank, its batch on rank 0."""
         batch, text = None, None
         if self._gang.lead:
-            from learners.archive import recorded
+            from learners.batch.archive import recorded
 
             batch, meta = recorded(self._archive, step.step)
             batch = self._rescored(self._trained(batch, step))
@@ -141,8 +141,8 @@ class Replay:
         elif _of_the_backend(config) != _of_the_backend(self._in_force):
             self._backend = self._rebuild(config)
         if self._trial is None or config is not self._config:
-            from learners.checkpoint import state_of
-            from learners.trial import Trial
+            from learners.checkpoints.checkpoint import state_of
+            from learners.step.resilient_step import Trial
 
             self._trial = Trial(
                 config.learner, gang=self._gang, backend=self._backend, bury=self._bury, say=_say,
@@ -173,7 +173,7 @@ class Replay:
 
     def _build(self, config: Config, checkpoint: str) -> Backend:
         from asyncrl.plugins import find
-        from learners.checkpoint import problem_of
+        from learners.checkpoints.checkpoint import problem_of
 
         self._gang.device.seed_all(config.run.seed + self._gang.topology.share)
         backend: Backend = find("asyncrl.backends", config.learner.backend)(config, self._gang)
@@ -233,7 +233,7 @@ class Replay:
         return self._digest_of(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
 
     def _digest_of(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
-        from weightsync.digest import Digest, whole_digest
+        from weightsync.plan.digest import Digest, whole_digest
 
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
         digests = [Digest() for _ in layout.bucket_bytes]
@@ -274,7 +274,7 @@ def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
 
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+            for name in file.keys():
                 yield name, file.get_tensor(name)
 
 
@@ -301,8 +301,8 @@ def without(tuning: str, overrides: Sequence[str]) -> str:
 
 def _of_the_backend(config: Config) -> tuple[Any, ...]:
     """Settings that the models and their optimizers are built with."""
-    from learners.backends.critic import wants_critic
-    from learners.backends.process_reward import wants_process_rewards
+    from learners.backends.fsdp2.critic import wants_critic
+    from learners.backends.fsdp2.process_reward import wants_process_rewards
 
     learner = config.learner
     critic, process = learner.critic, learner.process_reward

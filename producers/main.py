@@ -25,29 +25,30 @@ from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
-from asyncrl import role, rundir
 from asyncrl.config import Config, SamplingConfig
+from asyncrl.config.sections.mode import streams
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
-from asyncrl.engine_env import own_url
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, Unavailable
-from asyncrl.evaluation import is_evaluation
-from asyncrl.failpoints import failpoint
-from asyncrl.modes import streams
+from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.sockets import keep_memory
 from asyncrl.plugins import find
-from asyncrl.signs import Sign
-from asyncrl.sockets import keep_memory
+from asyncrl.process_plan.interpreters import own_url
+from asyncrl.runtime import role
+from asyncrl.runtime import run_dir as rundir
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
-from buffers.client import ProducerClient
-from producers.capacity import capacity_of
-from producers.checkpoints import Trail
-from producers.environments.playing import environment_of
-from producers.evaluation import HeldOutPrompts
-from producers.patience import Patience
-from producers.prompts import BadPrompt, Prompts, Row, encode_prompt
-from producers.rollout import Finished, extras_of, roll_out, side_by_side
-from producers.tokenizer import Tokenizer
-from weightsync.receiver import Receiver
+from buffers.client.client import ProducerClient
+from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
+from producers.data.tokenizer import Tokenizer
+from producers.environments.multi_turn import environment_of
+from producers.rollout.capacity import capacity_of
+from producers.rollout.partial_samples import Trail
+from producers.rollout.rollout import Finished, extras_of, roll_out, side_by_side
+from producers.support.retry import Patience
+from weightsync.receiver.receiver import Receiver
 
 T = TypeVar("T")
 #: A lease request names the engine's version. A swap outdates it: it is asked anew at once, and after this long anyway.
@@ -149,7 +150,7 @@ class Producer:
         return answer
 
     def _heard(self, answer: Leases) -> None:
-        """An answer to a request for work came (see `producers.dataset`)."""
+        """An answer to a request for work came (see `producers.engines.dataset`)."""
 
     async def _group(self, lease: Lease) -> None:
         """Generate the missing samples of one leased group."""
@@ -339,7 +340,7 @@ def parts_of(
 ) -> tuple[Producer, Any]:  # fmt: skip
     """What works and what receives weights, by the mode: rows of a data set as they are need no weights."""
     if streams(config):
-        from producers.dataset import DatasetProducer, NoWeights
+        from producers.engines.dataset import DatasetProducer, NoWeights
 
         nothing = NoWeights()
         return DatasetProducer(config, client=client, engine=engine, receiver=nothing, patience=patience), nothing
@@ -407,7 +408,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The role's body for `asyncrl.role.run`."""
+    """The role's body for `asyncrl.runtime.role.run`."""
     keep_memory()  # payloads are made and freed all the time
     asyncio.run(produce(args, config, stop))
 

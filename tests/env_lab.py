@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config, parse
+from asyncrl.demo import calculator
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
-from asyncrl.recipes import calculator
-from learners.tiny_model import make_tokenizer
-from producers.prompts import encode_prompt
-from producers.rollout import Finished
-from producers.tokenizer import Tokenizer
+from learners.warm_start.tiny_model import make_tokenizer
+from producers.data.prompts import encode_prompt
+from producers.data.tokenizer import Tokenizer
+from producers.rollout.rollout import Finished
 
 ASCII = "".join(map(chr, range(32, 127))) + "\n"
 CHATML = calculator.TEMPLATE

@@ -1,4 +1,4 @@
-"""Claimed batches made by hand: the types that the learner gets from `buffers.batches`, with what tests leave open.
+"""Claimed batches made by hand: the types that the learner gets from `asyncrl.wire.batch_arrays`, with what tests leave open.
 
 Used by the tests of training that need no buffer. Nothing is checked here: a test may make what no buffer would hand
 out. Example: `a_sample(0, [5, 6, 7], reward=1.0)` has log-probs of 0 and three tokens of version 0.
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from buffers.batches import ClaimedBatch, GroupData, SampleData
+from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
 
 Runs = tuple[tuple[int, int], ...]
 

@@ -41,10 +41,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers", "zmq.asyncio",
-    "buffers.client", "buffers.groups", "buffers.server", "buffers.stores.sqlite", "weightsync.service",
-    "weightsync.publisher", "weightsync.receiver", "producers.engines.hf", "producers.main", "producers.rewards.main",
-    "learners.local_gang", "learners.loop", "learners.main", "learners.backends.fsdp2", "asyncrl.cli",
-    "asyncrl.launch", "asyncrl.report",
+    "buffers.client.client", "buffers.groups.machine", "buffers.main", "buffers.stores.sqlite", "weightsync.main",
+    "weightsync.publisher.publisher", "weightsync.receiver.receiver", "producers.engines.hf.engine", "producers.main", "producers.rewards.main",
+    "learners.gang.local_gang", "learners.loop", "learners.main", "learners.backends.fsdp2.backend", "asyncrl.cli",
+    "asyncrl.launcher.launch", "asyncrl.report",
 )  # fmt: skip
 ORDER_BYTES = 100_000
 plain_popen = subprocess.Popen
@@ -386,7 +386,7 @@ class Embryo:
 
 def prepare(words: list[str]) -> None:
     """The ranks of torchrun, if this is to be torchrun."""
-    if words[:2] not in (["-m", "torch.distributed.run"], ["-m", "learners.local_gang"]) or not alone():
+    if words[:2] not in (["-m", "torch.distributed.run"], ["-m", "learners.gang.local_gang"]) or not alone():
         return
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 

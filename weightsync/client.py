@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.sockets import Keys, Requester
+from asyncrl.net.sockets import Keys, Requester
 from asyncrl.wire import StatusRequest, Stop
 
 

@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import Unavailable
-from asyncrl.processes import is_alive
-from weightsync.copying import Crew, Pieces
-from weightsync.mapped import map_new
-from weightsync.plan import Plan, bucket_starts
+from asyncrl.process_plan.host_facts import is_alive
+from weightsync.copy_digest import Crew, Pieces
+from weightsync.mapped_file import map_new
+from weightsync.plan.buckets import Plan, bucket_starts
 
 PREFIX = "asyncrl-"
 SHARED_MEMORY = Path("/dev/shm")

@@ -6,16 +6,16 @@ it runs: `--help` and the shell's completion stay fast. Guarantee: nothing but t
 
 #: In the order of `asyncrl --help`.
 MODULES = (
-    "launching",
-    "configuration",
+    "launch",
+    "configure",
     "keys",
-    "live",
-    "watching",
-    "log_tools",
+    "top",
+    "monitor",
+    "runs",
     "results",
-    "outside",
+    "metrics",
     "author_tools",
-    "machine",
+    "doctor",
     "environments",
-    "planning",
+    "planner",
 )

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
 
 def _test_reward(args: argparse.Namespace) -> int:
     names = ("data", "samples", "response_key", "prompt_key", "args", "timeout_s", "memory_bytes", "sandbox")
-    return _process("producers.rewards.author", args, names, args.function)
+    return _process("producers.rewards.contract_test", args, names, args.function)
 
 
 def _sandbox_server(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def _process(module: str, args: argparse.Namespace, names: tuple[str, ...], *wor
     import os
     import sys
 
-    from asyncrl.launch import python_path
+    from asyncrl.launcher.launch import python_path
 
     options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path())}

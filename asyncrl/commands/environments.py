@@ -33,5 +33,5 @@ def _test_env(args: argparse.Namespace) -> int:
         words += [flag, str(value)] if value else []
     words += [word for text in args.say for word in ("--say", text)]
     return run_contract(
-        "producers.environments.contract", [*words, *(["--json"] if args.json else [])], limit_s=LIMIT_S
+        "producers.environments.contract_test", [*words, *(["--json"] if args.json else [])], limit_s=LIMIT_S
     )

@@ -29,7 +29,7 @@ def _keys(args: argparse.Namespace) -> int:
     import os
 
     from asyncrl.errors import ConfigError
-    from asyncrl.keys import JOIN_FILE, SERVER_FILE, write_keys
+    from asyncrl.net.keys import JOIN_FILE, SERVER_FILE, write_keys
 
     previous = os.umask(0o077)
     try:

@@ -39,7 +39,7 @@ def _add_export(commands: Commands) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     from asyncrl.report import write_comparison, write_report
-    from asyncrl.rundir import RunDir
+    from asyncrl.runtime.run_dir import RunDir
 
     runs = [RunDir(folder).require() for folder in (args.folder, *args.others)]
     print(write_comparison(runs, out=args.out) if args.others else write_report(runs[0], out=args.out))
@@ -47,7 +47,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from asyncrl.export import export_command
+    from asyncrl.runs.export import export_command
 
     return export_command(
         args.folder, step=args.step, out=args.out, dtype=args.dtype, max_shard_size=args.max_shard_size

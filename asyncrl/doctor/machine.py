@@ -1,6 +1,6 @@
 """Probes of the machine: processor, memory, devices, disk, shared memory, limits, sockets, clock.
 
-Called by `asyncrl.doctor.child`. Standard library alone. Every probe takes the places that it looks at as arguments,
+Called by `asyncrl.doctor.probe_process`. Standard library alone. Every probe takes the places that it looks at as arguments,
 so that tests can make others.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.doctor.found import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
 
 GIB = 1 << 30
 LEAST_PYTHON = (3, 11)

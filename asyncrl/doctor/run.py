@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from asyncrl.doctor.child import MARK, PROBES
-from asyncrl.doctor.found import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.probe_process import MARK, PROBES
 from asyncrl.errors import ConfigError
 
 LIMIT_S = 90.0
@@ -56,13 +56,13 @@ def examine(names: Sequence[str], *, limit_s: float = LIMIT_S) -> list[Probed]:
 def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
     """The finding of one probe, whatever becomes of its process."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.doctor.child", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "asyncrl.doctor.probe_process", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         stdin=subprocess.DEVNULL, start_new_session=True, errors="replace",
     )  # fmt: skip
     try:
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Found(WRONG, f"no answer within {limit_s:g} s", "see what hangs: python -m asyncrl.doctor.child "
+        return Found(WRONG, f"no answer within {limit_s:g} s", "see what hangs: python -m asyncrl.doctor.probe_process "
                      f"'{name}'")  # fmt: skip
     finally:
         end(child)
@@ -72,7 +72,7 @@ def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
     last = ([line for line in err.splitlines() if line.strip()] or [""])[-1][:200]
     how = f"killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else f"code {child.returncode}"
     return Found(WRONG, f"its process ended without an answer ({how}) {last}".strip(),
-                 f"see what breaks: python -m asyncrl.doctor.child '{name}'")  # fmt: skip
+                 f"see what breaks: python -m asyncrl.doctor.probe_process '{name}'")  # fmt: skip
 
 
 def end(child: subprocess.Popen[str]) -> None:

@@ -1,6 +1,6 @@
 """Probes of software: packages, torch, Ascend, engines, extras, Redis, SQLite, the sandbox.
 
-Called by `asyncrl.doctor.child`, each in a process of its own: what is imported here may crash, hang or print.
+Called by `asyncrl.doctor.probe_process`, each in a process of its own: what is imported here may crash, hang or print.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.doctor.found import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
 
 #: Servers below these have known holes in scripts (CVE-2025-49844 and others), unless the distribution mended them.
 PATCHED_REDIS: dict[tuple[int, ...], tuple[int, ...]] = {

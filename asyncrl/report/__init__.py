@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.rundir import RunDir, write_atomic
+from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 COMPARISON = "comparison.html"
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from asyncrl.report.data import ENDS, RunData
 from asyncrl.report.evaluation import newest, sources_of, value_of
+from asyncrl.report.html import card, seconds, table
 from asyncrl.report.page import frame, heading
-from asyncrl.report.parts import card, seconds, table
 from asyncrl.report.settings import listed, plain_keys, value_at
+from asyncrl.report.summary import judged
 from asyncrl.report.svg import Line, legend, line_chart, short
-from asyncrl.report.verdict import judged
 
 COLOURS = ("s1", "s2", "s3", "s5", "s4", "s6", "s8", "s7")
 CURVES = (

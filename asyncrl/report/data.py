@@ -1,6 +1,6 @@
 """Reads what a run has written into one value, and sums it up in a few lines.
 
-Called by `asyncrl.report`, `asyncrl.launch`, `asyncrl.demo` and `asyncrl.status`. Guarantees:
+Called by `asyncrl.report`, `asyncrl.launcher.launch`, `asyncrl.demo.demo` and `asyncrl.monitor.status`. Guarantees:
 1. it only reads; files that are missing or cut are empty or shorter, never an error;
 2. steps are those of the surviving history: a step that was trained again replaces its first time and what came after.
 """
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.audit import Audit, audit_run
+from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
-from asyncrl.evaluation_figures import ALL
-from asyncrl.live.advice import CUT_SHARE
+from asyncrl.evaluation.statistics import ALL
+from asyncrl.launcher.supervisor import Outcome
 from asyncrl.metrics import read_lines
-from asyncrl.report.history import Recovery, StepLags, events_of, story
-from asyncrl.rundir import RunDir, read_object
-from asyncrl.supervise import Outcome
+from asyncrl.monitor.advice import CUT_SHARE
+from asyncrl.report.events import Recovery, StepLags, events_of, story
+from asyncrl.runtime.run_dir import RunDir, read_object
 
 Line = dict[str, Any]
 NO_SIGNAL_SHARE = 0.9  # of the last groups; a run that has learned its prompts comes near

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from asyncrl.evaluation_figures import ALL
+from asyncrl.evaluation.statistics import ALL
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card, table
+from asyncrl.report.html import card, table
 from asyncrl.report.svg import Line, legend, line_chart, short
 
 COLOURS = ("s1", "s2", "s3", "s4", "s5", "s6")

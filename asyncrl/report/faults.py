@@ -1,6 +1,6 @@
 """The chapter on faults: what ended, how long it took until things went on, and everything that was noted.
 
-Called by `asyncrl.report.page`. The times are those of `asyncrl.report.history`.
+Called by `asyncrl.report.page`. The times are those of `asyncrl.report.events`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card, clock, seconds, table
+from asyncrl.report.html import card, clock, seconds, table
 
 TROUBLE = frozenset({"exit", "restart", "kill", "given up", "lost", "drop", "dead", "silent"})
 SHOWN_EVENTS = 200

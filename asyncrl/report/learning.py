@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card
+from asyncrl.report.html import card
 from asyncrl.report.svg import Line, legend, line_chart
 
 SMALL = (

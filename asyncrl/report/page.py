@@ -15,19 +15,10 @@ from html import escape
 from typing import NamedTuple
 
 from asyncrl import __version__
-from asyncrl.report import (
-    bias,
-    evaluation,
-    faults,
-    learning,
-    ledger,
-    settings,
-    shown,
-    staleness,
-    timing,
-    verdict,
-    weights,
-)
+from asyncrl.report import evaluation, faults, learning, ledger, settings, staleness, timing, weights
+from asyncrl.report import length_bias as bias
+from asyncrl.report import samples as shown
+from asyncrl.report import summary as verdict
 from asyncrl.report.data import RunData
 from asyncrl.report.style import SCRIPT, STYLE
 from asyncrl.report.svg import SMOOTHING

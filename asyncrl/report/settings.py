@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.config import Config, all_keys
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card, clock, table
+from asyncrl.report.html import card, clock, table
 from asyncrl.report.svg import short
 
 PACKAGES = (

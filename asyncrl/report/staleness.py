@@ -1,12 +1,12 @@
 """The chapter on staleness: the lag of what was trained, step by step, against the bound.
 
-Called by `asyncrl.report.page`. Lags are counted in the log (`asyncrl.report.history`, `asyncrl.audit`).
+Called by `asyncrl.report.page`. Lags are counted in the log (`asyncrl.report.events`, `asyncrl.audit.prove`).
 """
 
 from __future__ import annotations
 
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card
+from asyncrl.report.html import card
 from asyncrl.report.svg import Line, bar_chart, legend, line_chart
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card
+from asyncrl.report.html import card
 from asyncrl.report.svg import Line, Points, legend, line_chart, short, stacked_chart, thin
 from asyncrl.report.svg_time import BINS, Lane, lanes
 

@@ -9,7 +9,7 @@ from collections import Counter
 from html import escape
 
 from asyncrl.report.data import RunData
-from asyncrl.report.parts import card, table
+from asyncrl.report.html import card, table
 from asyncrl.report.svg import Line, line_chart, short
 
 

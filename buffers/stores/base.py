@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from buffers.ledger import Change
+from buffers.groups.records import Change
 
 
 class Opened(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Called by the Redis store alone. All keys of a run share one hash tag, so they lie in one slot of a cluster.
 
     arl:{<run>}:head   HASH   epoch: of the service that may write; seq: number of the last applied write
-    arl:{<run>}:rows   HASH   row key -> row (msgpack), see buffers.book
+    arl:{<run>}:rows   HASH   row key -> row (msgpack), see buffers.groups.book
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ from typing import Any
 import redis
 
 from asyncrl.config import BufferConfig
+from asyncrl.config.redis_url import with_password, without_password
 from asyncrl.errors import ConfigError, Fenced, Unavailable
-from asyncrl.redis_secret import with_password, without_password
-from buffers.ledger import Change
+from buffers.groups.records import Change
 from buffers.stores.base import Opened, StoreLost
 from buffers.stores.keys import head_key, rows_key
-from buffers.stores.private import PrivateServer, find_server
+from buffers.stores.private_server import PrivateServer, find_server
 
 _FOLDER = Path(__file__).parent
 _TRANSIENT = (

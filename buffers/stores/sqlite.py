@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import Fenced, Unavailable
-from buffers.ledger import Change
+from buffers.groups.records import Change
 from buffers.stores.base import Opened
 
 SYNCHRONOUS = {"always": "FULL", "everysec": "NORMAL", "never": "OFF"}

@@ -1,6 +1,6 @@
 """From losses per token to one number, with global denominators.
 
-Called by `learners.update`. A piece of a batch (a micro-batch of a rank) returns its numerator over the GLOBAL count of
+Called by `learners.step.update`. A piece of a batch (a micro-batch of a rank) returns its numerator over the GLOBAL count of
 tokens or sequences, so the sum over all pieces is the loss of the whole batch, however it was cut. By `mode`, with m
 the mask, of the whole mini-batch N trained tokens and S sequences with one, and L trained tokens of a sequence:
 

@@ -1,6 +1,6 @@
 """Importance weights between behaviour and proximal policy: how much a token of an older policy counts.
 
-Called by `learners.update` through the registry, once per micro-batch (or once per batch, see 4). Three policies,
+Called by `learners.step.update` through the registry, once per micro-batch (or once per batch, see 4). Three policies,
 never mixed: `behaviour` was recorded by the generator at sampling time, `proximal` is of the learner's weights at the
 start of the step, `current` has the gradient. The loss looks at current / proximal and clips it; a correction is
 proximal / behaviour, a weight (arXiv 2505.24298, 2110.00641). Where proximal is SET to behaviour (bypass) a correction

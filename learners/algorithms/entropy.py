@@ -1,8 +1,8 @@
 """What the policy's entropy decides: which tokens are trained, and how much entropy is paid for.
 
-Called by `learners.choosing` (`entropy_keep`), `learners.coefficients` (`entropy_target`) and one's own loops. The
-bonus itself is `- coeff * aggregate(entropy)` in `learners.update`. Entropies are in nats per token
-(`learners.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
+Called by `learners.batch.token_selection` (`entropy_keep`), `learners.step.coefficients` (`entropy_target`) and one's own loops. The
+bonus itself is `- coeff * aggregate(entropy)` in `learners.step.update`. Entropies are in nats per token
+(`learners.models.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
 
 Example: entropies 0.1, 2.0, 0.3, 1.0, 0.2 with share 0.2 keep the second token alone.
 """

@@ -1,6 +1,6 @@
 """Policy losses per token, by name; to be minimised after aggregation.
 
-Called by `learners.update` through `registry`. All have the signature `name(inputs: LossInputs, *, options) ->
+Called by `learners.step.update` through `registry`. All have the signature `name(inputs: LossInputs, *, options) ->
 TokenLoss` on flat tokens, `[N]`. Guarantees:
 1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there: values are selected before any
    arithmetic;

@@ -1,6 +1,6 @@
 """How far proximal and behaviour policy are apart and what the correction made of it, for the batch and by lag.
 
-Called by `learners.update`: `correction_table` for every micro-batch, the tables of micro-batches and ranks added, then
+Called by `learners.step.update`: `correction_table` for every micro-batch, the tables of micro-batches and ranks added, then
 `table_metrics` once. Guarantees:
 1. a table holds sums and counts alone: tables add, so that no metric depends on how the batch was cut;
 2. nothing outside the mask has an influence, NaN included; rows without a trained token are left out; no gradient;

@@ -1,6 +1,6 @@
-"""The functions behind the names of `asyncrl.algorithms`, with their options bound, and those of plugins.
+"""The functions behind the names of `asyncrl.config.sections.algorithm_catalogue`, with their options bound, and those of plugins.
 
-Called by `learners.estimates` (advantages), `learners.update` (losses, corrections), `asyncrl check` (as a process:
+Called by `learners.batch.estimates` (advantages), `learners.step.update` (losses, corrections), `asyncrl check` (as a process:
 `python -m learners.algorithms.registry`, the TOML of the run on its standard input) and `docs/generate.py`. Guarantees:
 1. an unknown name or option, or a value of the wrong type, is one error that says what there is;
 2. a plugin is a function with the signature of its kind (`learners.algorithms.types`) under an entry point of the group
@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from asyncrl import algorithms
-from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import load_object
 from learners.algorithms.types import Correction, Estimate, LossInputs, Rollouts, TokenLoss

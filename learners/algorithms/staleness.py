@@ -7,7 +7,7 @@ update holds tokens of several. Guarantees:
 2. weights carry no gradient and are positive;
 3. dividing by the batch mean mixes rows: call it once on the whole batch, before that is cut into ranks and
    micro-batches.
-It does not decide what is admitted: the buffer's ledger does, by the same bound (see `buffers.admission`).
+It does not decide what is admitted: the buffer's ledger does, by the same bound (see `buffers.groups.schedule`).
 
 Example: tokens of versions 1, 2, 6 in a step that starts from version 8: newest 2, oldest 7, span 5, mean 5.
 """

@@ -1,6 +1,6 @@
 """A trained module as a Hugging Face folder.
 
-Called by `fsdp2` and `megatron` for the policy, by `companion` for the models beside it and by `learners.export` for
+Called by `fsdp2` and `megatron` for the policy, by `companion` for the models beside it and by `learners.checkpoints.export` for
 what a checkpoint holds. Guarantees:
 1. weights are those of every parameter, once, in the names and layout that `save_pretrained` would give them (fused
    experts become single ones again), in files of bounded size (`shard_files`); buffers that a model stores and never
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import UNREADABLE
-from learners.backends.shard_files import MAX_BYTES, ShardFiles
-from learners.gang import Gang
+from learners.backends.safetensors_writer import MAX_BYTES, ShardFiles
+from learners.gang.gang import Gang
 
 #: What is copied from the folder of the start weights, by pattern.
 BESIDE = (
@@ -172,7 +172,7 @@ def skeleton_of(config: Any) -> Any:
 
 def stored_buffers(skeleton: Any, source: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the start weights that a model stores and that are no parameters."""
-    from learners.backends.megatron_weights import open_tensors
+    from learners.backends.megatron.weights import open_tensors
 
     if skeleton is None:
         return

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from learners.backends.shards import Box, box_of
-from learners.score_model import new_head, scalar_head
+from learners.backends.sharded_checkpoint import Box, box_of
+from learners.models.score_model import new_head, scalar_head
 
 _MARK = "_asyncrl_start"
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"

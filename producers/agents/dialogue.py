@@ -4,7 +4,7 @@ Called by `producers.agents.endpoint`, one per sample. Guarantees:
 1. an answer reaches training as it was sampled; where the agent sends an answer of ours back, its very tokens stand in
    the context again, and nothing of it is encoded anew;
 2. a conversation that goes on from the last one continues the row of tokens; any other (an edited history, a helper's
-   conversation, other tools) opens a row of its own (`producers.sessions`), with the tokens of the answers in it;
+   conversation, other tools) opens a row of its own (`producers.rollout.session`), with the tokens of the answers in it;
 3. turns follow each other: an ask waits for the one before it; one that is given up leaves no trace in the sample;
 4. an ask without room, or beyond `environment.max_turns`, is refused and says so; `cut` is set by the first;
 5. an answer ends where the engine ends it, or with the token that completes one of `stop`; that token stays in the
@@ -26,11 +26,11 @@ from msgspec.structs import replace
 from asyncrl.engine import Engine, GenDelta, GenRequest, joined
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
-from producers.agents.api import ApiError, Ask, Message, Said
+from producers.agents.openai_api import ApiError, Ask, Message, Said
+from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Counts, GivenUp
 from producers.environments.rendering import ChatTemplate, PlainText, Renderer, encoded
-from producers.sessions import Session
-from producers.tokenizer import Tokenizer
+from producers.rollout.session import Session
 from producers.tools.parsers import Parser
 
 MARK = "asyncrl0said{}x"

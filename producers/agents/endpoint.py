@@ -21,11 +21,11 @@ import msgspec
 
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import UNREADABLE, ConfigError
-from producers.agents import api
-from producers.agents.api import ApiError, Ask, Said
+from producers.agents import openai_api as api
 from producers.agents.dialogue import Dialogue
+from producers.agents.openai_api import ApiError, Ask, Said
+from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import number_of
-from producers.tokenizer import Tokenizer
 
 MOST_BYTES = 32 << 20  # of a request's body
 GRACE_S = 1.0  # for answers under way at the end

@@ -1,6 +1,6 @@
 """`[environment] name = "agent"`: a program that knows nothing of training plays the samples.
 
-Made by `producers.environments.playing`. Each sample is a session of an agent that talks to the policy through an
+Made by `producers.environments.multi_turn`. Each sample is a session of an agent that talks to the policy through an
 OpenAI-compatible endpoint: a command (any language) or an async function. Guarantees:
 1. the sample holds what the policy said as it was sampled, with log-probs and versions (`dialogue`);
 2. the reward is what was posted to `/v1/reward`, else what the agent said at its end, else that of reward workers;
@@ -21,13 +21,13 @@ from asyncrl.engine import Engine, GenRequest
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import load_object
-from asyncrl.raised import raised
+from asyncrl.runtime.user_errors import raised
 from producers.agents.dialogue import Dialogue, Setting
 from producers.agents.endpoint import Endpoint, Session
 from producers.agents.processes import Agent
-from producers.environments.playing import Turns, value_of
-from producers.rollout import Finished
-from producers.tokenizer import Tokenizer
+from producers.data.tokenizer import Tokenizer
+from producers.environments.multi_turn import Turns, value_of
+from producers.rollout.rollout import Finished
 
 
 class Connection(NamedTuple):

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.agent_config import AgentConfig
+from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import UNREADABLE, ConfigError
 
@@ -150,7 +150,15 @@ class Agent:
 
     async def _start(self, more: Mapping[str, str]) -> AgentProcess:
         env = {**os.environ, "OPENAI_MODEL": self._config.model, **more}
-        tied = [sys.executable, "-m", "asyncrl.child", "--parent", str(os.getpid()), "--", *self._config.command]
+        tied = [
+            sys.executable,
+            "-m",
+            "asyncrl.launcher.parent_guard",
+            "--parent",
+            str(os.getpid()),
+            "--",
+            *self._config.command,
+        ]
         try:
             made = await asyncio.create_subprocess_exec(
                 *tied, env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,

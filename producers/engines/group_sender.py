@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 from asyncrl.errors import ConfigError, WorkError
 from asyncrl.wire import Tensor
-from weightsync.plan import ITEM_BYTES
-from weightsync.transports.worker import Worker
+from weightsync.plan.buckets import ITEM_BYTES
+from weightsync.transports.worker_thread import Worker
 
 T = TypeVar("T")
 END_S = 2.0  # a group that is in order ends at once
@@ -88,7 +88,7 @@ class GroupSender:
 
     def _open(self) -> int:
         try:
-            from weightsync.transports.groups import Place, dist, group_of
+            from weightsync.transports.process_groups import Place, dist, group_of
         except ImportError as error:
             raise ConfigError("config.extra", f"a process group needs torch: {error}", where=self.name) from None
         group_of(self.backend)

@@ -1,8 +1,8 @@
 """The engine handle of one sample (`asyncrl.environment.Chat`): turns with the engine, observations in between.
 
-Called by `producers.environments.playing`, one per sample. Guarantees:
+Called by `producers.environments.multi_turn`, one per sample. Guarantees:
 1. tokens in, tokens out: an engine is asked with the very tokens that the session holds, and what it says is stored as
-   it was sampled (`producers.sessions`); only what is shown is ever encoded, each part of it once;
+   it was sampled (`producers.rollout.session`); only what is shown is ever encoded, each part of it once;
 2. the conversation ends where its room, its turns or the limit on a turn's calls do: the next `say` gives an empty turn
    (`Turn.over`), and the sample's finish is `length` where the room was it;
 3. an answer of a tool is cut to `max_tool_response_tokens`; calls beyond `max_parallel_calls`, and malformed ones, are
@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.config.sections.environment import EnvironmentConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest, joined
 from asyncrl.environment import EnvironmentFailure, Message, Observation, Turn
-from asyncrl.environment_config import EnvironmentConfig
 from producers.environments.rendering import Renderer, messages_of
-from producers.sessions import Session
+from producers.rollout.session import Session
 from producers.tools.base import ERROR, Toolbox
 
 CUT = " ... "  # stands where a long answer was cut

@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.environment import EnvironmentFailure, Message, Observation
 from asyncrl.errors import ConfigError
-from producers.tokenizer import Tokenizer
+from producers.data.tokenizer import Tokenizer
 
 MARK = "asyncrl0answer"  # stands for what the policy said
 #: Some templates show the reasoning of an answer only while it is the newest, and an empty one where there is none.

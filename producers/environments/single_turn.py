@@ -1,7 +1,7 @@
 """One prompt, one answer: the environment of most verifiable tasks.
 
-Called by `producers.rollout`. Guarantees: the engine's samples pass through unchanged and unscored (reward workers
-score them). Environments of several turns: `producers.environments.playing`.
+Called by `producers.rollout.rollout`. Guarantees: the engine's samples pass through unchanged and unscored (reward workers
+score them). Environments of several turns: `producers.environments.multi_turn`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.engine import Engine, GenDelta, GenRequest, joined
-from producers.rollout import Finished
+from producers.rollout.rollout import Finished
 
 
 class SingleTurn:

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.raised import raised
-from asyncrl.role import die_with_parent
+from asyncrl.runtime.role import die_with_parent
+from asyncrl.runtime.user_errors import raised
 from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.sandbox import ready_sandbox

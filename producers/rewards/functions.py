@@ -1,7 +1,7 @@
 """Reward functions of the user: found by their name, called in the form that their parameter names ask for.
 
 Called in the reward worker's child process, and as `python -m producers.rewards.functions --validate NAME` by
-`asyncrl check`. Names: `asyncrl.reward_names`; forms, plain or `async`: `producers.rewards.forms`.
+`asyncrl check`. Names: `asyncrl.config.sections.reward`; forms, plain or `async`: `producers.rewards.forms`.
 
 Guarantees:
 1. a function of another form is `config.reward` with the forms in its text, before anything is scored;
@@ -90,7 +90,7 @@ class RewardCall:
         self.is_batch = self._form.batch
         inner = inspect.unwrap(getattr(self.function, "func", self.function))
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
-            getattr(inner, "__call__", None)  # noqa: B004
+            getattr(inner, "__call__", None)
         )
 
     def one(self, sample: RewardSample) -> Any:

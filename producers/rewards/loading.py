@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.sections.reward import FORMS, kind_of
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import load_object
-from asyncrl.reward_names import FORMS, kind_of
 from producers.rewards.forms import parameters_of, recognise
 from producers.sandbox import open_sandbox
 

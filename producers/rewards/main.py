@@ -1,7 +1,7 @@
 """The reward worker process: leases unscored samples, scores them in a child process, sends scores and failures.
 
 Started as `python -m producers.rewards.main --config RESOLVED.toml --name NAME [--judge NAME] [--connect URL --key
-FILE]`; it scores with the functions of one judge (`asyncrl.judge_config`). Guarantees:
+FILE]`; it scores with the functions of one judge (`asyncrl.config.sections.judge`). Guarantees:
 1. functions that cannot be used end the process with `config.reward` (exit code 2) before it asks for work;
 2. a score leaves as soon as it exists, also while the rest of the batch is still being scored;
 3. whatever goes wrong in a function is a failure with its reason (raised | timeout | memory | not_finite | died), which
@@ -23,21 +23,22 @@ from typing import TypeVar
 
 import numpy as np
 
-from asyncrl import role, rundir
 from asyncrl.config import Config
+from asyncrl.config.sections.judge import Judge, judge_of, judges_of, shown
 from asyncrl.errors import ConfigError, Unavailable
-from asyncrl.evaluation import is_evaluation
-from asyncrl.failpoints import failpoint
-from asyncrl.judge_config import Judge, judge_of, judges_of, shown
-from asyncrl.signs import Sign
+from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.runtime import role
+from asyncrl.runtime import run_dir as rundir
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
-from buffers.client import RewardClient, RewardTask
-from producers.patience import Bell, Patience
+from buffers.client.client import RewardClient, RewardTask
+from producers.data.tokenizer import Tokenizer
+from producers.rewards.build import scorer_of
 from producers.rewards.functions import RewardSample
-from producers.rewards.making import scorer_of
 from producers.rewards.pipe import Result
 from producers.rewards.scorer import Scorer
-from producers.tokenizer import Tokenizer
+from producers.support.retry import Bell, Patience
 
 T = TypeVar("T")
 POLL_S = 1.0
@@ -236,7 +237,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The role's body for `asyncrl.role.run`."""
+    """The role's body for `asyncrl.runtime.role.run`."""
     asyncio.run(work(args, config, stop))
 
 

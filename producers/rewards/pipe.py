@@ -18,7 +18,7 @@ from typing import Any, Union
 import msgspec
 
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Asked
+from producers.rewards.outcome import Asked
 from producers.sandbox import SandboxLimits
 
 LENGTH = struct.Struct("<Q")

@@ -15,7 +15,7 @@ import urllib.error
 from typing import Any
 
 from asyncrl.errors import UNREADABLE
-from producers.posting import TooLong, post
+from producers.support.http_post import TooLong, post
 
 MOST_BYTES = 64 << 20
 

@@ -20,22 +20,22 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import batch_file
 from asyncrl.config import Config
+from asyncrl.config.sections.judge import Judge, judges_for, judges_of
 from asyncrl.errors import AsyncRLError, WireError
-from asyncrl.judge_config import Judge, judges_for, judges_of
-from asyncrl.rescore import LINES, PLAN, VERSIONS, Plan
-from asyncrl.rescored import GroupScores, content_of
-from asyncrl.role import RoleArgs, Stop, run
-from asyncrl.rundir import RunDir
+from asyncrl.runs import batch_file
+from asyncrl.runs.rescore import LINES, PLAN, VERSIONS, Plan
+from asyncrl.runs.score_file import GroupScores, content_of
+from asyncrl.runtime.role import RoleArgs, Stop, run
+from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import RewardItem
-from buffers.client import RewardTask, claimed
+from buffers.client.client import RewardTask, claimed
+from producers.data.tokenizer import Tokenizer
+from producers.rewards.build import scorer_of
 from producers.rewards.functions import RewardSample
 from producers.rewards.main import sample_of
-from producers.rewards.making import scorer_of
 from producers.rewards.pipe import Result
 from producers.rewards.scorer import Scorer
-from producers.tokenizer import Tokenizer
 
 Place = tuple[int, int]  # group, sample
 

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncrl.engine_env import python_with
 from asyncrl.errors import UNREADABLE, ConfigError
-from asyncrl.processes import in_group
+from asyncrl.process_plan.host_facts import in_group
+from asyncrl.process_plan.interpreters import python_with
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Asked
+from producers.rewards.outcome import Asked
 from producers.rewards.pipe import (
     WHOLE_BATCH,
     Begin,

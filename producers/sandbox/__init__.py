@@ -25,7 +25,7 @@ def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, 
 
         return Unprotected(limits, workers=workers)
     if kind.startswith(("http://", "https://")):
-        from producers.sandbox.http import HTTPSandbox
+        from producers.sandbox.remote import HTTPSandbox
 
         return HTTPSandbox(kind, limits)
     raise ConfigError("config.type", f"sandbox = {kind!r} is not bubblewrap, none or an http address")

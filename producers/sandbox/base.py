@@ -1,7 +1,7 @@
 """What a sandbox is: it runs programs that a model wrote, and says how they ended.
 
 Called by the scorer of code and by tools that run Python; implemented by `producers.sandbox.local` (bubblewrap on this
-host, or no isolation where that is spelled out) and `producers.sandbox.http` (a SandboxFusion server). Guarantees of
+host, or no isolation where that is spelled out) and `producers.sandbox.remote` (a SandboxFusion server). Guarantees of
 every implementation (tests/contract/test_sandboxes.py):
 1. a program's failure is a result, never an exception: `finished` with its exit code, `timeout`, `memory`, `output`
    (it wrote more than allowed), `killed` (by a signal; the exit code is its negative number) or `error` (such as files

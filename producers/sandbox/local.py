@@ -1,7 +1,7 @@
 """Programs on this host: isolated by bubblewrap, or not at all where that is spelled out.
 
 Made by `producers.sandbox.open_sandbox`. Each `LocalSandbox` keeps up to `workers` sandboxes warm, each a process of
-`producers.sandbox.inside` that takes one program at a time. What `Bubblewrap` gives a program:
+`producers.sandbox.runner` that takes one program at a time. What `Bubblewrap` gives a program:
 1. namespaces of its own (user or an unprivileged uid, pid, network, IPC, UTS, cgroup): no network, no other process;
 2. a read-only root with the interpreter, its library and the C library, and nothing else of the host: no home, no run
    folder, no keys; /tmp of `disk_bytes`, in memory; /dev and / cannot be written;
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, Unavailable
-from asyncrl.processes import children_of
+from asyncrl.process_plan.host_facts import children_of
 from producers.sandbox import seccomp
 from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
 
@@ -48,8 +48,8 @@ INODE_BYTES = 1 << 10
 MOST_JOBS = 2000  # of one sandbox; then a new one
 NEEDED_CAPABILITIES = (1 << 21) | (1 << 7) | (1 << 6)  # SYS_ADMIN, SETUID, SETGID
 FIRST_UID, UIDS = 30_000, 30_000  # of which a sandbox that root starts takes one
-INSIDE = Path(__file__).with_name("inside.py")
-SHOWN = "/sandbox/inside.py"  # what it is called in there
+INSIDE = Path(__file__).with_name("runner.py")
+SHOWN = "/sandbox/runner.py"  # what it is called in there
 _numbers = itertools.count()
 
 
@@ -66,7 +66,7 @@ class Stopped(Exception):
 
 
 class Inside:
-    """One process of `producers.sandbox.inside`, which runs programs one after the other."""
+    """One process of `producers.sandbox.runner`, which runs programs one after the other."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: SandboxLimits, *, watched: bool) -> None:
         self._process = process
@@ -208,7 +208,7 @@ class LocalSandbox(Sandbox):
 
     @abstractmethod
     def start(self) -> subprocess.Popen[bytes]:
-        """Start a process of `producers.sandbox.inside`."""
+        """Start a process of `producers.sandbox.runner`."""
 
     @property
     @abstractmethod

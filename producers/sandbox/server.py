@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
-from asyncrl.role import die_with_parent
+from asyncrl.runtime.role import die_with_parent
 from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, open_sandbox
 from producers.sandbox.base import MIB
 
@@ -44,7 +44,7 @@ class Request(msgspec.Struct):
     language: str = "python"
     stdin: str | None = None
     run_timeout: float | None = None
-    memory_limit_MB: int = -1  # noqa: N815  # its name on the wire
+    memory_limit_MB: int = -1  # its name on the wire
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
     args: list[str] = []

@@ -26,8 +26,8 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
-from asyncrl.raised import raised
-from producers.beside import beside
+from asyncrl.runtime.user_errors import raised
+from producers.support.blocking_calls import beside
 
 TOLD_AT_MOST = 16  # kinds of errors that the log gets
 ERROR = "error: "  # what an answer begins with that is none

@@ -21,8 +21,8 @@ from asyncrl import wire
 from asyncrl.config import Config, dump
 from asyncrl.engine import GenDelta
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir, endpoint
-from buffers.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient
+from asyncrl.runtime.run_dir import RunDir, endpoint
+from buffers.client.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -58,7 +58,7 @@ class Service:
     def start(self, wait: bool = True) -> Service:
         with self.log.open("ab") as log:
             self.process = warm.popen(
-                [sys.executable, "-m", "buffers.server", "--config", str(self.run.config)], cwd=ROOT, stdout=log,
+                [sys.executable, "-m", "buffers.main", "--config", str(self.run.config)], cwd=ROOT, stdout=log,
                 stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         if wait:

@@ -15,9 +15,9 @@ from test_weightsync_service import Member as PlainMember
 
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, WeightSyncConfig
 from asyncrl.wire import Hop, Manifest
-from weightsync.digest import bucket_digest, whole_digest
 from weightsync.encoding import delta
-from weightsync.plan import by_bucket
+from weightsync.plan.buckets import by_bucket
+from weightsync.plan.digest import bucket_digest, whole_digest
 
 _spec = importlib.util.spec_from_file_location("toy_engine", Path(__file__).parents[1] / "faults" / "toy_engine.py")
 assert _spec is not None and _spec.loader is not None

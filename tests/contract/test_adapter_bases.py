@@ -16,11 +16,11 @@ from test_weightsync_service import PLAN, World, until, weights
 
 from asyncrl.errors import WorkError
 from asyncrl.wire import Manifest, Tensor
-from producers.engines.hf import HFEngine
+from producers.engines.hf.engine import HFEngine
 from weightsync.encoding.adapter import AdapterConfig, config_text, plan_adapter
-from weightsync.plan import Plan, TensorSpec, plan_buckets
-from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver, built_in_transports
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import Receiver, built_in_transports
 
 SMALL = plan_buckets([TensorSpec("q.lora_A", "F32", (2, 16)), TensorSpec("q.lora_B", "F32", (8, 2))], bucket_bytes=100)
 ADAPTER = '{"r":2,"lora_alpha":2}'
@@ -62,7 +62,7 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
     def make(**settings: Any) -> World:
         if settings["transport"] == "collective":
-            import weightsync.transports.collective  # noqa: F401  # torch takes seconds, which a learner spent before
+            import weightsync.transports.collective  # torch takes seconds, which a learner spent before
         worlds.append(World(tmp_path, **settings))
         return worlds[-1]
 

@@ -22,10 +22,10 @@ from asyncrl.engine import GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.metrics import read_lines
 from asyncrl.wire import Instruction, Manifest, SamplesReply
-from buffers.client import LearnerClient, ProducerClient
-from weightsync.digest import bucket_digest
-from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver, built_in_transports
+from buffers.client.client import LearnerClient, ProducerClient
+from weightsync.plan.digest import bucket_digest
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import Receiver, built_in_transports
 
 FAULTS = ["flipped bit", "skipped bucket", "old bucket", "stale adapter"]
 ADAPTER = '{"r":1,"lora_alpha":1}'

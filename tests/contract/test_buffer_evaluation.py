@@ -10,11 +10,11 @@ import pytest
 from buffer_lab import Make, Producer, Service, claim, history, ids, learner, sample
 
 from asyncrl import wire
-from asyncrl.audit import audit_run
+from asyncrl.audit.prove import audit_run
 from asyncrl.errors import HandshakeError
-from asyncrl.evaluation import is_evaluation, place_of
+from asyncrl.evaluation.ids import is_evaluation, place_of
 from asyncrl.metrics import read_lines
-from buffers.client import LearnerClient, RewardClient
+from buffers.client.client import LearnerClient, RewardClient
 
 ON = {"evaluation__path": "h.jsonl", "evaluation__every": "1", "evaluation__samples": "2"}
 

@@ -24,11 +24,12 @@ from buffer_lab import (
     sample,
 )
 
-from asyncrl import sockets, wire
+from asyncrl import wire
 from asyncrl.errors import AsyncRLError, HandshakeError, WireError
 from asyncrl.metrics import read_lines
-from buffers.client import ObserverClient, ProducerClient, RewardClient
-from buffers.dead import DeadLetters, read_letter
+from asyncrl.net import sockets
+from buffers.client.client import ObserverClient, ProducerClient, RewardClient
+from buffers.payloads.dead_letters import DeadLetters, read_letter
 
 
 def test_lost_lease_goes_to_another_and_the_late_answer_is_refused(make: Make) -> None:

@@ -28,8 +28,8 @@ from buffer_lab import (
 from asyncrl import wire
 from asyncrl.errors import Fenced
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import endpoint
-from buffers.client import GroupData, LearnerClient, ObserverClient, RewardClient
+from asyncrl.runtime.run_dir import endpoint
+from buffers.client.client import GroupData, LearnerClient, ObserverClient, RewardClient
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
@@ -215,7 +215,7 @@ def test_second_learner_is_refused_while_the_first_lives(make: Make) -> None:
     other = subprocess.Popen([sys.executable, "-c", f"""
 import sys
 from asyncrl.errors import AsyncRLError
-from buffers.client import LearnerClient
+from buffers.client.client import LearnerClient
 client = LearnerClient({service.address!r}, name="b", timeout_s=15)
 try:
     client.register(step=0, ledger="")
@@ -235,7 +235,7 @@ def test_learner_that_was_killed_is_replaced_at_once(make: Make) -> None:
     service = make().start()
     script = f"""
 import os, signal
-from buffers.client import LearnerClient
+from buffers.client.client import LearnerClient
 client = LearnerClient({service.address!r}, name="a", timeout_s=15)
 client.register(step=0, ledger="")
 os.kill(os.getpid(), signal.SIGKILL)

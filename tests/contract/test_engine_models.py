@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from asyncrl.engine import GenDelta, GenRequest, joined
 from asyncrl.errors import ConfigError
 from asyncrl.versions import expand
-from producers.engines.decoder import Decoder
-from producers.engines.loading import Built, build_decoder, load_model, refuse_unfit, settle_attention
+from producers.engines.hf.decoder import Decoder
+from producers.engines.hf.loading import Built, build_decoder, load_model, refuse_unfit, settle_attention
 
 CPU = torch.device("cpu")
 DOC = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -146,7 +146,7 @@ def test_the_table_of_the_documentation_is_this_one() -> None:
 
 
 def test_caches_serve_where_slots_give_wrong_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from producers.engines import slot_memory
+    from producers.engines.hf import slot_cache as slot_memory
 
     monkeypatch.setattr(slot_memory.SlotMemory, "_mask", _late_mask)
     built = build(model_of("qwen3", seed=1))
@@ -163,7 +163,7 @@ def _late_mask(self: Any, visible: int, positions: torch.Tensor | None) -> torch
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "llama4_text"])
 def test_a_window_that_is_forgotten_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 2 and 5 tokens would not show it."""
-    from producers.engines import slot_memory
+    from producers.engines.hf import slot_cache as slot_memory
 
     monkeypatch.setattr(slot_memory.Sight, "mask", lambda self, places, positions: places <= positions)
     with pytest.raises(ConfigError, match="differ"):
@@ -185,7 +185,7 @@ def test_a_cache_that_does_not_bear_to_be_cut_is_found(monkeypatch: pytest.Monke
 
 
 def test_both_reasons_stand_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from producers.engines import selfcheck
+    from producers.engines.hf import self_check as selfcheck
 
     monkeypatch.setattr(selfcheck, "_gap", lambda *_: float("nan"))
     with pytest.raises(ConfigError) as caught:

@@ -34,11 +34,11 @@ from asyncrl.engine import GenDelta
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.versions import expand
 from asyncrl.wire import Manifest
-from producers.engines.hf import HFEngine
-from producers.engines.weights import ModelWeights
-from weightsync.digest import digest_tensors, whole_digest
+from producers.engines.hf.engine import HFEngine
+from producers.engines.hf.weights import ModelWeights
 from weightsync.encoding.adapter import AdapterConfig, config_text
-from weightsync.plan import TensorSpec, plan_buckets
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors, whole_digest
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_bit_that_flips_after_the_check_shows_at_the_commit(qwen3: Path) -> No
 
 def test_a_copy_that_outlives_its_update_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort waits for the copy under way; a late one, of an update that was aborted, is refused."""
-    from producers.engines import weights as module
+    from producers.engines.hf import weights as module
 
     model = make(_qwen3(), seed=0)
     weights = ModelWeights(model)
@@ -286,7 +286,7 @@ def test_in_place_stands_still_until_it_is_whole(qwen3: Path) -> None:
 
 
 def test_no_room_for_a_second_copy_is_said_at_the_start(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from producers.engines import loading
+    from producers.engines.hf import loading
 
     weights = ModelWeights(make(_qwen3(), seed=0))
     assert weights.second_copy == sum(value.nbytes for value in make(_qwen3(), seed=0).parameters())

@@ -19,9 +19,9 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find
 from asyncrl.versions import expand
 from asyncrl.wire import Manifest, Tensor
-from producers.engines.hf import HFEngine
-from weightsync.digest import digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from producers.engines.hf.engine import HFEngine
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 VOCAB = 40
 EOS = 2
@@ -474,7 +474,7 @@ def test_a_model_that_no_decoder_fits_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_ignores_positions_is_decoded_otherwise(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from producers.engines import kv
+    from producers.engines.hf import kv_cache as kv
 
     right = kv.SlotCache.__init__
 

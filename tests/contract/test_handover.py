@@ -18,9 +18,9 @@ import warm
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import AsyncRLError
-from buffers.client import ClaimedBatch, LearnerClient, ProducerClient
-from buffers.handover import FAILURES, PlaceWriter
-from buffers.layout import GUEST, NONCE
+from buffers.client.client import ClaimedBatch, LearnerClient, ProducerClient
+from buffers.client.place_writer import FAILURES, PlaceWriter
+from buffers.payloads.record_format import GUEST, NONCE
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,8 @@ KILLED = """
 import asyncio, sys
 sys.path[:0] = {places!r}
 import buffer_lab as base
-from asyncrl.failpoints import arm
-from buffers.client import ProducerClient
+from asyncrl.runtime.failpoints import arm
+from buffers.client.client import ProducerClient
 arm()
 ProducerClient.place_from = 0
 base.produce({address!r}, 2)

@@ -9,8 +9,8 @@ import pytest
 from receiver_lab import Engine, Member
 from test_weightsync_service import PLAN, World, until
 
-from weightsync.publisher import Publisher
-from weightsync.receiver import built_in_transports
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import built_in_transports
 
 
 @pytest.fixture

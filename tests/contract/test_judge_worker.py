@@ -10,10 +10,10 @@ from aiohttp import web
 from test_reward_worker import Buffer, prepare, start
 
 from asyncrl.config import load
+from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigError
-from asyncrl.judge_config import JudgeConfig
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Asked
+from producers.rewards.outcome import Asked
 from producers.rewards.pipe import FunctionSpec, Result
 from producers.rewards.scorer import Scorer
 
@@ -88,7 +88,7 @@ def test_scores_of_a_server_and_its_failures(tmp_path: Path) -> None:
 def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
     from transformers import Qwen3ForSequenceClassification
 
-    from learners.tiny_model import make_tiny_qwen3, make_tokenizer
+    from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer
 
     tokenizer = make_tokenizer(tmp_path / "model")
     shape = make_tiny_qwen3(len(tokenizer), layers=1, hidden_size=32, head_dim=8, mlp_size=64).config

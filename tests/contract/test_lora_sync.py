@@ -18,17 +18,17 @@ from test_engines import _qwen3, all_of, config_of, request, run, save
 from test_weightsync_service import World
 
 from asyncrl import config as configuration
-from asyncrl.lora import TAKE_ADAPTERS, sends_adapters
-from asyncrl.role import Stop
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.batch import Sample, _minibatch, packed_row
-from learners.gang import Gang
+from asyncrl.config.sections.lora import TAKE_ADAPTERS, sends_adapters
+from asyncrl.runtime.role import Stop
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.batch.assembly import Sample, _minibatch, packed_row
+from learners.gang.gang import Gang
 from learners.loop import Learner
 from learners.main import plans_of
-from learners.services import Services
-from learners.update import train_step
-from producers.engines.hf import HFEngine
-from weightsync.receiver import Receiver
+from learners.rank_zero import Services
+from learners.step.update import train_step
+from producers.engines.hf.engine import HFEngine
+from weightsync.receiver.receiver import Receiver
 
 pytest.importorskip("peft", exc_type=ImportError)
 PROMPT = np.array([5, 9, 4], np.int32)

@@ -14,18 +14,19 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl import role, wire
+from asyncrl import wire
 from asyncrl.config import Config, parse
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
-from asyncrl.sockets import Call, Responder, ipc_address
+from asyncrl.net.sockets import Call, Responder, ipc_address
+from asyncrl.runtime import role
 from asyncrl.wire import Manifest
 from producers import main
-from producers.capacity import Capacity
-from producers.patience import Patience
-from weightsync.digest import digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from producers.rollout.capacity import Capacity
+from producers.support.retry import Patience
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 IDS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *"0123456789+="])}
 GROUP = 4
@@ -254,7 +255,7 @@ def test_a_lost_lease_ends_its_generation(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_cancelled_leases_are_given_up_at_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from producers.engines.hf import HFEngine
+    from producers.engines.hf.engine import HFEngine
 
     aborted: list[str] = []
     real = HFEngine.abort

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl import role
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig
 from asyncrl.engine import EngineCapabilities
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir, endpoint
-from weightsync import hops
-from weightsync.digest import bucket_digest, whole_digest
-from weightsync.outboxes import Outboxes
-from weightsync.plan import TensorSpec, by_bucket, plan_buckets
-from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver
-from weightsync.service import serve
+from asyncrl.runtime import role
+from asyncrl.runtime.run_dir import RunDir, endpoint
+from weightsync.main import serve
+from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.publisher import delta_chain as hops
+from weightsync.publisher.outboxes import Outboxes
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import Receiver
 
 PLAN = plan_buckets([TensorSpec(f"layer{i}", "BF16", (2000 + i, 4)) for i in range(6)], bucket_bytes=40_000)
 WAIT_S = 20.0

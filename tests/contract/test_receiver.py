@@ -15,9 +15,9 @@ from test_weightsync_service import PLAN, until
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import WorkError
 from asyncrl.wire import Hop, Instruction
-from weightsync.held import HeldVersion
-from weightsync.intake import HopsUseless, Intake
-from weightsync.receiver import Receiver
+from weightsync.receiver.receiver import Receiver
+from weightsync.receiver.relay_copy import HeldVersion
+from weightsync.receiver.transfer import HopsUseless, Intake
 from weightsync.transports.base import TransportError
 
 

@@ -14,8 +14,8 @@ from receiver_lab import GROUPS, Engine, Lends, Member, buckets_of
 from test_weightsync_service import PLAN, World, until, weights
 
 from asyncrl.wire import Instruction, Manifest
-from weightsync.digest import bucket_digest, whole_digest
-from weightsync.receiver import built_in_transports
+from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.receiver.receiver import built_in_transports
 from weightsync.transports.base import TransportError
 
 

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl import wire
 from asyncrl.config import dump, parse
-from asyncrl.sockets import Call, Responder, ipc_address
+from asyncrl.net.sockets import Call, Responder, ipc_address
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 IDS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}

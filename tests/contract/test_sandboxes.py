@@ -17,7 +17,7 @@ import pytest
 from sandbox_lab import needs_bubblewrap, served
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.processes import children_of, descendants, is_alive
+from asyncrl.process_plan.host_facts import children_of, descendants, is_alive
 from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, local, open_sandbox
 
 LIMITS = SandboxLimits(timeout_s=60.0, output_bytes=20_000)
@@ -64,7 +64,7 @@ def test_a_program_runs(sandbox: Sandbox, code: str, stdin: str, stdout: str, ex
 def test_an_exception_is_a_result_with_its_text(sandbox: Sandbox, code: str, words: str) -> None:
     result = sandbox.run(code)
     assert result.status == "finished" and result.exit_code == 1 and words in result.stderr
-    assert "inside.py" not in result.stderr  # nothing of the machinery
+    assert "runner.py" not in result.stderr  # nothing of the machinery
 
 
 def test_a_program_out_of_time(sandbox: Sandbox) -> None:

@@ -16,9 +16,9 @@ import redis
 
 from asyncrl.config import BufferConfig
 from asyncrl.errors import AsyncRLError, ConfigError, Fenced, Unavailable
-from buffers.ledger import Change
+from buffers.groups.records import Change
 from buffers.stores.base import Store, StoreLost
-from buffers.stores.private import PrivateServer, find_server, major_version
+from buffers.stores.private_server import PrivateServer, find_server, major_version
 from buffers.stores.redis import RedisStore, open_redis, without_password
 from buffers.stores.sqlite import SqliteStore
 

@@ -18,7 +18,7 @@ from transport_children import SMALL, anonymous_kb
 from transport_rigs import KINDS, RIGS, run_round
 
 from asyncrl.wire import Instruction
-from weightsync.plan import TensorSpec, plan_buckets
+from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.transports.base import TransportError
 
 LARGE = plan_buckets([TensorSpec(f"t{i}", "F32", (1 << 20,)) for i in range(12)], bucket_bytes=4 << 20)

@@ -12,7 +12,7 @@ from transport_rigs import PLAN, LocalRig, digest_of, digests_from
 
 from asyncrl.wire import Instruction
 from weightsync.transports.base import TransportError, TransportUnusable
-from weightsync.transports.ipc import CudaHandles, DeviceInbox, DeviceOutbox
+from weightsync.transports.cuda_ipc import CudaHandles, DeviceInbox, DeviceOutbox
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,8 +63,8 @@ from pathlib import Path
 import msgspec
 from asyncrl.wire import Instruction
 from test_transport_ipc import DeviceInbox, FileHandles
-from weightsync.digest import bucket_digest
-from weightsync.plan import by_bucket
+from weightsync.plan.digest import bucket_digest
+from weightsync.plan.buckets import by_bucket
 told = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Instruction)
 inbox = DeviceInbox(told, handles=FileHandles(Path(".")))
 inbox.open()
@@ -132,7 +132,7 @@ def test_cuda_handles_round_trip_between_processes(tmp_path: Path) -> None:
     buffer = handles.make(1024)
     buffer.copy_(torch.arange(1024, dtype=torch.uint8))
     code = (
-        "import sys, torch\nfrom weightsync.transports.ipc import CudaHandles\n"
+        "import sys, torch\nfrom weightsync.transports.cuda_ipc import CudaHandles\n"
         "found = CudaHandles(torch.device('cuda', 0)).open(sys.stdin.buffer.read())\nprint(int(found.long().sum()))"
     )
     done = warm.run(

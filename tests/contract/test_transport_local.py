@@ -7,7 +7,7 @@ import pytest
 from transport_rigs import LocalRig
 
 from weightsync.transports.base import TransportUnusable
-from weightsync.transports.local import LocalInbox
+from weightsync.transports.shared_memory import LocalInbox
 
 
 def test_local_refuses_files_that_are_not_slots(tmp_path: Path) -> None:

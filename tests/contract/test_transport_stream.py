@@ -13,9 +13,9 @@ import pytest
 from transport_rigs import CHUNK, Held, StreamRig, digests_from, run_round, wait_for
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.sockets import Requester, write_keys
+from asyncrl.net.sockets import Requester, write_keys
 from asyncrl.wire import Fetch, Fetched, Ok
-from weightsync.plan import TensorSpec, plan_buckets
+from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.transports import stream
 from weightsync.transports.base import TransportError
 from weightsync.transports.stream import WINDOW, StreamInbox, StreamOutbox

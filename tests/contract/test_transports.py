@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transport_rigs import KIND_NAMES, KINDS, RIGS, digest_of, digests_from, run_round, wait_for
 
-from weightsync.receiver import built_in_transports
+from weightsync.receiver.receiver import built_in_transports
 from weightsync.transports.base import TransportError
 
 

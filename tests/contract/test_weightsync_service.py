@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 import warm
 
-from asyncrl import role
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig, dump
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, Unavailable, WorkError
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir, endpoint
-from asyncrl.sockets import Keys, Requester, write_keys
+from asyncrl.net.sockets import Keys, Requester, write_keys
+from asyncrl.runtime import role
+from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Instruction, LeaseRequest, Manifest, Tensor
 from weightsync.client import WeightSyncClient
-from weightsync.digest import digest_tensors
-from weightsync.plan import Plan, TensorSpec, plan_buckets
-from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver, built_in_transports
-from weightsync.service import serve
+from weightsync.main import serve
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import Receiver, built_in_transports
 
 ROOT = Path(__file__).parents[2]
 SPECS = [TensorSpec(f"layer.{i}", "F32", (250 + i, 4)) for i in range(12)]
@@ -209,7 +209,7 @@ class World:
 @pytest.fixture(params=["local", "collective", "stream", "disk"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     if request.param == "collective":
-        import weightsync.transports.collective  # noqa: F401  # torch takes seconds, which a learner spent before
+        import weightsync.transports.collective  # torch takes seconds, which a learner spent before
     world = World(tmp_path, transport=request.param)
     yield world
     world.close()
@@ -530,10 +530,10 @@ def test_stop_ends_service_and_members(local: World) -> None:
 
 
 def test_role_process_holds_the_lock(tmp_path: Path) -> None:
-    """`python -m weightsync.service`: one per run, ends on SIGTERM, weights flow through it."""
+    """`python -m weightsync.main`: one per run, ends on SIGTERM, weights flow through it."""
     world = World(tmp_path, transport="local")
     world.stop_service()
-    command = [sys.executable, "-m", "weightsync.service", "--config", str(world.run.config), "--name", "ws"]
+    command = [sys.executable, "-m", "weightsync.main", "--config", str(world.run.config), "--name", "ws"]
     first = subprocess.Popen(command, cwd=ROOT)
     try:
         until((world.run.root / "weightsync.lock").exists, "the first holds the lock")
@@ -563,7 +563,7 @@ def child(config: Path, name: str, bucket_s: float, marks: Path) -> None:
 
     loaded = load(config)
     if loaded.weightsync.transport == "collective":
-        import weightsync.transports.collective  # noqa: F401  # torch takes seconds, which a real engine spent before
+        import weightsync.transports.collective  # torch takes seconds, which a real engine spent before
     engine: Any = ArrayEngine(bucket_s=bucket_s, marks=marks)
     receiver = Receiver(endpoint(loaded, "weightsync"), engine=engine, name=name, keys=None, config=loaded.weightsync)
     asyncio.run(receiver.run(asyncio.Event()))

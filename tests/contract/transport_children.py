@@ -13,7 +13,7 @@ import weightsync.transports.collective
 import weightsync.transports.disk
 import weightsync.transports.stream
 from asyncrl.wire import Instruction
-from weightsync.plan import Plan, TensorSpec, plan_buckets
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.transports.base import TransportError, blob_sizes
 
 SMALL = plan_buckets([TensorSpec(f"t{i}", "F32", (1000 + i,)) for i in range(3)], bucket_bytes=4000)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.sockets import Keys
+from asyncrl.net.sockets import Keys
 from asyncrl.wire import Hop, Instruction, Manifest, RoundReply
-from weightsync.digest import bucket_digest, whole_digest
-from weightsync.plan import Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, whole_digest
 from weightsync.staging import Slot, Staging
 from weightsync.transports.base import Inbox, Outbox, blob_sizes
 

@@ -19,14 +19,15 @@ from ranks import settings
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
-from learners import logprobs, update
 from learners.backends import start_weights
 from learners.backends.base import Backend
-from learners.backends.shards import local_of
-from learners.batch import Minibatch, Sample, _minibatch
-from learners.gang import Gang
-from learners.trial import Trial
-from learners.update import train_step
+from learners.backends.sharded_checkpoint import local_of
+from learners.batch.assembly import Minibatch, Sample, _minibatch
+from learners.gang.gang import Gang
+from learners.models import logprobs
+from learners.step import update
+from learners.step.resilient_step import Trial
+from learners.step.update import train_step
 
 STEPS = 3
 

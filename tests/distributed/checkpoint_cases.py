@@ -14,11 +14,11 @@ from typing import Any
 import backend_contract as contract
 import pytest
 
-from asyncrl.rundir import RunDir
-from learners import checkpoint
-from learners.gang import Gang
-from learners.saving import Checkpoints
-from learners.update import train_step
+from asyncrl.runtime.run_dir import RunDir
+from learners.checkpoints import checkpoint
+from learners.checkpoints.saving import Checkpoints
+from learners.gang.gang import Gang
+from learners.step.update import train_step
 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ranks
 
-from learners.gang import Gang
+from learners.gang.gang import Gang
 
 
 def _home(factory: pytest.TempPathFactory) -> Path:

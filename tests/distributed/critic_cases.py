@@ -1,6 +1,6 @@
 """Policy and critic together: `ranks` runs these cases on two ranks, `test_critic_ranks.py` on one as the reference.
 
-Whole steps as `learners.trial` makes them: values of all rows, GAE on the whole batch, both updates.
+Whole steps as `learners.step.resilient_step` makes them: values of all rows, GAE on the whole batch, both updates.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from made_batches import a_batch, a_group, a_sample
 from ranks import settings
 
 from asyncrl import config as configuration
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.trial import Trial
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.step.resilient_step import Trial
 
 STEPS = 3
 CASES = {

@@ -9,14 +9,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import aside  # noqa: F401 - where torchao is
+import aside
 import backend_contract as contract
 import ranks
 
-from learners.backends.shards import parts_of
-from learners.gang import Gang
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from learners.update import train_step
+from learners.backends.sharded_checkpoint import parts_of
+from learners.gang.gang import Gang
+from learners.step.update import train_step
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 EIGHT = "learner.optim.name=adamw_8bit"

@@ -13,8 +13,8 @@ import backend_contract as contract
 import numpy as np
 import ranks
 
-from learners.gang import Gang
-from learners.update import train_step
+from learners.gang.gang import Gang
+from learners.step.update import train_step
 
 RANK = "learner.lora.rank=3;learner.optim.lr=1e-2"
 CASES = {

@@ -18,9 +18,9 @@ import torch
 from ranks import MEGATRON, alone, in_layout
 
 from asyncrl.errors import AsyncRLError
-from learners.backends import megatron_model
-from learners.gang import Gang
-from learners.update import train_step
+from learners.backends.megatron import model as megatron_model
+from learners.gang.gang import Gang
+from learners.step.update import train_step
 
 LAYOUTS = {"tensor": MEGATRON.format(2, 2, 1), "pipeline": MEGATRON.format(2, 1, 2)}
 CASES = {

@@ -1,6 +1,6 @@
 """Run by `test_process_ranks.py` under torchrun: policy and process reward model together; rank 0 writes results.
 
-Whole steps as `learners.trial` makes them: log-probs of all rows, PRIME on the whole batch, both updates.
+Whole steps as `learners.step.resilient_step` makes them: log-probs of all rows, PRIME on the whole batch, both updates.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import critic_cases as common
 import msgspec
 
 from asyncrl import config as configuration
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
 
 STEPS = 3
 BASE = (

@@ -27,11 +27,11 @@ import warm
 from transformers import GenerationConfig
 
 from asyncrl import config as configuration
-from learners import update
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from learners.topology import Topology
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.gang.topology import Topology
+from learners.step import update
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 #: Folder of the mixture-of-experts model below that of the dense one.
 MOE = "moe"

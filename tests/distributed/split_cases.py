@@ -14,7 +14,7 @@ import process_cases
 import ranks
 import supervised_cases
 
-from learners.gang import Gang
+from learners.gang.gang import Gang
 
 CASES = ("critic", "process", "sft", "dpo", "reward_model")
 #: What is run in a layout, and with which model.

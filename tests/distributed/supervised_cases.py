@@ -9,10 +9,10 @@ import numpy as np
 from ranks import settings
 
 from asyncrl import config as configuration
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.batch import Sample
-from learners.gang import Gang
-from learners.supervised import minibatch, train_step
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.batch.assembly import Sample
+from learners.gang.gang import Gang
+from learners.step.supervised import minibatch, train_step
 
 STEPS = 3
 CASES = {

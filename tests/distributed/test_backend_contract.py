@@ -15,8 +15,8 @@ import ranks
 import torch
 
 from asyncrl.errors import AsyncRLError
-from learners.export import from_files
-from learners.gang import Gang
+from learners.checkpoints.export import from_files
+from learners.gang.gang import Gang
 
 #: The first test of a layout waits for its launch, and for the one whose checkpoint that loads.
 pytestmark = pytest.mark.timeout(1200)
@@ -170,7 +170,7 @@ def test_a_replica_is_written_once(results_of: Any, single: Any, layout: tuple[i
         found: dict[str, int] = {}
         for path in folder.glob("shard_*.safetensors"):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - no mapping
+                for name in file.keys():
                     if not name.startswith("extra/"):
                         found[name] = found.get(name, 0) + file.get_tensor(name).numel()
         return found

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import backend_contract as contract
-import checkpoint_cases as cases  # noqa: F401 - the fixtures look for it
+import checkpoint_cases as cases
 import pytest
 from test_backend_contract import compare
 
-from learners import checkpoint
-from learners.gang import Gang
+from learners.checkpoints import checkpoint
+from learners.gang.gang import Gang
 
 pytestmark = pytest.mark.timeout(1200)  # the first one waits for the launch of all jobs of two ranks
 

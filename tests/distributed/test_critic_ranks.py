@@ -15,12 +15,12 @@ from ranks import check_no_trace
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners import critic as critic_module
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.batch import decode_share
-from learners.gang import Gang
-from learners.score_model import load_scorer
-from learners.whole import Prepared
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.batch.assembly import decode_share
+from learners.gang.gang import Gang
+from learners.models.score_model import load_scorer
+from learners.step import critic as critic_module
+from learners.step.batch_passes import Prepared
 
 pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 TOLD = ("value_loss", "value_clip_share", "value_mean", "return_mean", "explained_variance", "critic_grad_norm",

@@ -9,7 +9,7 @@ import eight_bit_cases as cases
 import numpy as np
 import pytest
 
-from learners.gang import Gang
+from learners.gang.gang import Gang
 
 pytestmark = [
     pytest.mark.timeout(1200),  # the first one waits for the launch of all jobs of two ranks

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from learners import attention
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.update import train_step
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.models import attention
+from learners.step.update import train_step
 
 pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 

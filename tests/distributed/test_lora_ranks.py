@@ -16,12 +16,12 @@ import torch
 from test_backend_contract import compare
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.sft import Example, collate, completion_loss
-from learners.supervised import minibatch
-from learners.supervised import train_step as supervised_step
-from learners.update import train_step
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.step.supervised import minibatch
+from learners.step.supervised import train_step as supervised_step
+from learners.step.update import train_step
+from learners.warm_start.sft import Example, collate, completion_loss
 
 peft = pytest.importorskip("peft", exc_type=ImportError)
 pytestmark = pytest.mark.timeout(1200)  # the first one waits for the launch of all case modules
@@ -177,7 +177,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(one: Any) -> None:
     from safetensors import safe_open
 
     with safe_open(one[1] / "checkpoint" / "shard_00000.safetensors", framework="pt") as file:
-        names = [name for name in file.keys() if not name.startswith("extra/")]  # noqa: SIM118 - no mapping
+        names = [name for name in file.keys() if not name.startswith("extra/")]
     assert len(names) == 28 * 4 and all(".lora_" in name for name in names)
     assert {name.partition("/")[0] for name in names} == {"model", "step", "exp_avg", "exp_avg_sq"}
 

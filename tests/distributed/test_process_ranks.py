@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import AsyncRLError
-from learners import process_reward as step_module
 from learners.algorithms.prime import ce_loss, prime, token_scores
 from learners.algorithms.tensors import place_outcomes
 from learners.algorithms.types import Rollouts
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.step import process_reward as step_module
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOLD = ("process_loss", "process_accuracy", "process_reward_mean", "process_grad_norm", "process_lr", "loss",
@@ -288,7 +288,7 @@ def test_a_group_that_breaks_leaves_no_trace_in_either(
     model: Path, gang: Gang, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     """Found by probes and buried; the rest is trained to the bits of a batch that never had it."""
-    from learners import update
+    from learners.step import update
 
     inner, config = update.loss_of, cases.make_config(model, f"learner.process_reward.update={order}")
 

@@ -10,10 +10,10 @@ import pytest
 import supervised_cases as cases
 import torch
 
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.sft import Example, collate, completion_loss
-from learners.supervised import minibatch, train_step
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.step.supervised import minibatch, train_step
+from learners.warm_start.sft import Example, collate, completion_loss
 
 pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
 

@@ -31,7 +31,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     code = (
         "import sys, torch\n"
-        "from learners.tiny_model import make_tokenizer, make_tiny_qwen3, save_model\n"
+        "from learners.warm_start.tiny_model import make_tokenizer, make_tiny_qwen3, save_model\n"
         "tokenizer = make_tokenizer(sys.argv[1])\n"
         "torch.manual_seed(0)\n"
         "save_model(sys.argv[1], make_tiny_qwen3(len(tokenizer)))\n"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import agent_openai  # noqa: E402 - its folder is no package
+import agent_openai
 
 pytestmark = pytest.mark.slow
 

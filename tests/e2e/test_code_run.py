@@ -85,7 +85,7 @@ def test_verls_data_and_reward_file_run_as_they_are_beside_code(run: Any, tiny_m
 def test_functions_that_pass_their_tests_become_more(run: Any) -> None:
     needs_bubblewrap()
     model, data = run.folder / "model", run.folder / "code.jsonl"
-    warm.run([sys.executable, "-m", "learners.code_recipe", "--out", str(model), "--data", str(data)], cwd=ROOT,
+    warm.run([sys.executable, "-m", "learners.warm_start.code", "--out", str(model), "--data", str(data)], cwd=ROOT,
              check=True, timeout=600)  # fmt: skip
     words = [f"run.dir={run.dir}", f"model.path={model}", f"data.path={data}", "learner.steps=14"]
     settings = [word for setting in words for word in ("--set", setting)]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.evaluation import is_evaluation
-from asyncrl.evaluation_figures import Outcome, figures, metric_names
+from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 
 pytestmark = pytest.mark.slow
 ROWS, K = 10, 4

@@ -14,7 +14,7 @@ import pytest
 import warm
 from status_form import strangers
 
-from asyncrl.live.state import Status
+from asyncrl.monitor.status_schema import Status
 
 pytestmark = pytest.mark.slow
 
@@ -278,7 +278,7 @@ def test_check_and_status_speak(run) -> None:  # type: ignore[no-untyped-def]
     shown = run.command("status", str(run.dir), "--json", timeout=30)
     status = json.loads(shown.stdout)
     assert status["buffer"]["ledger"]["issued"] >= 8
-    assert strangers(status, Status) == [], "asyncrl/live/state.py does not publish what the services say"
+    assert strangers(status, Status) == [], "asyncrl/monitor/status_schema.py does not publish what the services say"
     top = run.command("top", str(run.dir), "--once", "--plain", timeout=30)
     assert top.returncode == 0, top.stdout
     assert "running  step" in top.stdout and "of 12 under way" in top.stdout and "advice" in top.stdout

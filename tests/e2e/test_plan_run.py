@@ -9,11 +9,11 @@ import pytest
 from conftest import Run
 
 from asyncrl.config import Config
-from asyncrl.forecast import play
-from asyncrl.forecast_measure import Observed, measure
-from asyncrl.forecast_model import Forecast, Plant
-from asyncrl.forecast_search import scenario_of
-from asyncrl.rundir import RunDir
+from asyncrl.planner.forecast import play
+from asyncrl.planner.measure import Observed, measure
+from asyncrl.planner.model import Forecast, Plant
+from asyncrl.planner.search import scenario_of
+from asyncrl.runtime.run_dir import RunDir
 
 STEPS = 20
 WITHIN = 0.10

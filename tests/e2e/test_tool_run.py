@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import warm
 
-from asyncrl import batch_file
-from buffers.client import claimed
+from asyncrl.runs import batch_file
+from buffers.client.client import claimed
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def ids_of(run, text: str) -> list[int]:  # type: ignore[no-untyped-def]
 @pytest.mark.long
 def test_a_policy_learns_to_call_a_calculator(run) -> None:  # type: ignore[no-untyped-def]
     model, data = run.folder / "model", run.folder / "calculator.jsonl"
-    warm.run([sys.executable, "-m", "learners.calculator_start", "--out", str(model), "--data", str(data)], cwd=ROOT,
+    warm.run([sys.executable, "-m", "learners.warm_start.calculator", "--out", str(model), "--data", str(data)], cwd=ROOT,
              check=True, timeout=900)  # fmt: skip
     done = run.command(
         "launch", "all", str(ROOT / "configs" / "tool-calculator.toml"), "--plain",

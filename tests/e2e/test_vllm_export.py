@@ -12,7 +12,7 @@ import pytest
 from test_vllm_run import why_not
 
 from asyncrl.config import parse
-from asyncrl.engine_env import python_of
+from asyncrl.process_plan.interpreters import python_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]

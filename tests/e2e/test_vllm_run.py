@@ -10,8 +10,8 @@ import pytest
 from exact_run import SETTINGS, assert_exact
 
 from asyncrl.config import parse
-from asyncrl.engine_env import python_of
 from asyncrl.errors import ConfigError
+from asyncrl.process_plan.interpreters import python_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OWN = [f"producers.python={os.environ['VLLM_PYTHON']}"] if os.environ.get("VLLM_PYTHON") else []

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from asyncrl.rundir import RunDir
-from asyncrl.trace import decoded, lines_of
+from asyncrl.runtime.run_dir import RunDir
+from asyncrl.trace.story import decoded, lines_of
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "asyncrl.json"

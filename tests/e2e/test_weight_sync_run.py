@@ -20,9 +20,9 @@ import warm
 from conftest import Run, alive
 from safetensors import safe_open
 
-from asyncrl.audit import audit_run
+from asyncrl.audit.prove import audit_run
 from asyncrl.config import load
-from asyncrl.rundir import endpoint
+from asyncrl.runtime.run_dir import endpoint
 from weightsync.client import WeightSyncClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

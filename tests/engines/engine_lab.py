@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 from asyncrl.config import Config, parse
 from asyncrl.engine import Engine, GenDelta, GenRequest, joined
 from asyncrl.wire import Manifest, Tensor
-from weightsync.digest import digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 T = TypeVar("T")
 VOCAB, EOS, SLOTS, MAX_PROMPT, MAX_NEW = 128, 2, 8, 320, 64

@@ -15,7 +15,7 @@ from engine_lab import config_of
 from served import Served
 
 from asyncrl.engine import Engine
-from producers.engines.sglang import SGLangEngine
+from producers.engines.sglang.engine import SGLangEngine
 
 HERE = Path(__file__).parent
 START_S = 600.0  # a busy machine with two cores needs five minutes

@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 from engine_lab import LIMIT, VOCAB, Bench, config_of, kept_logprobs, plain_logprobs, request, stage, tokens_made
 
-from asyncrl.agent_config import AgentConfig
 from asyncrl.config import Config
+from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.config.sections.environment import EnvironmentConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
-from asyncrl.environment_config import EnvironmentConfig
 from asyncrl.versions import expand
 from producers.agents.environment import Agents, Connection
-from producers.environments.playing import Turns
-from producers.rollout import Environment, Finished
-from producers.tokenizer import Tokenizer
+from producers.data.tokenizer import Tokenizer
+from producers.environments.multi_turn import Turns
+from producers.rollout.rollout import Environment, Finished
 
 SAMPLES = 4
 TURNS = (8, 40, 8)  # tokens of each

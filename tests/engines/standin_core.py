@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from asyncrl.config import parse
 from asyncrl.engine import GenRequest
 from asyncrl.wire import Manifest
-from producers.engines.hf import HFEngine
-from weightsync.digest import digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from producers.engines.hf.engine import HFEngine
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 STALE = 0.5
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -184,7 +184,7 @@ class SGLang:
         name = body["group_name"]
         if name in self.groups:
             raise Bad(400, "Process group name already exists")
-        make = lambda: GroupMember(  # noqa: E731
+        make = lambda: GroupMember(
             host=body["master_address"], port=body["master_port"], rank=body["rank_offset"], size=body["world_size"],
             name=name, backend=body["backend"], timeout_s=GROUP_S,
         )  # fmt: skip

@@ -22,9 +22,9 @@ from aiohttp import web
 from standin_core import Ask, Bad, Core, Faults, Job, serve
 from standin_group import GroupMember
 
-from weightsync.copying import digest_all
-from weightsync.digest import whole_digest
-from weightsync.plan import bucket_starts
+from weightsync.copy_digest import digest_all
+from weightsync.plan.buckets import bucket_starts
+from weightsync.plan.digest import whole_digest
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FINISH = {"stop": "stop", "length": "length", "abort": "abort"}

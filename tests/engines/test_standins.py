@@ -17,8 +17,8 @@ from served import Served
 from asyncrl.errors import WorkError
 from producers.engines.group_sender import GroupSender, pieces
 from producers.engines.http import HttpClient, Refused
-from producers.engines.sglang_server import SGLangServer
-from weightsync.plan import bucket_starts, by_bucket
+from producers.engines.sglang.control_api import SGLangServer
+from weightsync.plan.buckets import bucket_starts, by_bucket
 
 HERE = Path(__file__).parent
 PROMPT = [3, 4, 5, 6, 7]

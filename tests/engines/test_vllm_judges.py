@@ -13,10 +13,10 @@ from engine_lab import model_of, save_model
 from rigs import lacks
 from vllm_served import Server
 
-from asyncrl.judge_config import JudgeConfig
+from asyncrl.config.sections.judge import JudgeConfig
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Asked, Outcome, Verdict
 from producers.rewards.judges.remote import Remote
+from producers.rewards.outcome import Asked, Outcome, Verdict
 from producers.rewards.pipe import FunctionSpec
 from producers.rewards.scorer import Scorer
 

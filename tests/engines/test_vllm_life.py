@@ -32,7 +32,7 @@ from vllm_served import Server
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
-from asyncrl.processes import descendants, is_alive
+from asyncrl.process_plan.host_facts import descendants, is_alive
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(lacks("vllm", "vllm")()), reason="no vLLM here")]
 START_S = 600.0
@@ -85,7 +85,7 @@ def test_vllm_ends_with_a_producer_that_was_killed(folder: Path, tmp_path: Path)
 
 def test_weights_through_a_group_where_the_server_sees_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions through Gloo; and the server of another model is refused."""
-    from producers.engines import vllm_server
+    from producers.engines.vllm import server_facts as vllm_server
 
     async def none(*_: Any) -> tuple[Path, ...]:
         return ()

@@ -35,7 +35,7 @@ class Server:
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
             "--port", str(self.port), "--enable-scale-out", "--worker-extension-cls",
-            "producers.engines.vllm_backend.HeldWeights", "--weight-transfer-config", '{"backend": "asyncrl"}',
+            "producers.engines.vllm.weight_transfer.HeldWeights", "--weight-transfer-config", '{"backend": "asyncrl"}',
             "--dtype", "float32", "--max-model-len", str(longest), "--max-num-seqs", str(slots), "--enforce-eager",
             "--kv-cache-memory-bytes", str(64 << 20), "--scheduling-policy", "priority", "--generation-config", "vllm",
             "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * longest), "--chat-template", CHAT, *more,

@@ -20,7 +20,7 @@ import redis
 from plant import Plant, Role
 from proxy import Link
 
-from asyncrl.failpoints import SITES
+from asyncrl.runtime.failpoints import SITES
 
 PROGRESS_S = 45.0  # no commit for this long after a fault: the run hangs
 #: Sites that a chaos run passes all the time, by the kind of role that passes them.

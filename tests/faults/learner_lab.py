@@ -26,14 +26,14 @@ import numpy as np
 import pytest
 import warm
 
-from asyncrl.audit import audit_file
+from asyncrl.audit.prove import audit_file
 from asyncrl.config import Config, dump, parse
 from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable
-from asyncrl.fingerprint import model_fingerprint
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir, endpoint
-from buffers.client import ObserverClient, ProducerClient
+from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.run_dir import RunDir, endpoint
+from buffers.client.client import ObserverClient, ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 B, G = 2, 3
@@ -114,7 +114,7 @@ class Lab:
 
     def serve(self, *names: str, **env: str) -> Lab:
         for name in names or ("buffer", "weightsync"):
-            module = {"buffer": "buffers.server", "weightsync": "weightsync.service"}[name]
+            module = {"buffer": "buffers.main", "weightsync": "weightsync.main"}[name]
             with (self.run.logs / f"{name}.log").open("ab") as log:
                 self.services[name] = warm.popen(
                     [sys.executable, "-m", module, "--config", str(self.run.config)], cwd=ROOT, stdout=log, stderr=log,
@@ -336,7 +336,7 @@ def make_model(folder: Path) -> Path:
     """A model folder of some thousand parameters, made by a process of its own."""
     code = (
         "import sys\n"
-        "from learners.tiny_model import make_tokenizer, make_tiny_qwen3, save_model\n"
+        "from learners.warm_start.tiny_model import make_tokenizer, make_tiny_qwen3, save_model\n"
         "tokenizer = make_tokenizer(sys.argv[1])\n"
         "save_model(sys.argv[1], make_tiny_qwen3(len(tokenizer), hidden_size=32, layers=2, head_dim=8, mlp_size=48))\n"
     )

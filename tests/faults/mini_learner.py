@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl import role
 from asyncrl.config import Config
 from asyncrl.errors import StateLost, Unavailable
-from asyncrl.fingerprint import model_fingerprint
-from asyncrl.rundir import RunDir, endpoint, write_atomic
-from buffers.client import ClaimedBatch, LearnerClient
-from learners.services import Heart, Services
+from asyncrl.runtime import role
+from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.run_dir import RunDir, endpoint, write_atomic
+from buffers.client.client import ClaimedBatch, LearnerClient
+from learners.rank_zero import Heart, Services
 from producers.engines.model_files import facts_of
-from weightsync.plan import Plan, TensorSpec, plan_buckets
-from weightsync.publisher import Publisher
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.publisher.publisher import Publisher
 
 TENSORS = ("first", "second", "third")
 

@@ -29,12 +29,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from asyncrl.audit import audit_run
-from asyncrl.audit_found import Audit
+from asyncrl.audit.findings import Audit
+from asyncrl.audit.prove import audit_run
 from asyncrl.config import Config, dump, parse
-from asyncrl.rundir import RunDir
-from asyncrl.sockets import ipc_address
-from buffers.client import ObserverClient
+from asyncrl.net.sockets import ipc_address
+from asyncrl.runtime.run_dir import RunDir
+from buffers.client.client import ObserverClient
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -73,7 +73,7 @@ network.request_timeout_s = 30
 [[reward]]
 function = "toy_rewards:score"
 """
-MODULES = {"buffer": "buffers.server", "weightsync": "weightsync.service", "producer": "producers.main",
+MODULES = {"buffer": "buffers.main", "weightsync": "weightsync.main", "producer": "producers.main",
            "reward": "producers.rewards.main"}  # fmt: skip
 
 

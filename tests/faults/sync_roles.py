@@ -21,17 +21,17 @@ import numpy.typing as npt
 import weightsync.transports.collective
 import weightsync.transports.disk
 import weightsync.transports.stream
-from asyncrl import failpoints, role
 from asyncrl.config import Config, load
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
-from asyncrl.rundir import RunDir, endpoint
+from asyncrl.runtime import failpoints, role
+from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Buffer, Manifest, Tensor
-from weightsync.digest import bucket_digest, whole_digest
-from weightsync.plan import Plan, TensorSpec, by_bucket, plan_buckets
-from weightsync.publisher import Publisher
-from weightsync.receiver import Receiver
-from weightsync.service import serve
+from weightsync.main import serve
+from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.publisher.publisher import Publisher
+from weightsync.receiver.receiver import Receiver
 
 assert all((weightsync.transports.collective, weightsync.transports.disk, weightsync.transports.stream))
 BUCKETS = 3

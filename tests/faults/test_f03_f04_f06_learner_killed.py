@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from learner_lab import Lab, Recorded
 
-from asyncrl.failpoints import SITES
+from asyncrl.runtime.failpoints import SITES
 
 ROUND = 6  # steps that one round of kills gets into checkpoints
 #: Checkpoints are made every 2 steps: what is written is behind the kill, or not.

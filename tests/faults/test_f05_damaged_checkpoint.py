@@ -14,7 +14,7 @@ import pytest
 from learner_lab import Recorded, seed_of
 
 from asyncrl.errors import AsyncRLError
-from learners import checkpoint
+from learners.checkpoints import checkpoint
 
 STEPS = 8
 FILES = ("shard_00000.safetensors", "state.json", "manifest.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from learner_lab import Recorded
 
-from learners import checkpoint
+from learners.checkpoints import checkpoint
 
 Figure = Callable[[str], None]
 ASYNC = "learner.checkpoint_async=true"

@@ -19,7 +19,7 @@ import pytest
 from learner_lab import B, Recorded
 from test_f09_learner_outlives_the_store import STEPS, stop_at
 
-from learners import checkpoint
+from learners.checkpoints import checkpoint
 
 DEADLINE_S = 3.0
 EXTRA = "learner.checkpoint_every=100;network.request_timeout_s=3"

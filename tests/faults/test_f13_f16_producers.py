@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from plant import Plant
 
-from asyncrl.fingerprint import model_fingerprint
-from buffers.client import ProducerClient
+from asyncrl.runtime.fingerprint import model_fingerprint
+from buffers.client.client import ProducerClient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,7 +58,7 @@ def test_f14_a_slow_learner_paces_the_producers(tmp_path: Path, figure: Any) -> 
         plant.wait("some steps", lambda: plant.committed() >= 5)
         plant.kill("learner", signal.SIGSTOP)
         bound = plant.config.buffer.max_in_flight_groups
-        size = lambda: _rss(plant.roles["buffer"].pid)  # noqa: E731
+        size = lambda: _rss(plant.roles["buffer"].pid)
         plant.wait("the buffer to be full", lambda: plant.status()["ledger"]["ready"] >= bound - 8)
         time.sleep(1.0)
         first, seen, leases = size(), [], len(plant.history("lease"))

@@ -23,8 +23,8 @@ from plant import Plant
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import WireError
-from asyncrl.sockets import Requester
-from buffers.client import ProducerClient
+from asyncrl.net.sockets import Requester
+from buffers.client.client import ProducerClient
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,11 +17,11 @@ import torch
 from plant import Plant
 
 from asyncrl import wire
-from asyncrl.algorithm_config import AlgorithmConfig
-from asyncrl.algorithms import LOSSES
-from asyncrl.sockets import AsyncRequester
-from buffers.client import LearnerClient, ProducerClient
-from buffers.dead import read_letter
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.algorithm_catalogue import LOSSES
+from asyncrl.net.sockets import AsyncRequester
+from buffers.client.client import LearnerClient, ProducerClient
+from buffers.payloads.dead_letters import read_letter
 from learners.algorithms.corrections import tis
 from learners.algorithms.registry import loss_of
 from learners.algorithms.types import LossInputs

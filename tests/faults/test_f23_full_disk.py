@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from learner_lab import Recorded
 
-from learners import checkpoint
+from learners.checkpoints import checkpoint
 
 STEPS = 8
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from learner_lab import Lab, Recorded, group_of
 
-from asyncrl.audit import audit_file
+from asyncrl.audit.prove import audit_file
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
-from asyncrl.fingerprint import model_fingerprint
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import endpoint
-from buffers.client import ProducerClient
-from weightsync.digest import digest_tensors
-from weightsync.receiver import Receiver
+from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.runtime.run_dir import endpoint
+from buffers.client.client import ProducerClient
+from weightsync.plan.digest import digest_tensors
+from weightsync.receiver.receiver import Receiver
 
 KILLS = ("after_commit", "before_commit", "after_step", "after_checkpointed", "after_commit")
 RESTARTS = len(KILLS)

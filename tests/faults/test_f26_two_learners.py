@@ -13,7 +13,7 @@ import pytest
 from learner_lab import Recorded
 from test_f09_learner_outlives_the_store import STEPS, stopped
 
-from learners import checkpoint
+from learners.checkpoints import checkpoint
 
 #: Where a zombie stops; when it wakes, its next word to anybody is late.
 PLACES = [

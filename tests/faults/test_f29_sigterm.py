@@ -11,7 +11,7 @@ import pytest
 from learner_lab import Recorded, seed_of
 from test_f04_bit_equal_resume import metrics_size
 
-from learners import checkpoint
+from learners.checkpoints import checkpoint
 
 TIMES = 50
 GRACE_S = 20.0  # of Kubernetes: 30 s

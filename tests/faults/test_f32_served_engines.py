@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 ENGINES = Path(__file__).parents[1] / "engines"
 sys.path.insert(0, str(ENGINES))
-from served import Served  # noqa: E402
+from served import Served
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 SHAPE = Qwen3Config(

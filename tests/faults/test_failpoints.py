@@ -16,7 +16,7 @@ import pytest
 import redis
 from plant import Plant
 
-from asyncrl.failpoints import SITES
+from asyncrl.runtime.failpoints import SITES
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = re.compile(r'(?<!def )\bfailpoint\(\s*f?"([^"]+)"')

@@ -17,10 +17,10 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest
-from asyncrl.fingerprint import model_fingerprint
+from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
-from weightsync.digest import bucket_digest, whole_digest
-from weightsync.plan import by_bucket
+from weightsync.plan.buckets import by_bucket
+from weightsync.plan.digest import bucket_digest, whole_digest
 
 STILL_S = 0.005  # between two looks whether a halted engine may go on
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Lease, Samples
-from buffers.groups import Groups
-from buffers.ledger import COMPETING, Batch, Group, State
+from buffers.groups.machine import Groups
+from buffers.groups.records import COMPETING, Batch, Group, State
 
 if TYPE_CHECKING:
     from model_world import Node, World

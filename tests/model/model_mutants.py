@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from model_world import Case
 
 from asyncrl.wire import Lease, Pieces, PiecesReply, RewardFailure, Samples, SamplesReply, Score, Scores
-from buffers.admission import capacity
-from buffers.book import Worker
-from buffers.fairness import missing
-from buffers.groups import Groups
-from buffers.judged import said_by
-from buffers.ledger import Group, State, Underway
-from buffers.scoring import Found
-from buffers.training import Claimed
+from buffers.groups.book import Worker
+from buffers.groups.fairness import missing
+from buffers.groups.judgements import said_by
+from buffers.groups.machine import Groups
+from buffers.groups.records import Group, State, Underway
+from buffers.groups.schedule import capacity
+from buffers.groups.scoring import Found
+from buffers.groups.training import Claimed
 
 
 class Naive(Groups):

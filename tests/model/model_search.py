@@ -22,7 +22,7 @@ from model_checks import Violation
 from model_world import Case, Node, World
 
 from asyncrl.errors import AsyncRLError
-from buffers.groups import Groups
+from buffers.groups.machine import Groups
 
 
 class Found(msgspec.Struct):

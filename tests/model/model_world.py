@@ -2,7 +2,7 @@
 
 Called by `model_search`. A state is the rows that the store holds, and what the parties outside know: the version of
 each engine, the version that each lease was begun with, the newest durable checkpoint. A transition loads the rows into
-a new `buffers.groups.Groups` (so the buffer service is restarted between any two of them), makes one call, and applies
+a new `buffers.groups.machine.Groups` (so the buffer service is restarted between any two of them), makes one call, and applies
 the changes. Guarantees:
 1. decisions are those of the class that is handed in, normally `Groups` itself: nothing of it is written again here;
 2. `moves` yields every call that a party can make, except those that provably change nothing;
@@ -29,9 +29,9 @@ from model_checks import (
 )
 
 from asyncrl.wire import LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups import Groups
-from buffers.judged import said_by
-from buffers.ledger import Group, JudgeRule, Ledger, Record, Settings, State
+from buffers.groups.judgements import said_by
+from buffers.groups.machine import Groups
+from buffers.groups.records import Group, JudgeRule, Ledger, Record, Settings, State
 
 #: Without an end: far from version 0, so that older versions than any in use exist.
 START = 100
@@ -332,7 +332,7 @@ class World:
                 rewards = {} if self.case.scored else {index: reward}
                 heads = (SampleHead(index, 1, "stop", ((version, 1),)),)
                 message = Samples(name, number, group.token, heads, {}, (), "{}", 1, rewards=rewards)
-                keep = lambda: Record(1, 0, 1, 1, 9)  # noqa: E731
+                keep = lambda: Record(1, 0, 1, 1, 9)
                 check_tokens(other, message, number)
                 reply = other.samples(message, checksum=9, invalid=str, keep=keep, now=0.0)
                 if reply.accepted != (index,):

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 from sync_world import Case
 
-import weightsync.choice
+import weightsync.coordinator.routing
 from asyncrl.wire import Hop, Instruction, MemberPoll
-from weightsync.choice import Scene, Source
-from weightsync.members import Member, Part, State
-from weightsync.rounds import Rounds
+from weightsync.coordinator.records import Member, Part, State
+from weightsync.coordinator.rounds import Rounds
+from weightsync.coordinator.routing import Scene, Source
 
 
 class VersionIsEnough(Rounds):
@@ -161,7 +161,7 @@ class AnyMemberRelays(Rounds):
     """Who serves an older version relays the target."""
 
     def instruct(self, name: str, *, now: float) -> Instruction | None:
-        with patch.object(weightsync.choice, "_relays", _any_member_relays):
+        with patch.object(weightsync.coordinator.routing, "_relays", _any_member_relays):
             return super().instruct(name, now=now)
 
 
@@ -176,7 +176,7 @@ class HopsByVersion(Rounds):
     """Hops go to who holds the version of their base, whatever its digest."""
 
     def instruct(self, name: str, *, now: float) -> Instruction | None:
-        with patch.object(weightsync.choice, "hops_for", _hops_by_version):
+        with patch.object(weightsync.coordinator.routing, "hops_for", _hops_by_version):
             return super().instruct(name, now=now)
 
 
@@ -184,7 +184,7 @@ class AdapterWithoutBase(Rounds):
     """Nobody is asked for the base."""
 
     def instruct(self, name: str, *, now: float) -> Instruction | None:
-        with patch.object(weightsync.choice, "lacks_base", lambda member, target: False):
+        with patch.object(weightsync.coordinator.routing, "lacks_base", lambda member, target: False):
             return super().instruct(name, now=now)
 
 

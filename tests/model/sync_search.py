@@ -21,7 +21,7 @@ from unittest.mock import patch
 import msgspec
 from sync_world import EXPECTED, Case, Node, World, key
 
-from weightsync.rounds import Rounds
+from weightsync.coordinator.rounds import Rounds
 
 HEALED_S = 20
 
@@ -67,7 +67,10 @@ class Search:
         pauses = {"FIRST_PAUSE_S": 1.0, "LONGEST_PAUSE_S": 1.0}
         gc.disable()  # nothing here is in a cycle that grows, and the graph of states is large
         try:
-            with patch.multiple("weightsync.rounds", **pauses), patch("weightsync.facts.FORM_S", 1.0):
+            with (
+                patch.multiple("weightsync.coordinator.rounds", **pauses),
+                patch("weightsync.coordinator.queries.FORM_S", 1.0),
+            ):
                 self._run()
         finally:
             gc.enable()

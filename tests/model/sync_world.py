@@ -1,7 +1,7 @@
 """The world around the weight-sync state machine: receivers, a learner and a network, as moves that a search can make.
 
-Called by `sync_search` and `test_sync_stateful`. The real `Rounds` decides; around it stands what `weightsync.service`,
-`weightsync.receiver` and `weightsync.publisher` do, without bytes: a member holds a version and a digest, or nothing.
+Called by `sync_search` and `test_sync_stateful`. The real `Rounds` decides; around it stands what `weightsync.main`,
+`weightsync.receiver.receiver` and `weightsync.publisher.publisher` do, without bytes: a member holds a version and a digest, or nothing.
 Moves with a cost are failures (a message lost, doubled or delayed, a crash, wrong bytes, a failed transfer); the others
 are what healthy parties do in any order. Time passes in seconds, at any moment; a copy of a
 message is late by no more than `member_timeout_s`. Every promise is checked at every move,
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundRequest
-from weightsync.digest import whole_digest
-from weightsync.members import Choice, Formation, Member, Part, Publisher, Round, State
-from weightsync.plan import TensorSpec, plan_buckets
-from weightsync.rounds import Rounds
+from weightsync.coordinator.records import Choice, Formation, Member, Part, Publisher, Round, State
+from weightsync.coordinator.rounds import Rounds
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import whole_digest
 
 PLAN = plan_buckets([TensorSpec("w", "F32", (100,))], bucket_bytes=400)
 HOLD = ("local", "stream", "collective", "disk")

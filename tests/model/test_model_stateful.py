@@ -27,8 +27,8 @@ from model_mutants import BoundOfTheMoment, OlderTokensIgnored, RequiredIgnored
 
 from asyncrl.errors import AsyncRLError, Fenced
 from asyncrl.wire import Lease, LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups import Groups
-from buffers.ledger import COMPETING, Group, JudgeRule, Ledger, Record, Settings, State, Underway
+from buffers.groups.machine import Groups
+from buffers.groups.records import COMPETING, Group, JudgeRule, Ledger, Record, Settings, State, Underway
 
 PRODUCERS = ("p0", "p1", "p2", "p3")
 WHO = st.sampled_from(PRODUCERS)
@@ -51,7 +51,7 @@ class System(RuleBasedStateMachine):
         on_late=st.sampled_from(["wait", "drop"]), reissue=st.integers(0, 3), reuse=st.sampled_from([1, 1, 2]),
         more=st.sampled_from([0, 0, 1, 2]), total=st.integers(5, 24),
     )  # fmt: skip
-    def begin(  # noqa: PLR0917
+    def begin(
         self, eta: int, depth: int, batch: int, size: int, on_late: Any, reissue: int, reuse: int, more: int, total: int
     ) -> None:  # fmt: skip
         self.base = Settings(

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from sync_mutants import AnyDigestIsCommitted, AnyMemberRelays, EveryWordCounts
 from sync_world import EXPECTED, Case, World
 
-from weightsync.rounds import Rounds
+from weightsync.coordinator.rounds import Rounds
 
 HEALED_S = 40
 SEEN: Counter[str] = Counter()
@@ -35,9 +35,7 @@ class System(RuleBasedStateMachine):
         fanout=st.integers(0, 2), carries=st.sampled_from(["full", "delta", "adapter"]), place=st.integers(0, 2),
         spread=st.booleans(),
     )  # fmt: skip
-    def begin(  # noqa: PLR0917
-        self, transport: str, members: int, fanout: int, carries: str, place: int, spread: bool
-    ) -> None:
+    def begin(self, transport: str, members: int, fanout: int, carries: str, place: int, spread: bool) -> None:
         spread = spread and transport != "local"
         place = 0 if carries == "adapter" else place
         case = Case(
@@ -122,7 +120,7 @@ def schedules(kind: type[Rounds], *, examples: int) -> None:
 
 def test_schedules_of_larger_systems(figure: Callable[[str], None]) -> None:
     SEEN.clear()
-    with patch("weightsync.facts.FORM_S", 1.0):
+    with patch("weightsync.coordinator.queries.FORM_S", 1.0):
         schedules(Rounds, examples=100)
     figure(", ".join(f"{name} {count}" for name, count in SEEN.most_common()))
     assert SEEN["healed"] > 90

@@ -32,9 +32,9 @@ import zmq
 from asyncrl import wire
 from asyncrl.config import dump, parse
 from asyncrl.errors import WireError
-from asyncrl.keys import write_keys
-from asyncrl.rundir import RunDir, endpoint
-from asyncrl.sockets import Call, Requester
+from asyncrl.net.keys import write_keys
+from asyncrl.net.sockets import Call, Requester
+from asyncrl.runtime.run_dir import RunDir, endpoint
 
 GROWTH_BYTES = 40 << 20  # of a service, after a fifth of the frames
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,7 +243,7 @@ class Inside:
     def _start(self) -> None:
         from buffer_lab import TOML
 
-        from buffers.server import open_service, open_store
+        from buffers.main import open_service, open_store
 
         self.close()
         self._starts += 1
@@ -311,7 +311,7 @@ class Live:
         self.run = RunDir(self.config.run_dir).create()
         self.run.config.write_text(dump(self.config))
         self.log = self.run.logs / f"{role}.log"
-        module = {"buffer": "buffers.server", "weightsync": "weightsync.service"}[role]
+        module = {"buffer": "buffers.main", "weightsync": "weightsync.main"}[role]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, "--config", str(self.run.config)], cwd=ROOT, stdout=log, stderr=log,

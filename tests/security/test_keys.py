@@ -11,13 +11,13 @@ import warm
 from bare_config import BARE
 
 from asyncrl import wire
-from asyncrl.authority import OWNER_ALONE, needs_owner
 from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigError
-from asyncrl.keys import Keys, join_path, read_keys, worker_file, write_keys
-from asyncrl.launch import worker_key
-from asyncrl.role import RoleArgs, join_key_of, key_of
-from weightsync.signature import is_genuine, signed
+from asyncrl.launcher.launch import worker_key
+from asyncrl.net.keys import Keys, join_path, read_keys, worker_file, write_keys
+from asyncrl.net.permissions import OWNER_ALONE, needs_owner
+from asyncrl.runtime.role import RoleArgs, join_key_of, key_of
+from weightsync.plan.signature import is_genuine, signed
 
 
 def config_with(*, key_file: str = "") -> Config:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.keys import write_keys
+from asyncrl.net.keys import write_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE, THERE = "10.231.77.1", "10.231.77.2"

@@ -16,9 +16,9 @@ from ports import Listener, listeners, parsed
 
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, Unavailable
-from asyncrl.keys import Keys, read_keys, write_keys
-from asyncrl.processes import descendants
-from asyncrl.sockets import Requester
+from asyncrl.net.keys import Keys, read_keys, write_keys
+from asyncrl.net.sockets import Requester
+from asyncrl.process_plan.host_facts import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

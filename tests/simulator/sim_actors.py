@@ -15,7 +15,7 @@ from sim_net import Ask, Process, Task
 from asyncrl import wire
 from asyncrl.errors import Unavailable, WireError
 from asyncrl.versions import Runs, joined_runs
-from buffers.begun import PieceData, packed, unpacked
+from buffers.client.partial_samples import PieceData, packed, unpacked
 
 if TYPE_CHECKING:
     from sim_world import World

@@ -25,7 +25,7 @@ from sim_actors import DEEP, responses_of, reward_of
 
 from asyncrl import wire
 from asyncrl.versions import oldest_version
-from buffers.ledger import State
+from buffers.groups.records import State
 
 if TYPE_CHECKING:
     from sim_learner import Learner

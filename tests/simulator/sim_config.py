@@ -11,7 +11,7 @@ import msgspec
 from bare_config import BARE
 
 from asyncrl.config import Config, RewardFunctionConfig, parse
-from asyncrl.judge_config import JudgeConfig
+from asyncrl.config.sections.judge import JudgeConfig
 
 TOML = f"""{BARE}
 lease_timeout_s = 4.0

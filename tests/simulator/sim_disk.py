@@ -2,7 +2,7 @@
 
 Called by `sim_world`. `Medium` is the database server (or file), `SimStore` one service's connection to it: the
 interface of `buffers.stores.base.Store`. `Files` are the segment files, `SimSegments` one service's view of them: the
-interface of `buffers.segments.Segments`. Guarantees:
+interface of `buffers.payloads.segments.Segments`. Guarantees:
 1. a change set is applied as a whole or not at all; a bomb (`Files.bomb`, `Medium.bomb`) kills before or after it;
 2. `Medium.back` puts an earlier prefix of all change sets back, `Medium.flushall` forgets everything;
 3. two flavours: "redis" notices at the next write that the state is another one (`StoreLost`), "sqlite" does not and
@@ -17,8 +17,8 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, Fenced, Unavailable, WireError
 from asyncrl.wire import Place
-from buffers.layout import GUEST
-from buffers.ledger import Change, Record
+from buffers.groups.records import Change, Record
+from buffers.payloads.record_format import GUEST
 from buffers.stores.base import Opened, StoreLost
 
 
@@ -162,7 +162,7 @@ class Files:
 
 
 class SimGuests:
-    """What producers of the host wrote themselves: the interface of `buffers.guests.Guests`."""
+    """What producers of the host wrote themselves: the interface of `buffers.payloads.producer_files.Guests`."""
 
     def __init__(self, files: Files) -> None:
         self._files = files

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from sim_disk import Killed
 from sim_net import SimCall
 
-import buffers.server as server_module
+import buffers.main as server_module
 from asyncrl.errors import AsyncRLError, Fenced, Unavailable
-from buffers.service import BufferService
+from buffers.service.service import BufferService
 
 if TYPE_CHECKING:
     from sim_learner import Learner

@@ -1,8 +1,8 @@
-"""The learner, as the simulator plays it: the calls and the order of `learners.loop` and `learners.services`.
+"""The learner, as the simulator plays it: the calls and the order of `learners.loop` and `learners.rank_zero`.
 
 Called by `sim_world`. Its "weights" are its lineage: for every step the groups that were folded in, with a digest over
 all that came before, so that two learners with the same weights have the same digest. Its account of the ledger is the
-real one (`learners.account`).
+real one (`learners.ledger_account`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sim_net import Ask, Process, Task
 
 from asyncrl import wire
 from asyncrl.errors import Fenced, StateLost, Unavailable
-from learners.account import Account
+from learners.ledger_account import Account
 
 if TYPE_CHECKING:
     from sim_world import World
@@ -41,7 +41,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Learner:
-    """One learner process, as `learners.loop` and `learners.services` behave."""
+    """One learner process, as `learners.loop` and `learners.rank_zero` behave."""
 
     def __init__(self, world: World, process: Process, *, takeover: bool) -> None:
         self.world = world

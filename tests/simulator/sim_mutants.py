@@ -26,11 +26,13 @@ from sim_learner import Learner
 from sim_run import schedule
 
 from asyncrl.errors import StateLost
-from buffers import leasing, scoring, server, service
-from buffers.groups import Groups
-from buffers.judged import said_by
-from buffers.ledger import State
-from buffers.scoring import Found
+from buffers import main as server
+from buffers.groups import leasing, scoring
+from buffers.groups.judgements import said_by
+from buffers.groups.machine import Groups
+from buffers.groups.records import State
+from buffers.groups.scoring import Found
+from buffers.service import service
 
 Patch = tuple[Any, str, Any]
 

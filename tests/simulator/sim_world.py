@@ -1,7 +1,7 @@
 """One schedule: a whole run of the system under a fault plan, all of it from one seed.
 
 Called by `sim_run` and the tests: `run(seed)` gives what was hit, or raises `Violation`, the trace in `World.trace`.
-The service is the real one, opened by the real `buffers.server.open_service`, on the simulated disk of `sim_disk`; the
+The service is the real one, opened by the real `buffers.main.open_service`, on the simulated disk of `sim_disk`; the
 processes around it are those of `sim_actors`; `sim_check` watches. Guarantees:
 1. virtual time only: nothing waits, nothing is read from or written to a disk;
 2. the same seed gives the same run, to the last digest (`World.digest`);
@@ -28,15 +28,15 @@ from sim_host import Host, Weights
 from sim_learner import Checkpoint, Learner
 from sim_net import Clock, Network, Process
 
-import asyncrl.rundir as rundir_module
-import buffers.desk as desk_module
-import buffers.server as server_module
-import buffers.service as service_module
+import asyncrl.runtime.run_dir as rundir_module
+import buffers.main as server_module
+import buffers.service.service as service_module
+import buffers.service.session as desk_module
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import Unavailable
-from asyncrl.rundir import RunDir
-from buffers.service import BufferService
+from asyncrl.runtime.run_dir import RunDir
+from buffers.service.service import BufferService
 
 WALL = 1_800_000_000.0
 PATIENCE_S = 900.0  # virtual seconds for the whole run

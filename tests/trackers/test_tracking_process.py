@@ -17,12 +17,12 @@ from tracker_rigs import RIGS, STANDINS, standin_lines, standin_told
 
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
-from asyncrl.following import Following
-from asyncrl.plan import onlookers
+from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.plugins import Tracker
-from asyncrl.rundir import RunDir
-from asyncrl.supervise import Grace, Supervisor
-from learners.tracking import GIVE_UP_S, Tracking, id_of, positions_of
+from asyncrl.process_plan.plan import onlookers
+from asyncrl.runtime.metrics_tail import Following
+from asyncrl.runtime.run_dir import RunDir
+from learners.trackers.main import GIVE_UP_S, Tracking, id_of, positions_of
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -223,7 +223,7 @@ def test_a_killed_process_is_followed_by_one_that_goes_on(tmp_path: Path) -> Non
 
 def test_a_run_ends_well_with_trackers_that_hang_crash_or_are_missing(tmp_path: Path) -> None:
     """The real supervisor with a short learner: code 0, in its time, and what was given up is named."""
-    from asyncrl.plan import ProcessPlan
+    from asyncrl.process_plan.plan import ProcessPlan
 
     def plan(role: str, name: str, code: str, restarts: int = 0) -> ProcessPlan:
         return ProcessPlan(role, name, (sys.executable, "-c", code), restarts=restarts)

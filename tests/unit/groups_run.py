@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.wire import SampleHead, Samples
-from buffers.groups import Groups
-from buffers.ledger import Ledger, Record, Settings, State
+from buffers.groups.machine import Groups
+from buffers.groups.records import Ledger, Record, Settings, State
 
 
 def settings(**changes: Any) -> Settings:

@@ -33,7 +33,7 @@ from learners.algorithms import (
     values,
 )
 from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
-from learners.logprobs import chunked_logprobs
+from learners.models.logprobs import chunked_logprobs
 
 Params = Mapping[str, Any]
 Row = Callable[[Params, Inputs], Mapping[str, Any]]

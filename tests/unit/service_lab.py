@@ -10,10 +10,10 @@ from bare_config import BARE
 
 from asyncrl import wire
 from asyncrl.config import parse
-from asyncrl.rundir import RunDir
-from asyncrl.sockets import Call
-from buffers import server
-from buffers.service import BufferService
+from asyncrl.net.sockets import Call
+from asyncrl.runtime.run_dir import RunDir
+from buffers import main as server
+from buffers.service.service import BufferService
 
 TOML = BARE + 'max_staleness = 1\nlease_timeout_s = 30.0\nstore = "sqlite"\n[run]\nname = "t"\ndir = "{dir}"\n'
 
@@ -40,7 +40,7 @@ class ServiceLab:
         self.now = 1000.0
         config = parse(TOML.format(dir=folder / "run"))
         self.run = RunDir(config.run_dir).create()
-        clocked = lambda config, **parts: BufferService(config, clock=lambda: self.now, **parts)  # noqa: E731
+        clocked = lambda config, **parts: BufferService(config, clock=lambda: self.now, **parts)
         monkeypatch.setattr(server, "BufferService", clocked)
         self.service = server.open_service(config, server.open_store(config, lambda: False))
         self.ask(wire.Register("learner", 1, "h", 0, "", False, "", {0: "d0"}), request=1)

@@ -1,4 +1,4 @@
-"""A whole training step without a model: `learners.trial` over a table of logits, on ranks that are threads.
+"""A whole training step without a model: `learners.step.resilient_step` over a table of logits, on ranks that are threads.
 
 Used by `test_step_invariance`. The policy is a bigram table plus a table of positions, so that a wrong row, a wrong
 position or a token of the neighbouring sequence changes the result; the critic is two tables of numbers. Both compute
@@ -19,14 +19,14 @@ import torch
 from made_batches import a_batch, a_group, a_sample
 from torch import Tensor
 
-from asyncrl.algorithms import ADVANTAGES
 from asyncrl.config import Config, parse
-from buffers.batches import ClaimedBatch
+from asyncrl.config.sections.algorithm_catalogue import ADVANTAGES
+from asyncrl.wire.batch_arrays import ClaimedBatch
 from learners.algorithms.registry import option_table
 from learners.backends.base import Micro, UpdateInfo, Values, to_device
-from learners.gang import Gang
-from learners.logprobs import TokenNumbers
-from learners.trial import Trial
+from learners.gang.gang import Gang
+from learners.models.logprobs import TokenNumbers
+from learners.step.resilient_step import Trial
 
 VOCABULARY, PLACES = 12, 32
 STEPS = 2
@@ -85,7 +85,7 @@ class Table:
 
 
 class ThreadGang(Gang):
-    """`learners.gang.Gang` over threads of this process."""
+    """`learners.gang.gang.Gang` over threads of this process."""
 
     def __init__(self, rank: int, size: int, table: Table) -> None:
         super().__init__(rank, size, None)  # type: ignore[arg-type]

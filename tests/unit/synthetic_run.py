@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.config import dump, parse
 from asyncrl.metrics import MetricsLog
-from asyncrl.rundir import RunDir
+from asyncrl.runtime.run_dir import RunDir
 
 Event = dict[str, Any]
 START = 1_760_000_000.0

@@ -11,7 +11,6 @@ from torch import nn
 
 from asyncrl.errors import HandshakeError
 from asyncrl.wire import Manifest, Tensor
-from weightsync.digest import bucket_digest, whole_digest
 from weightsync.encoding.adapter import (
     AdapterConfig,
     adapter_manifest,
@@ -22,7 +21,8 @@ from weightsync.encoding.adapter import (
     read_config,
     saved_name,
 )
-from weightsync.plan import TensorSpec, by_bucket, check_layout, plan_buckets
+from weightsync.plan.buckets import TensorSpec, by_bucket, check_layout, plan_buckets
+from weightsync.plan.digest import bucket_digest, whole_digest
 
 CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("v_proj", "q_proj"))
 BASE = "ab" * 16

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from step_lab import required_options
 from torch import Tensor
 
-from asyncrl import algorithms
+from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.errors import ConfigError
 from learners.algorithms import advantages as adv
 from learners.algorithms.advantages import Advantage

@@ -26,10 +26,10 @@ from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import ConfigErrors, WorkError
 from producers.agents.environment import Agents, Connection
 from producers.agents.processes import AgentProcess
-from producers.environments.playing import environment_of
-from producers.prompts import encode_prompt
-from producers.rollout import Finished
-from producers.tokenizer import Tokenizer
+from producers.data.prompts import encode_prompt
+from producers.data.tokenizer import Tokenizer
+from producers.environments.multi_turn import environment_of
+from producers.rollout.rollout import Finished
 
 ROW = {"prompt": [{"role": "user", "content": "2*3"}], "answer": "6"}
 ASKED: dict[str, Callable[[openai.AsyncOpenAI, dict[str, Any], Connection], Any]] = {}

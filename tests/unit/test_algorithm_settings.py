@@ -14,18 +14,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl import algorithm_notes, algorithms, check, presets
-from asyncrl.algorithm_config import AlgorithmConfig
-from asyncrl.config import Config, LearnerConfig, dump, parse
+from asyncrl.config import Config, LearnerConfig, algorithm_notes, dump, parse, presets
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
-from buffers.filters import filters_of
-from buffers.groups import Groups
-from buffers.ledger import settings_of
+from asyncrl.preflight import check
+from buffers.groups.filters import filters_of
+from buffers.groups.machine import Groups
+from buffers.groups.records import settings_of
 from learners.algorithms import registry
 from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
-from learners.tuned import tuned
-from producers.rollout import parts_of
+from learners.step.tuned_settings import tuned
+from producers.rollout.rollout import parts_of
 
 LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
 

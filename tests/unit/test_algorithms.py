@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import algorithms
-from asyncrl.algorithm_config import AlgorithmConfig, LagConfig
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.algorithm import AlgorithmConfig, LagConfig
 from asyncrl.errors import ConfigError
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.corrections import tis
@@ -25,7 +25,7 @@ from learners.algorithms.registry import (
 )
 from learners.algorithms.types import LossInputs
 from learners.backends.base import Micro
-from learners.update import loss_function
+from learners.step.update import loss_function
 
 NAMES = [(kind, name) for kind, entries in algorithms.TABLES.items() for name in entries]
 

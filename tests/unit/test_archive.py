@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl import batch_file, wire
+from asyncrl import wire
 from asyncrl.config import Config, load, parse
 from asyncrl.errors import WireError
-from asyncrl.rundir import RunDir
-from asyncrl.trace_archive import words_of
-from buffers.client import ClaimedBatch, claimed
-from learners.archive import Archive, recorded
+from asyncrl.runs import batch_file
+from asyncrl.runtime.run_dir import RunDir
+from asyncrl.trace.archive import words_of
+from buffers.client.client import ClaimedBatch, claimed
+from learners.batch.archive import Archive, recorded
 
 
 def make_config(root: Path, *, lr: float = 1e-3) -> Config:

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner_loop import FakeBuffer, gang, make_batch, make_config, make_learner, model_dir, weights  # noqa: F401
+from test_learner_loop import FakeBuffer, gang, make_batch, make_config, make_learner, model_dir, weights
 
 from asyncrl.config import Config, dump, parse
 from asyncrl.errors import AsyncRLError, Fenced
 from asyncrl.metrics import read_lines
-from asyncrl.role import Stop
-from asyncrl.rundir import RunDir
-from learners import checkpoint, retention, saving
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
+from asyncrl.runtime.role import Stop
+from asyncrl.runtime.run_dir import RunDir
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.checkpoints import checkpoint, retention, saving
+from learners.gang.gang import Gang
 
 ASYNC = "learner.checkpoint_async = true\n"
 #: Everything that moves from step to step beside the weights.
@@ -70,7 +70,7 @@ def steps_said(buffer: FakeBuffer, *names: str) -> list[tuple[Any, ...]]:
 
 
 def test_it_holds_its_own_step_however_long_it_takes(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
 ) -> None:  # fmt: skip
     whole = MOVING + "learner.checkpoint_keep = 3\n"
     plain, _, reference, services = make_learner(make_config(model_dir, tmp_path / "plain", steps=5, extra=whole), gang)
@@ -106,7 +106,7 @@ def test_it_holds_its_own_step_however_long_it_takes(
     assert [("checkpoint_write_s" in line) for line in lines] == [False, False, False, False, True]
 
 
-def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
     """Weights, optimizer, schedule, KL controller, generator states, ledger and versions come back."""
     extra = ASYNC + MOVING
     whole, _, reference, services = make_learner(make_config(model_dir, tmp_path / "whole", steps=5, extra=extra), gang)
@@ -148,7 +148,7 @@ def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_pat
 
 
 def test_one_is_under_way_and_the_end_waits_for_it(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
 ) -> None:  # fmt: skip
     """SIGTERM while one is written: it becomes durable, then that of the step under way; exit without an error."""
     stop = Stop()
@@ -173,7 +173,7 @@ def test_one_is_under_way_and_the_end_waits_for_it(
 
 
 def test_an_error_of_the_run_waits_for_the_one_under_way(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
 ) -> None:  # fmt: skip
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC)
     learner, buffer, _, services = make_learner(config, gang)
@@ -195,7 +195,7 @@ def test_an_error_of_the_run_waits_for_the_one_under_way(
 
 
 def test_failures_are_counted_and_several_end_the_run(
-    gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC + "learner.checkpoint_failures = 2\n")
@@ -223,7 +223,7 @@ def test_failures_are_counted_and_several_end_the_run(
 
 
 def test_another_learner_fences_the_writer(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
 ) -> None:  # fmt: skip
     """Taken over while it writes: nothing becomes visible, and the main thread hears of it."""
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC)
@@ -246,7 +246,7 @@ def test_another_learner_fences_the_writer(
 
 
 def test_a_bug_in_the_writer_ends_the_run(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
 ) -> None:  # fmt: skip
     learner, _, _, services = make_learner(make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC), gang)
     door = held("learner.checkpoint_state")
@@ -258,7 +258,7 @@ def test_a_bug_in_the_writer_ends_the_run(
 
 
 def test_a_writer_that_hangs_is_a_hang(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, held: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(saving, "CLOSE_S", 0.01)
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC + "run.hang_timeout_s = 0.2\n")
@@ -274,7 +274,7 @@ def test_a_writer_that_hangs_is_a_hang(
 
 
 def test_the_copy_is_given_back(
-    gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """At most one copy at a time, none between two checkpoints, also after one that failed."""
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -325,7 +325,7 @@ def every_step(config: Config, *settings: str) -> Config:
 
 @pytest.mark.parametrize("extra", ["", ASYNC])
 def test_the_best_by_reward_stay_beside_the_last(
-    gang: Gang, model_dir: Path, tmp_path: Path, extra: str  # noqa: F811
+    gang: Gang, model_dir: Path, tmp_path: Path, extra: str
 ) -> None:  # fmt: skip
     config = every_step(make_config(model_dir, tmp_path / "run", steps=6, extra=extra), "learner.checkpoint_best=2")
     rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: 0.3, 6: 0.0}
@@ -370,7 +370,7 @@ def test_the_best_by_reward_stay_beside_the_last(
     assert newest is not None and newest[0].step == 6  # the best are not what a run goes on from
 
 
-def test_the_best_by_an_evaluation_wait_for_it(gang: Gang, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_best_by_an_evaluation_wait_for_it(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
     name = "val-core/add/reward/mean@1"
     config = every_step(
         make_config(model_dir, tmp_path / "run", steps=5), "learner.checkpoint_best=1", "evaluation.every=1",

@@ -11,14 +11,14 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from asyncrl.config import parse
-from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners import attention
+from asyncrl.runtime.device import Device
 from learners.backends.base import to_device
-from learners.backends.fsdp2 import load_model
-from learners.batch import Sample, packed_row, padded_rows
-from learners.logprobs import PolicyModel
-from learners.tiny_model import make_tiny_qwen3, save_model
+from learners.backends.fsdp2.backend import load_model
+from learners.batch.assembly import Sample, packed_row, padded_rows
+from learners.models import attention
+from learners.models.logprobs import PolicyModel
+from learners.warm_start.tiny_model import make_tiny_qwen3, save_model
 
 LENGTHS = (9, 1, 14, 2, 30)
 
@@ -138,7 +138,7 @@ def test_the_kernel_of_torch_is_asked_for_every_sequence_of_a_row(
     """It has no code for a CPU: here one call of it is answered by what its documentation says it computes."""
     asked = []
 
-    def varlen(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    def varlen(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]
         assert ends is other and ends.dtype == torch.int32 and most == most_too == max(ends.diff().tolist())
         assert given["window_size"] == (-1, 0) and given["enable_gqa"] and all(t.is_contiguous() for t in (query, key))
         asked.append(ends.diff().tolist())

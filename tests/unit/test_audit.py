@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import Event, digest_of, good_history, issue, register, train, write_history
 
-from asyncrl.audit import Audit, audit, audit_file, audit_run, render
+from asyncrl.audit.prove import Audit, audit, audit_file, audit_run, render
 
 
 def kinds(found: Audit) -> set[str]:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from synthetic_run import Event, digest_of, good_history
 
-from asyncrl.audit import audit, render
-from asyncrl.audit_verdict import Expected
-from asyncrl.evaluation import group_of
-from asyncrl.evaluation_figures import Outcome, figures, metric_names
+from asyncrl.audit.prove import audit, render
+from asyncrl.audit.verdict import Expected
+from asyncrl.evaluation.ids import group_of
+from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 
 REWARDS = ((1.0, 0.0), (1.0, 1.0))
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from synthetic_run import Event, good_history, issue, register, train, write_history, write_run
 
-from asyncrl.audit import Audit, Log, audit, audit_file, audit_run
+from asyncrl.audit.prove import Audit, Log, audit, audit_file, audit_run
 from asyncrl.config import parse
-from buffers.groups import Groups
-from buffers.server import settings_of
+from buffers.groups.machine import Groups
+from buffers.main import settings_of
 
 
 def kinds(found: Audit) -> set[str]:

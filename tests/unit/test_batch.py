@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import WireError
-from learners.batch import (
+from learners.batch.assembly import (
     Minibatch,
     Sample,
     assemble,
@@ -217,6 +217,6 @@ def test_the_same_batch_gives_the_same_bytes() -> None:
 def test_torch_is_not_needed() -> None:
     import subprocess
 
-    code = "import sys, learners.batch; print('torch' in sys.modules)"
+    code = "import sys, learners.batch.assembly; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "False", done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "benchmarks" / "bench_delta.py"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from producers.beside import beside
+from producers.support.blocking_calls import beside
 
 
 def give(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.engine import EngineCapabilities
-from producers.capacity import AHEAD, LEAST, Capacity
+from producers.rollout.capacity import AHEAD, LEAST, Capacity
 
 
 def capacity(*, slots: int = 64, kv_tokens: int = 0, group: int = 4, prior: float = 500.0, groups: int = 0) -> Capacity:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.check import check, check_data, check_plugins, derived, first_row, import_problem, render
 from asyncrl.config import Config, parse
-from asyncrl.probe import bind_problem, redis_problem
-from asyncrl.sockets import write_keys
+from asyncrl.net.probe import bind_problem, redis_problem
+from asyncrl.net.sockets import write_keys
+from asyncrl.preflight.check import check, check_data, check_plugins, derived, first_row, import_problem, render
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_rewards_are_tried_elsewhere(place: Path) -> None:
 
 
 def test_reward_that_hangs_at_import(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.check_code.IMPORT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("asyncrl.preflight.code.IMPORT_TIMEOUT_S", 1.0)
     (place / "hangs.py").write_text("import time\ntime.sleep(60)\n")
     started = time.monotonic()
     assert "longer than 1 s" in import_problem("hangs:f")
@@ -236,7 +236,7 @@ def test_render(place: Path) -> None:
 
 
 def test_a_backend_without_its_package_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.check_code.BACKEND_PACKAGES", {"megatron": "no_such_package"})
+    monkeypatch.setattr("asyncrl.preflight.code.BACKEND_PACKAGES", {"megatron": "no_such_package"})
     (found,) = [error for error in check_plugins(config(**{"learner.backend": "megatron"})) if "backend" in error.where]
     assert found.code == "config.extra" and "no_such_package" in found.message and "asyncrl[megatron]" in found.remedy
     assert not list(check_plugins(config()))

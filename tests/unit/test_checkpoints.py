@@ -11,11 +11,12 @@ import pytest
 from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.versions import Runs, cut_runs, joined_runs
-from buffers import begun, checkpoints
-from buffers.groups import Groups
-from buffers.ledger import Ledger, Record, Settings, State
-from buffers.pieces import MAX_PIECES
-from buffers.segments import Segments
+from buffers.client import partial_samples as begun
+from buffers.groups.machine import Groups
+from buffers.groups.pieces import MAX_PIECES
+from buffers.groups.records import Ledger, Record, Settings, State
+from buffers.payloads import partial_samples as checkpoints
+from buffers.payloads.segments import Segments
 
 LEARNER: dict[str, Any] = {"name": "l", "pid": 1, "host": "h", "step": 0, "ledger": Ledger(), "takeover": False}
 
@@ -346,7 +347,7 @@ def test_bytes_come_back_joined_and_what_does_not_fit_or_is_damaged_is_left_out(
         head, payload = pieces(*parts, version=0)
         head = wire.Pieces("p", lease.group, lease.token, head.samples, head.digests, head.fields)
         arrays, wrong = checkpoints.checked(head, payload, group_size=2, max_tokens=10, newest_version=3)
-        keep = lambda item, head=head, arrays=arrays: checkpoints.stored(head, item, arrays, segments)  # noqa: E731
+        keep = lambda item, head=head, arrays=arrays: checkpoints.stored(head, item, arrays, segments)
         assert book.groups.pieces(head, invalid=lambda wrong=wrong: wrong, keep=keep, now=0.0).refused == {}
     segments.flush()
     heads, payloads, damaged = checkpoints.begun_of([lease], book.groups, segments, max_bytes=1 << 20)

@@ -21,16 +21,16 @@ from synthetic_run import write_run
 
 from asyncrl.cli import main
 from asyncrl.config import Config, load, parse
-from asyncrl.demo import demo, promises, quickstart, task_settings
+from asyncrl.demo.demo import demo, promises, quickstart, task_settings
 from asyncrl.errors import ConfigError
-from asyncrl.launch import Launched, LaunchOptions, absolute, changes, settle_config
+from asyncrl.launcher.launch import Launched, LaunchOptions, absolute, changes, settle_config
+from asyncrl.launcher.progress import Progress, is_loud
+from asyncrl.launcher.supervisor import Outcome
 from asyncrl.metrics import JsonTail
-from asyncrl.progress import Progress, is_loud
+from asyncrl.monitor.status import launchers, render, run_status, stop_command
 from asyncrl.report.data import load_run
-from asyncrl.rundir import RunDir
-from asyncrl.signs import Sign
-from asyncrl.status import launchers, render, run_status, stop_command
-from asyncrl.supervise import Outcome
+from asyncrl.runtime.liveness import Sign
+from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "redis", "transformers", "vllm", "sglang", "pyarrow", "rich"}
@@ -66,13 +66,13 @@ def test_help_answers_in_half_a_second() -> None:
 def test_front_door_imports_nothing_heavy() -> None:
     names = ["asyncrl." + path.stem for path in sorted((ROOT / "asyncrl").glob("*.py")) if path.stem != "__main__"]
     names += ["asyncrl.report." + path.stem for path in sorted((ROOT / "asyncrl" / "report").glob("*.py"))]
-    names += ["buffers.client", "weightsync.client"]
+    names += ["buffers.client.client", "weightsync.client"]
     code = f"import {', '.join(names)}\nimport sys\nprint(' '.join(sys.modules))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     loaded = {name.split(".")[0] for name in done.stdout.split()}
     assert loaded & HEAVY == set()
-    roles = {"producers", "learners", "buffers.server", "weightsync.service"}
+    roles = {"producers", "learners", "buffers.main", "weightsync.main"}
     assert roles & set(done.stdout.split()) == set()
 
 
@@ -205,7 +205,7 @@ def test_a_stopped_demo_breaks_no_promise(
 ) -> None:
     run = write_run(tmp_path / "run", steps=3)
     stopped = Launched(load(run.config), run, Outcome(code=0, reason="SIGINT", wall_s=4.0, stopped=True))
-    monkeypatch.setattr("asyncrl.demo.launch_config", lambda *_: stopped)
+    monkeypatch.setattr("asyncrl.demo.demo.launch_config", lambda *_: stopped)
     files = {"data.path": "rows.jsonl", "evaluation.path": "held_out.jsonl", "model.path": "model"}
     (tmp_path / "rows.jsonl").write_text("{}\n")
     overrides = tuple(f"{key}={tmp_path / name}" for key, name in (files | {"run.dir": "new"}).items())
@@ -253,7 +253,7 @@ def test_prepare_only_makes_what_is_missing_and_starts_nothing(
         (folder / "warm_start.json").write_text("{}")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("asyncrl.demo._make_model", make_model)
+    monkeypatch.setattr("asyncrl.demo.demo._make_model", make_model)
     for _ in range(2):
         assert main(["demo", "--task", "add", "--prepare-only"]) == 0
     assert made == [Path("runs/models/add")] and not (tmp_path / "runs" / "demo-add").exists()
@@ -274,7 +274,7 @@ def test_the_quickstart_is_in_the_wheel(tmp_path: Path) -> None:
         packed = wheel.read("asyncrl/configs/quickstart.toml")
         wheel.extractall(tmp_path / "site")
     assert packed == (ROOT / "configs" / "quickstart.toml").read_bytes()
-    code = "from asyncrl.demo import quickstart; print(quickstart())"
+    code = "from asyncrl.demo.demo import quickstart; print(quickstart())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True,
                            timeout=30, check=True)  # fmt: skip
@@ -328,7 +328,7 @@ def test_plain_progress_prints_steps_and_loud_lines(tmp_path: Path, capsys: pyte
 ROLE = """
 import pathlib, signal, socket, sys, time
 from asyncrl.config import load
-from asyncrl.rundir import RunDir, endpoint
+from asyncrl.runtime.run_dir import RunDir, endpoint
 config = load(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]))
 run = RunDir(config.run_dir)
 run.record_process({role!r}, sys.argv[sys.argv.index("--name") + 1])
@@ -352,7 +352,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
     """A folder whose modules take the place of the roles, and of torchrun, in child processes."""
-    modules = {"buffers.server": ("buffer", 60), "weightsync.service": ("weightsync", 60),
+    modules = {"buffers.main": ("buffer", 60), "weightsync.main": ("weightsync", 60),
                "producers.main": ("producer", 60), "producers.rewards.main": ("reward", 60),
                "learners.main": ("learner", 1.5)}  # fmt: skip
     for dotted, (role, seconds) in modules.items():
@@ -360,9 +360,19 @@ def stand_ins(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(ROLE.format(role=role, seconds=seconds))
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    (tmp_path / "learners" / "gang").mkdir()
     (tmp_path / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
-    (tmp_path / "learners" / "local_gang.py").write_text(TORCHRUN)
-    for folder in ("buffers", "weightsync", "producers", "producers/rewards", "learners", "torch", "torch/distributed"):
+    (tmp_path / "learners" / "gang" / "local_gang.py").write_text(TORCHRUN)
+    for folder in (
+        "buffers",
+        "weightsync",
+        "producers",
+        "producers/rewards",
+        "learners",
+        "learners/gang",
+        "torch",
+        "torch/distributed",
+    ):
         (tmp_path / folder / "__init__.py").write_text("")
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.cluster_config import ClusterConfig, name_of
-from asyncrl.clusters import render, render_command
-from asyncrl.clusters.commands import Shell, Site, for_cluster, shell
-from asyncrl.clusters.yaml import document
 from asyncrl.config import Config, parse
+from asyncrl.config.sections.cluster import ClusterConfig, name_of
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.keys import write_keys
+from asyncrl.launcher.clusters import render, render_command
+from asyncrl.launcher.clusters.commands import Shell, Site, for_cluster, shell
+from asyncrl.launcher.clusters.yaml import document
+from asyncrl.net.keys import write_keys
 
 yaml = pytest.importorskip("yaml", reason="reading manifests needs PyYAML")
 TEXT = """
@@ -222,7 +222,7 @@ def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "my.toml").write_text(
         '[model]\npath = "model"\n[data]\npath = "p.jsonl"\n[[reward]]\n'
-        'function = "asyncrl.recipes.tasks:running_sum_reward"\n'
+        'function = "asyncrl.demo.tasks:running_sum_reward"\n'
     )  # fmt: skip
     target = tmp_path / "jobs"
     target.mkdir()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from asyncrl.recipes import code
+from asyncrl.demo import code
 
 
 def test_texts_are_as_documented() -> None:

@@ -12,11 +12,11 @@ from test_learner_loop import gang, make_batch, make_config, make_learner, model
 
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
-from asyncrl.role import Stop
-from asyncrl.rundir import RunDir
-from learners import checkpoint
-from learners.export import export
-from learners.gang import Gang
+from asyncrl.runtime.role import Stop
+from asyncrl.runtime.run_dir import RunDir
+from learners.checkpoints import checkpoint
+from learners.checkpoints.export import export
+from learners.gang.gang import Gang
 
 assert gang and model_dir  # fixtures
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.config_places import Places, keys_in, path_of
+from asyncrl.config.locations import Places, keys_in, path_of
 from asyncrl.errors import ConfigErrors
 
 BASE = """

@@ -16,15 +16,15 @@ import pytest
 from synthetic_run import write_run
 
 from asyncrl import cli
-from asyncrl.child_process import Child
 from asyncrl.cli import main
 from asyncrl.errors import refused
+from asyncrl.launcher.process import Child
+from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.supervisor import Supervisor
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.plan import ProcessPlan
-from asyncrl.progress import Progress
-from asyncrl.rundir import RunDir
-from asyncrl.status import launchers
-from asyncrl.supervise import Supervisor
+from asyncrl.monitor.status import launchers
+from asyncrl.process_plan.plan import ProcessPlan
+from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = (["audit"], ["report"], ["status"], ["top", "--once", "--plain"], ["trace", "--step", "3"],
@@ -176,7 +176,7 @@ def test_a_child_that_cannot_be_killed_keeps_no_other_alive(tmp_path: Path, monk
     assert held_process is not None and other_process is not None
     kill = Child.kill
     monkeypatch.setattr(Child, "kill", lambda child: kill(child) if child is other else None)
-    monkeypatch.setattr("asyncrl.supervise.KILL_WAIT_S", 0.3)
+    monkeypatch.setattr("asyncrl.launcher.supervisor.KILL_WAIT_S", 0.3)
     try:
         supervisor._kill_rest()
         assert other_process.poll() is not None

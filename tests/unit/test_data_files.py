@@ -9,11 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from asyncrl.check_files import count_rows, data_paths, first_row
 from asyncrl.config import DataConfig
-from asyncrl.data_files import data_files
 from asyncrl.errors import ConfigError
-from producers.prompts import Prompts
+from asyncrl.preflight.files import count_rows, data_paths, first_row
+from asyncrl.runtime.data_files import data_files
+from producers.data.prompts import Prompts
 
 
 def write_stream(path: Path, prompts: list[str]) -> None:

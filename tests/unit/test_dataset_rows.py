@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.modes import DATA_PREFIX
-from asyncrl.recipes import answers, tasks
-from producers.dataset import data_digest, encode_row, reward_of
-from producers.prompts import BadPrompt
-from producers.tokenizer import Tokenizer
+from asyncrl.config.sections.mode import DATA_PREFIX
+from asyncrl.demo import answers, tasks
+from producers.data.prompts import BadPrompt
+from producers.data.tokenizer import Tokenizer
+from producers.engines.dataset import data_digest, encode_row, reward_of
 
 USER = {"role": "user", "content": "1+1="}
 SAID = {"role": "assistant", "content": "2"}
@@ -18,7 +18,7 @@ SAID = {"role": "assistant", "content": "2"}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    from learners.tiny_model import make_tokenizer
+    from learners.warm_start.tiny_model import make_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     made = make_tokenizer(folder)

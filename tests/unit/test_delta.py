@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncrl.wire import Tensor
 from weightsync.encoding import delta
 from weightsync.encoding.delta import decode, encode, encode_buckets
-from weightsync.plan import ITEM_BYTES, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import ITEM_BYTES, TensorSpec, by_bucket, plan_buckets
 from weightsync.transports.base import TransportError
 
 

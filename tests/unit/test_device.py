@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from asyncrl.device import TABLE, Device
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.device import TABLE, Device
 
 
 def test_the_cpu_is_a_device_like_the_others() -> None:
@@ -67,7 +67,7 @@ def test_what_is_not_there_is_a_configuration_error() -> None:
 
 HCCL = """
 import torch, torch.distributed as dist
-from asyncrl.device import Device
+from asyncrl.runtime.device import Device
 made = []
 def creator(store, rank, size, timeout):
     made.append(rank)
@@ -85,8 +85,8 @@ print("selected", dist.get_default_backend_for_device("cpu"), device.group_strin
 NPU = """
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 _setup_privateuseone_for_python_backend("npu")
-import asyncrl.device
-print(asyncrl.device._accelerator())
+import asyncrl.runtime.device
+print(asyncrl.runtime.device._accelerator())
 """
 
 
@@ -107,4 +107,4 @@ def test_an_npu_is_found_by_torch_s_own_question() -> None:
 
 
 def test_torch_is_not_imported_with_the_module() -> None:
-    assert run("import sys, asyncrl.device; print('torch' in sys.modules)").strip() == "False"
+    assert run("import sys, asyncrl.runtime.device; print('torch' in sys.modules)").strip() == "False"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl import devices
-from asyncrl.check import check
 from asyncrl.config import Config, parse
-from asyncrl.devices import Devices, Placed, environment_of, found, placed, problems, shown
-from asyncrl.plan import TARGETS, plan
+from asyncrl.preflight.check import check
+from asyncrl.process_plan import device_assignment as devices
+from asyncrl.process_plan.device_assignment import Devices, Placed, environment_of, found, placed, problems, shown
+from asyncrl.process_plan.plan import TARGETS, plan
 
 TEXT = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "a:b"\n'
 

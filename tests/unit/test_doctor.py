@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.doctor import machine, run, software
-from asyncrl.doctor.child import PROBES
-from asyncrl.doctor.found import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
+from asyncrl.doctor.probe_process import PROBES
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_DAY = 600.0
@@ -75,7 +75,7 @@ def test_light_probes_of_this_machine(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_the_command_imports_nothing_heavy() -> None:
-    code = ("import sys, asyncrl.doctor.run, asyncrl.doctor.child\n"
+    code = ("import sys, asyncrl.doctor.run, asyncrl.doctor.probe_process\n"
             "print(' '.join(sorted({name.partition('.')[0] for name in sys.modules})))")  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.engine_env import look, own_url, python_of, python_with, url_problems, with_python
+from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.judge_config import JudgeConfig
-from asyncrl.plan import plan
+from asyncrl.process_plan.interpreters import look, own_url, python_of, python_with, url_problems, with_python
+from asyncrl.process_plan.plan import plan
 from producers.rewards import scorer
-from producers.rewards.judges.outcome import Asked
+from producers.rewards.outcome import Asked
 
 
 def config_of(**producers: Any) -> Config:

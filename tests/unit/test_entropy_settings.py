@@ -16,20 +16,21 @@ from test_algorithm_settings import key, made, refused
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
 from test_presets_train import trained
 
-from asyncrl import algorithm_notes, algorithms
-from asyncrl.algorithm_config import AlgorithmConfig, KLConfig
+from asyncrl.config import algorithm_notes
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.errors import Fenced
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir
-from learners import checkpoint
+from asyncrl.runtime.run_dir import RunDir
 from learners.algorithms.aggregation import Denominators
 from learners.algorithms.entropy import entropy_threshold, high_entropy
 from learners.backends.base import to_device
-from learners.batch import Sample, packed_row
-from learners.choosing import keep_high_entropy
-from learners.coefficients import coefficients_of, moved, settled
-from learners.gang import Gang
-from learners.update import Terms, loss_function
+from learners.batch.assembly import Sample, packed_row
+from learners.batch.token_selection import keep_high_entropy
+from learners.checkpoints import checkpoint
+from learners.gang.gang import Gang
+from learners.step.coefficients import coefficients_of, moved, settled
+from learners.step.update import Terms, loss_function
 
 assert gang and model_dir  # fixtures
 

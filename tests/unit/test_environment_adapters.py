@@ -13,11 +13,11 @@ from env_lab import SayingEngine, config_of, tokenizer_in
 from asyncrl.engine import GenRequest
 from asyncrl.environment import EnvironmentFailure, Turn
 from asyncrl.errors import ConfigError
-from producers.environments.gym import GymEnvironment, last_number
-from producers.environments.playing import Turns, rollout_of
+from producers.data.prompts import encode_prompt
+from producers.environments.gymnasium import GymEnvironment, last_number
+from producers.environments.multi_turn import Turns, rollout_of
 from producers.environments.verifiers import continues, plain_message
-from producers.prompts import encode_prompt
-from producers.rollout import Finished
+from producers.rollout.rollout import Finished
 
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "2*3"}]}
 
@@ -38,7 +38,7 @@ def played(folder: Path, text: str, script: Any, row: dict[str, Any]) -> tuple[F
 
 
 def whole(tokenizer_folder: Path, done: Finished) -> str:
-    from producers.tokenizer import Tokenizer
+    from producers.data.tokenizer import Tokenizer
 
     return Tokenizer(tokenizer_folder).decode(done.sample.token_ids.tolist())
 
@@ -126,7 +126,7 @@ def load_environment(**_: Any) -> Any:
 def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verifiers = pytest.importorskip("verifiers", reason="pip install 'verifiers>=0.1.14,<0.2'")
     try:
-        verifiers.MultiTurnEnv  # noqa: B018 - the package imports it here
+        verifiers.MultiTurnEnv
     except AttributeError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.testing import check_environment
-from producers.environments import contract
+from producers.environments import contract_test as contract
 
 HERE = Path(__file__).resolve()
 ROW = {"prompt": [{"role": "user", "content": "Begin."}]}
@@ -125,7 +125,7 @@ def test_what_the_tokenizer_cannot_write_is_no_fault_of_the_environment(monkeypa
 
 
 def test_the_environments_that_ship_keep_it(tmp_path: Path) -> None:
-    assert broken("producers.environments.scripted:play") == {}
+    assert broken("producers.environments.scripted_chat:play") == {}
     pytest.importorskip("gymnasium")
     seeded = {**ROW, "seed": 3}
     found = check_environment("gymnasium", row=seeded, args={"id": "FrozenLake-v1"}, says=["2", "1", "up", "0"])

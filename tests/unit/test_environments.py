@@ -16,13 +16,13 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import GenRequest
 from asyncrl.environment import EnvironmentFailure, Step
 from asyncrl.errors import ConfigError, ConfigErrors
+from producers.data.prompts import encode_prompt
+from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import shortened
-from producers.environments.playing import Turns, environment_of, rollout_of
+from producers.environments.multi_turn import Turns, environment_of, rollout_of
 from producers.environments.rendering import ChatTemplate, PlainText, messages_of
 from producers.environments.single_turn import SingleTurn
-from producers.prompts import encode_prompt
-from producers.rollout import Finished
-from producers.tokenizer import Tokenizer
+from producers.rollout.rollout import Finished
 
 ROW = {"prompt": [{"role": "user", "content": "2*3"}]}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation_figures import (
+from asyncrl.evaluation.statistics import (
     Outcome,
     best_at_n,
     figures,

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 from bare_config import BARE
 
-from asyncrl.check import check_data, derived, notes_on
 from asyncrl.config import Config, parse
 from asyncrl.errors import ConfigErrors
-from asyncrl.evaluation import (
+from asyncrl.evaluation.ids import (
     FIRST,
     MAX_ROWS,
     data_of,
@@ -24,7 +23,8 @@ from asyncrl.evaluation import (
     seed_of,
     source_of,
 )
-from producers.evaluation import HeldOutPrompts
+from asyncrl.preflight.check import check_data, derived, notes_on
+from producers.data.evaluation_prompts import HeldOutPrompts
 
 ON = "\n[evaluation]\npath = 'held.jsonl'\n"
 

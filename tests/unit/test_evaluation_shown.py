@@ -12,14 +12,14 @@ from synthetic_run import START, check_names, write_run
 
 from asyncrl.config import Config, parse
 from asyncrl.errors import StateLost, Unavailable
-from asyncrl.hang import HangWatch
-from asyncrl.metric_pages import tag_of
+from asyncrl.launcher.hang_watch import HangWatch
+from asyncrl.launcher.supervisor import Outcome
+from asyncrl.metrics.pages import tag_of
+from asyncrl.monitor.status import render
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary
 from asyncrl.report.evaluation import section
-from asyncrl.rundir import RunDir
-from asyncrl.status import render
-from asyncrl.supervise import Outcome
+from asyncrl.runtime.run_dir import RunDir
 from learners.evaluations import LastEvaluations, numbers, told
 
 LINE = {

@@ -8,22 +8,24 @@ from typing import Any
 import pytest
 from bare_config import BARE
 
-import asyncrl.evaluation
-import asyncrl.evaluation_figures
-import buffers.evaluation_work
+import asyncrl.evaluation.ids
+import asyncrl.evaluation.statistics
+import buffers.evaluation.work
 from asyncrl.config import parse
 from asyncrl.errors import HandshakeError
-from asyncrl.evaluation import group_of, place_of
+from asyncrl.evaluation.ids import group_of, place_of
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
-from buffers.evaluation import Evaluations
-from buffers.groups import Groups
-from buffers.ledger import Ledger, Record, settings_of
+from buffers.evaluation.evaluations import Evaluations
+from buffers.groups.machine import Groups
+from buffers.groups.records import Ledger, Record, settings_of
 
 TEXT = f"{BARE}\nlease_timeout_s = 5.0\nmax_reissue = 1\n[evaluation]\npath = 'h.jsonl'\nevery = 2\nat_start = true\n"
 
 
 @pytest.mark.parametrize(
-    "module", [asyncrl.evaluation, asyncrl.evaluation_figures, buffers.evaluation_work], ids=lambda one: one.__name__
+    "module",
+    [asyncrl.evaluation.ids, asyncrl.evaluation.statistics, buffers.evaluation.work],
+    ids=lambda one: one.__name__,
 )
 def test_examples_of_the_docstrings(module: Any) -> None:
     result = doctest.testmod(module)

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from asyncrl import cli
 from asyncrl.config import dump
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.export import export_command, size_of
-from asyncrl.rundir import RunDir
-from learners import export as exporter
+from asyncrl.runs.export import export_command, size_of
+from asyncrl.runtime.run_dir import RunDir
 from learners.backends.hf_folder import FolderWriter, Pieces, skeleton_of
-from learners.backends.shard_files import INDEX, ShardFiles
-from learners.export import export
-from learners.gang import Gang
+from learners.backends.safetensors_writer import INDEX, ShardFiles
+from learners.checkpoints import export as exporter
+from learners.checkpoints.export import export
+from learners.gang.gang import Gang
 
 assert gang and model_dir  # fixtures
 
@@ -36,7 +36,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            found |= {name: file.get_tensor(name) for name in file.keys()}
     return found
 
 
@@ -69,7 +69,7 @@ def test_files_are_as_large_as_they_may_be(tmp_path: Path, sizes: list[int], lim
         assert index["metadata"]["total_size"] == sum(sizes) * 1024
         for name, place in index["weight_map"].items():
             with safe_open(tmp_path / place, framework="pt") as file:
-                assert name in file.keys()  # noqa: SIM118
+                assert name in file.keys()
 
 
 def test_an_earlier_export_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_full_disk_leaves_no_half_of_a_folder(made: Any, tmp_path: Path, monke
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learners.backends.shard_files.os.fsync", full)
+    monkeypatch.setattr("learners.backends.safetensors_writer.os.fsync", full)
     with pytest.raises(AsyncRLError) as refused:
         export(made[0], out=tmp_path / "out")
     assert refused.value.code == "disk.full" and list(tmp_path.iterdir()) == []
@@ -273,7 +273,7 @@ def test_the_command_becomes_the_exporter(made: Any, tmp_path: Path, capsys: pyt
 
     export_command(run, step=2, out=tmp_path / "out", dtype="float16", max_shard_size="20KB", replace=replace)
     export_command(run, step=None, out=None, dtype="auto", max_shard_size="5GB", replace=replace)
-    assert become[0] == sys.executable and become[1][1:3] == ["-m", "learners.export"]
+    assert become[0] == sys.executable and become[1][1:3] == ["-m", "learners.checkpoints.export"]
     assert str(ROOT) in become[2]["PYTHONPATH"].split(os.pathsep)
     assert exporter.main(become[1][3:]) == 0
     done = capsys.readouterr()

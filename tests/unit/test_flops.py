@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from learners.flops import FAMILIES, TRAINING, Costs, costs_of, pairs_of
+from learners.profiling.flops import FAMILIES, TRAINING, Costs, costs_of, pairs_of
 
 QWEN_05B = {
     "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936,

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.forecast_model import Forecast, Plant, Request, Scenario, tokens_per_s
-from asyncrl.forecast_search import (
+from asyncrl.planner.model import Forecast, Plant, Request, Scenario, tokens_per_s
+from asyncrl.planner.search import (
     BUFFER_GROUP_BYTES,
     BUFFER_GROUPS_S,
     ENOUGH,
@@ -23,10 +23,10 @@ from asyncrl.forecast_search import (
     restored,
     suggestion,
 )
-from buffers.forecast.clock import Clock
-from buffers.forecast.simulation import Simulation, play
-from buffers.leasing import Leasing
-from buffers.ledger import State
+from buffers.groups.leasing import Leasing
+from buffers.groups.records import State
+from buffers.simulation.clock import Clock
+from buffers.simulation.simulation import Simulation, play
 
 ROOT = Path(__file__).parents[2]
 EVEN = ((50,) * 8,) * 100  # every response has 50 tokens

@@ -15,12 +15,12 @@ from synthetic_run import write_run
 
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
-from asyncrl.forecast import Options, plan_for, play
-from asyncrl.forecast_measure import Curve, by_step, decoded_samples, fitted, measure, observed
-from asyncrl.forecast_model import Plant, Scenario
-from asyncrl.forecast_search import buffers_for, devices_per_producer, levels, scenario_of, splits
-from asyncrl.rundir import RunDir
-from buffers.forecast.simulation import Quiet, Simulation, settings_for
+from asyncrl.planner.forecast import Options, plan_for, play
+from asyncrl.planner.measure import Curve, by_step, decoded_samples, fitted, measure, observed
+from asyncrl.planner.model import Plant, Scenario
+from asyncrl.planner.search import buffers_for, devices_per_producer, levels, scenario_of, splits
+from asyncrl.runtime.run_dir import RunDir
+from buffers.simulation.simulation import Quiet, Simulation, settings_for
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -183,7 +183,7 @@ def test_the_command_from_a_run(tmp_path: Path) -> None:
     assert got.steps_s == pytest.approx(did.steps_s, rel=0.05)
     assert max(length for row in planned.plant.lengths for length in row) == 150
     assert [note for note in planned.notes if "cut at sampling.max_new_tokens = 150" in note]
-    from asyncrl.forecast import text_of
+    from asyncrl.planner.forecast import text_of
 
     text = "\n".join(text_of(planned))
     assert "suggested" in text and "check     the run itself" in text and "one buffer is enough" in text

@@ -14,17 +14,17 @@ import msgspec
 import pytest
 
 from asyncrl import metrics
-from asyncrl.check_machine import Machine
 from asyncrl.cli import main
 from asyncrl.config import Config, all_keys, load, parse, schema
-from asyncrl.config_diff import differences
-from asyncrl.config_names import sections_of
-from asyncrl.config_schema import meanings
-from asyncrl.dry_run import without_password
+from asyncrl.config.json_schema import meanings
+from asyncrl.config.suggestions import sections_of
+from asyncrl.configure.diff import differences
+from asyncrl.configure.explain import error_texts, explain
+from asyncrl.configure.wizard import QUESTIONS, complete, settings_of, text_of
 from asyncrl.errors import CATALOGUE, ConfigError
-from asyncrl.explain import error_texts, explain
-from asyncrl.init import QUESTIONS, complete, settings_of, text_of
+from asyncrl.launcher.dry_run import without_password
 from asyncrl.metrics import CATALOGUE as METRICS
+from asyncrl.preflight.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -70,7 +70,9 @@ def test_commands_import_little(words: list[str], most: int, place: Path) -> Non
 
 def test_every_code_has_a_text() -> None:
     lacking = sorted(set(CATALOGUE) - set(error_texts()))
-    assert not lacking, f'add to asyncrl/error_texts.toml: ["{lacking[0]}"] with cause, example and do; all: {lacking}'
+    assert not lacking, (
+        f'add to asyncrl/configure/error_texts.toml: ["{lacking[0]}"] with cause, example and do; all: {lacking}'
+    )
     assert set(error_texts()) <= set(CATALOGUE), "texts of codes that are gone"
 
 
@@ -216,7 +218,7 @@ def test_a_dry_run_shows_commands_and_writes_nothing(place: Path, capsys: pytest
     before = sorted(place.rglob("*"))
     assert main(["launch", "all", "a.toml", "--dry-run", "--set", "producers.count=2", "--set", "run.dir=out"]) == 0
     said = capsys.readouterr().out
-    parts = ("-m buffers.server", "--name producer-1", "--nproc-per-node 1", "export OMP_NUM_THREADS=1")
+    parts = ("-m buffers.main", "--name producer-1", "--nproc-per-node 1", "export OMP_NUM_THREADS=1")
     assert [part for part in parts if part not in said] == []
     assert "6 processes would start; nothing was started or written" in said
     assert str(place / "out" / "config.toml") in said

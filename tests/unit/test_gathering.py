@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learners.backends.gathering import Row, parts_of, rows_of
+from learners.backends.fsdp2.gathering import Row, parts_of, rows_of
 
 
 def row(*shape: int) -> Row:

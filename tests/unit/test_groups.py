@@ -9,19 +9,26 @@ from typing import Any
 import pytest
 from groups_run import Run, settings
 
-import buffers.admission
-import buffers.groups
-import buffers.leasing
-import buffers.ledger
-import buffers.score_queue
+import buffers.groups.leasing
+import buffers.groups.machine
+import buffers.groups.records
+import buffers.groups.schedule
+import buffers.groups.score_queue
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.leasing import lease_seed
-from buffers.ledger import Record, State
+from buffers.groups.leasing import lease_seed
+from buffers.groups.records import Record, State
 
 
 @pytest.mark.parametrize(
-    "module", [buffers.groups, buffers.admission, buffers.leasing, buffers.ledger, buffers.score_queue]
+    "module",
+    [
+        buffers.groups.machine,
+        buffers.groups.schedule,
+        buffers.groups.leasing,
+        buffers.groups.records,
+        buffers.groups.score_queue,
+    ],
 )
 def test_examples_of_the_docstrings(module: Any) -> None:
     result = doctest.testmod(module)

@@ -9,9 +9,9 @@ import pytest
 from groups_run import Run
 
 from asyncrl.errors import AsyncRLError, Fenced, StateLost
-from buffers.carry import grown_ledger
-from buffers.groups import Groups
-from buffers.ledger import IdSet, Ledger, State, ledger_of
+from buffers.client.offline_ledger import grown_ledger
+from buffers.groups.machine import Groups
+from buffers.groups.records import IdSet, Ledger, State, ledger_of
 
 # ---------------------------------------------------------------- claims
 

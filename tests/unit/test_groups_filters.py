@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from groups_run import Run, settings
 
-import buffers.filters
+import buffers.groups.filters
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.filters import filters_of, zero_variance
-from buffers.groups import Groups
-from buffers.ledger import Record, State
+from buffers.groups.filters import filters_of, zero_variance
+from buffers.groups.machine import Groups
+from buffers.groups.records import Record, State
 
 
 class Filtered(Run):
@@ -54,7 +54,7 @@ def events(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(buffers.filters).failed == 0
+    assert doctest.testmod(buffers.groups.filters).failed == 0
 
 
 def test_zero_variance_is_dropped_and_gives_its_capacity_back() -> None:

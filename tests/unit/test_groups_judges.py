@@ -11,9 +11,9 @@ from groups_run import Run
 
 from asyncrl.config import parse
 from asyncrl.wire import RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups import Groups
-from buffers.judged import Judged
-from buffers.ledger import JudgeRule, Record, Sample, State, settings_of
+from buffers.groups.judgements import Judged
+from buffers.groups.machine import Groups
+from buffers.groups.records import JudgeRule, Record, Sample, State, settings_of
 
 JUDGES = (JudgeRule("", 2), JudgeRule("deep", 1), JudgeRule("math", 0, ("math",)))
 

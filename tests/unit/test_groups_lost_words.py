@@ -9,9 +9,9 @@ from groups_run import Run
 
 from asyncrl.errors import AsyncRLError, Fenced, StateLost
 from asyncrl.wire import SampleHead, Samples, Score, Scores, encode_header
-from buffers.groups import Groups
-from buffers.ledger import Ledger, Record, Settings, State
-from buffers.replies import reward_reply
+from buffers.groups.machine import Groups
+from buffers.groups.records import Ledger, Record, Settings, State
+from buffers.service.replies import reward_reply
 
 LEARNER: dict[str, Any] = {"name": "l", "pid": 1, "host": "h", "step": 0, "ledger": Ledger(), "takeover": False}
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from groups_run import Run
 
-import buffers.reuse
+import buffers.groups.reuse
 from asyncrl.wire import SampleHead, Samples
-from buffers.carry import grown_ledger
-from buffers.groups import Groups
-from buffers.ledger import Record, State, ledger_of
-from buffers.reuse import weighted
+from buffers.client.offline_ledger import grown_ledger
+from buffers.groups.machine import Groups
+from buffers.groups.records import Record, State, ledger_of
+from buffers.groups.reuse import weighted
 
 
 def reuse(**changes: Any) -> Run:
@@ -34,7 +34,7 @@ def events(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(buffers.reuse).failed == 0
+    assert doctest.testmod(buffers.groups.reuse).failed == 0
 
 
 def test_used_groups_fill_what_fresh_ones_leave_and_never_more_often_than_allowed() -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups import Groups
-from buffers.ledger import Ledger, Record, Settings, State
-from buffers.scoring import ToScore
+from buffers.groups.machine import Groups
+from buffers.groups.records import Ledger, Record, Settings, State
+from buffers.groups.scoring import ToScore
 
 
 def sometimes(*, group: int, **_: Any) -> str:

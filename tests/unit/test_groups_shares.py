@@ -7,13 +7,13 @@ import doctest
 import pytest
 from groups_run import Run
 
-import buffers.fairness
+import buffers.groups.fairness
 from asyncrl.wire import LeaseReturn
-from buffers.fairness import KEPT_S, Standing, room_for
+from buffers.groups.fairness import KEPT_S, Standing, room_for
 
 
 def test_examples_of_the_docstring() -> None:
-    found = doctest.testmod(buffers.fairness)
+    found = doctest.testmod(buffers.groups.fairness)
     assert found.attempted >= 3 and not found.failed
 
 

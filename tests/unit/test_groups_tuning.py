@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from groups_run import Run
 
-import buffers.tuning
+import buffers.groups.tunable_settings
 from asyncrl.errors import AsyncRLError
-from buffers.admission import Plan, capacity, depth_allows, feasible, required
-from buffers.groups import Groups
-from buffers.ledger import ledger_of, settings_of
-from buffers.tuning import DepthController
+from buffers.groups.machine import Groups
+from buffers.groups.records import ledger_of, settings_of
+from buffers.groups.schedule import Plan, capacity, depth_allows, feasible, required
+from buffers.groups.tunable_settings import DepthController
 
 
 def tune(run: Run, **changes: Any) -> tuple[int, dict[str, tuple[Any, Any]], str]:
@@ -36,7 +36,7 @@ def refusal(run: Run, **changes: Any) -> str:
 
 
 def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(buffers.tuning).failed == 0
+    assert doctest.testmod(buffers.groups.tunable_settings).failed == 0
 
 
 def test_a_change_is_numbered_told_and_in_force() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.wire import Place
-from buffers.guests import STRANGE_S, Guests
-from buffers.handover import FAILURES, PlaceWriter
-from buffers.layout import GUEST, HEAD, SPARE_BYTES, segment_path
-from buffers.ledger import Record
-from buffers.segments import Segments
+from buffers.client.place_writer import FAILURES, PlaceWriter
+from buffers.groups.records import Record
+from buffers.payloads.producer_files import STRANGE_S, Guests
+from buffers.payloads.record_format import GUEST, HEAD, SPARE_BYTES, segment_path
+from buffers.payloads.segments import Segments
 
 LIMIT = 1 << 20
 FILE_BYTES = 3000

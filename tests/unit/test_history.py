@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from buffers.history import History
+from buffers.service.event_log import History
 
 OLD, NEW = b'{"n":1}\n{"n":2}\n', b'{"n":3}\n{"n":4}\n'
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from asyncrl.wire import Hop, Manifest
-from weightsync import hops as hops_module
-from weightsync.digest import whole_digest
 from weightsync.encoding.delta import decode
-from weightsync.hops import Chain, Staged
-from weightsync.plan import Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.digest import whole_digest
+from weightsync.publisher import delta_chain as hops_module
+from weightsync.publisher.delta_chain import Chain, Staged
 from weightsync.staging import Staging
 
 PLAN = plan_buckets([TensorSpec(f"t{i}", "BF16", (3000 + i, 2)) for i in range(5)], bucket_bytes=30_000)
@@ -111,7 +111,7 @@ def test_hops_that_nobody_wants_are_not_encoded_and_the_next_one_starts_there(
     line.add(0)
     assert bases(line.add(1)) == [0]
     with monkeypatch.context() as patched:
-        patched.setattr("weightsync.hops.encode", None)  # whoever encodes fails
+        patched.setattr("weightsync.publisher.delta_chain.encode", None)  # whoever encodes fails
         for version in (2, 3):
             staged = line.stage(version)
             line.chain.extend(staged, wanted=False)

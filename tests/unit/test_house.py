@@ -16,7 +16,18 @@ FORBIDDEN_CALLS = {
     "eval", "exec", "recv_pyobj", "send_pyobj", "broadcast_object_list", "all_gather_object", "gather_object",
     "scatter_object_list", "send_object_list", "recv_object_list",
 }  # fmt: skip
-CONTRACTS = ["errors", "versions", "wire", "config", "metrics", "sockets", "plugins", "rundir", "role", "device"]
+CONTRACTS = [
+    "errors",
+    "versions",
+    "wire",
+    "config",
+    "metrics",
+    "net.sockets",
+    "plugins",
+    "runtime.run_dir",
+    "runtime.role",
+    "runtime.device",
+]
 
 
 def names_of(tree: ast.AST) -> list[tuple[int, str]]:
@@ -146,8 +157,8 @@ def modules_after(statement: str) -> set[str]:
     [
         f"import {', '.join('asyncrl.' + name for name in CONTRACTS)}",
         "import asyncrl.cli",
-        "import buffers.client, weightsync.client",
-        "import weightsync.plan, weightsync.rounds, buffers.groups",
+        "import buffers.client.client, weightsync.client",
+        "import weightsync.plan.buckets, weightsync.coordinator.rounds, buffers.groups.machine",
     ],
 )
 def test_light_parts_import_nothing_heavy(statement: str) -> None:
@@ -155,4 +166,4 @@ def test_light_parts_import_nothing_heavy(statement: str) -> None:
 
 
 def test_producers_and_reward_workers_start_without_torch() -> None:
-    assert modules_after("import producers.prompts, producers.rewards.main") & {"torch", "redis", "vllm"} == set()
+    assert modules_after("import producers.data.prompts, producers.rewards.main") & {"torch", "redis", "vllm"} == set()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.launch import LaunchOptions, _grace, _locks, exit_code, gang_is_done
-from asyncrl.rundir import RunDir
-from asyncrl.status import launcher_mark, launchers
-from asyncrl.supervise import Grace, Outcome
+from asyncrl.launcher.launch import LaunchOptions, _grace, _locks, exit_code, gang_is_done
+from asyncrl.launcher.supervisor import Grace, Outcome
+from asyncrl.monitor.status import launcher_mark, launchers
+from asyncrl.runtime.run_dir import RunDir
 
 TEXT = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[reward]]\nfunction = "a:b"\n'
 JOB = LaunchOptions(target="producers", connect="tcp://services:5555", job=True)

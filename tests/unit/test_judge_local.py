@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForSequenceClassification
 
+from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.demo.tasks import CHARACTERS
 from asyncrl.errors import ConfigError
-from asyncrl.judge_config import JudgeConfig
-from asyncrl.recipes.tasks import CHARACTERS
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from producers.rewards.functions import RewardSample
 from producers.rewards.judges.classifier import Classifier
 from producers.rewards.judges.generative import Written, YesNo, engine_settings
-from producers.rewards.judges.outcome import Asked, Model, Outcome, Problem, Verdict
+from producers.rewards.outcome import Asked, Model, Outcome, Problem, Verdict
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}#{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a:{% endif %}"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import asyncrl.judge_models
-import producers.rewards.judges.pace as pacing
+import asyncrl.config.sections.judge_models
+import producers.rewards.judges.rate_limit as pacing
 from asyncrl.config import dump, parse
+from asyncrl.config.sections.judge import JudgeConfig, judges_of
 from asyncrl.errors import ConfigErrors
-from asyncrl.judge_config import JudgeConfig, judges_of
 from producers.rewards.functions import RewardSample
 from producers.rewards.judges import templates
-from producers.rewards.judges.outcome import Problem
+from producers.rewards.outcome import Problem
 
 BASE = """
 model.path = "m"
@@ -38,7 +38,9 @@ def table(**changes: Any) -> JudgeConfig:
     return JudgeConfig("grader", kind="url", prompt="{response}", **changes)
 
 
-@pytest.mark.parametrize("module", [asyncrl.judge_models, pacing, templates], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [asyncrl.config.sections.judge_models, pacing, templates], ids=lambda module: module.__name__
+)
 def test_examples_in_the_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed

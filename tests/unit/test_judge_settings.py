@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Config, dump, parse
+from asyncrl.config.sections.judge import judge_of, judges_for, judges_of
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.judge_config import judge_of, judges_for, judges_of
-from asyncrl.launch import LaunchOptions, launch_config
+from asyncrl.launcher.launch import LaunchOptions, launch_config
 
 BASE = """
 model.path = "m"

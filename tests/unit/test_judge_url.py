@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigError
-from asyncrl.judge_config import JudgeConfig
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges import pace
-from producers.rewards.judges.outcome import Asked, Outcome, Problem, Verdict
+from producers.rewards.judges import rate_limit as pace
 from producers.rewards.judges.remote import Remote, key_of
+from producers.rewards.outcome import Asked, Outcome, Problem, Verdict
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[web.StreamResponse]]
 

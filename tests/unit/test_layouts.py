@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learners.tiny_model import make_tiny_qwen3
-from weightsync.layouts import Box, Shard, Shards, by_layer, fill, runs, whole
-from weightsync.plan import Plan, TensorSpec, bucket_starts, plan_buckets
+from learners.warm_start.tiny_model import make_tiny_qwen3
+from weightsync.plan.buckets import Plan, TensorSpec, bucket_starts, plan_buckets
+from weightsync.plan.layouts import Box, Shard, Shards, by_layer, fill, runs, whole
 
 
 @st.composite

@@ -16,19 +16,19 @@ from made_batches import a_batch, a_group, a_sample
 
 from asyncrl import config as configuration
 from asyncrl.errors import AsyncRLError, Fenced
-from asyncrl.role import Stop
-from asyncrl.rundir import RunDir
+from asyncrl.runtime.role import Stop
+from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import NotYet
-from learners import checkpoint
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.checkpoints import checkpoint
+from learners.gang.gang import Gang
+from learners.gang.watchdog import Watchdog
 from learners.loop import Learner
-from learners.schedule import learning_rate
-from learners.services import Heart, Services
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from learners.watchdog import Watchdog
-from weightsync.digest import digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from learners.rank_zero import Heart, Services
+from learners.step.lr_schedule import learning_rate
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 
 
 def make_batch(step: int, *, groups: int = 3, replayed: bool = False, invalid: dict[int, str] | None = None) -> Any:
@@ -433,8 +433,8 @@ def test_learning_rate_schedules() -> None:
 
 
 def test_tracker_groups_name_metrics_of_the_catalogue() -> None:
-    from asyncrl.metric_pages import FAULTS, HEALTH, SPEED, tag_of
     from asyncrl.metrics import CATALOGUE
+    from asyncrl.metrics.pages import FAULTS, HEALTH, SPEED, tag_of
 
     known = CATALOGUE.keys() | {name.rpartition("/")[2] for name in CATALOGUE}
     assert known >= HEALTH | SPEED | FAULTS

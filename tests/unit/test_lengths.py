@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from synthetic_run import Event, issue, register, train, write_history, write_run
 
-from asyncrl.audit import audit, render
-from asyncrl.lengths import ENOUGH, Lengths, LengthWatch, Story, compare, ks_distance
-from asyncrl.report.bias import lengths as section
+from asyncrl.audit.prove import audit, render
+from asyncrl.metrics.length_bias import ENOUGH, Lengths, LengthWatch, Story, compare, ks_distance
 from asyncrl.report.data import load_run
+from asyncrl.report.length_bias import lengths as section
 
 
 def stories(drop: float, *, seed: int = 0, groups: int = 200) -> list[Story]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from asyncrl import config as configuration
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.gang import Gang
-from learners.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from weightsync.digest import digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.gang.gang import Gang
+from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import digest_tensors
 from weightsync.staging import Staging
 
 

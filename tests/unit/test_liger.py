@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from asyncrl import config
-from asyncrl.device import Device
 from asyncrl.errors import ConfigError, ConfigErrors
-from learners import liger
-from learners.logprobs import PolicyModel
-from learners.tiny_model import make_tiny_qwen3
+from asyncrl.runtime.device import Device
+from learners.models import liger
+from learners.models.logprobs import PolicyModel
+from learners.warm_start.tiny_model import make_tiny_qwen3
 
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 TOML = 'model.path = "m"\ndata.source = "a:b"\n[[reward]]\nfunction = "a:b"\n'

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.live import advice as rules
-from asyncrl.live.advice import RULES, advice
-from asyncrl.live.snapshot import Learner, Row, Snapshot, Trouble
-from asyncrl.live.state import Judge, Member
+from asyncrl.monitor import advice as rules
+from asyncrl.monitor.advice import RULES, advice
+from asyncrl.monitor.snapshot import Learner, Row, Snapshot, Trouble
+from asyncrl.monitor.status_schema import Judge, Member
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,14 +16,14 @@ from synthetic_run import START, write_run
 
 from asyncrl.cli import main
 from asyncrl.errors import AsyncRLError
-from asyncrl.live.render import plain, sparkline
-from asyncrl.live.screen import screen
-from asyncrl.live.snapshot import Snapshot, snapshot
-from asyncrl.live.source import FileSource, Observed
-from asyncrl.live.state import Buffer, Judge, Member, Status, Tuning, WeightSync, Worker
-from asyncrl.live.top import Looks, code_of, top_command
 from asyncrl.metrics import JsonTail
-from asyncrl.rundir import RunDir
+from asyncrl.monitor.plain import plain, sparkline
+from asyncrl.monitor.screen import screen
+from asyncrl.monitor.snapshot import Snapshot, snapshot
+from asyncrl.monitor.source import FileSource, Observed
+from asyncrl.monitor.status_schema import Buffer, Judge, Member, Status, Tuning, WeightSync, Worker
+from asyncrl.monitor.top import Looks, code_of, top_command
+from asyncrl.runtime.run_dir import RunDir
 
 NOW = START + 100
 

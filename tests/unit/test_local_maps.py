@@ -6,7 +6,7 @@ import pytest
 
 from weightsync.staging import MOST_SLOTS
 from weightsync.transports.base import TransportUnusable
-from weightsync.transports.local import Maps
+from weightsync.transports.shared_memory import Maps
 
 
 def mapped(folder: Path) -> int:

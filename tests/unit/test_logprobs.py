@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from asyncrl.errors import ConfigError
-from learners import logprobs as logprobs_module
 from learners.backends.base import to_device
-from learners.batch import Sample, packed_row, padded_rows
-from learners.logprobs import PolicyModel, check_head, chunked_logprobs, token_numbers
-from learners.tiny_model import make_tiny_qwen3
+from learners.batch.assembly import Sample, packed_row, padded_rows
+from learners.models import logprobs as logprobs_module
+from learners.models.logprobs import PolicyModel, check_head, chunked_logprobs, token_numbers
+from learners.warm_start.tiny_model import make_tiny_qwen3
 
 
 def full(hidden, weight, targets, bias, temperature):  # type: ignore[no-untyped-def]

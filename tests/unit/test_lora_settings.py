@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl import check, config
+from asyncrl import config
+from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE, sends_adapters
+from asyncrl.config.sections.mode import DATASET
 from asyncrl.errors import ConfigErrors
-from asyncrl.lora import TAKE_ADAPTERS, TAKE_WHOLE, sends_adapters
-from asyncrl.modes import DATASET
 from asyncrl.plugins import BUILT_IN
-from learners.backends.shards import about_of, load_shards, shard_of
-from learners.logprobs import chunked_logprobs
+from asyncrl.preflight import check
+from learners.backends.sharded_checkpoint import about_of, load_shards, shard_of
+from learners.models.logprobs import chunked_logprobs
 
 TOML = 'model.path="m"\ndata.source="a:b"\n'
 REWARD = '[[reward]]\nfunction="a:b"'

@@ -15,8 +15,8 @@ from loss_formulas import FORMULAS, Token
 from step_lab import required_options
 from torch import Tensor
 
-from asyncrl import algorithms
-from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.errors import ConfigError
 from learners.algorithms import losses, registry
 from learners.algorithms.aggregation import MODES, aggregate, count

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import config, parallel
+from asyncrl import config
+from asyncrl.config.sections import parallel
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
-from learners.backends.megatron_checkpoint import Store, pieces, write
-from learners.backends.megatron_logprobs import Slice, sliced_logprobs, sliced_numbers
-from learners.backends.megatron_mapping import (
+from learners.backends.megatron.checkpoint import Store, pieces, write
+from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
+from learners.backends.megatron.mapping import (
     Facts,
     check_layout,
     facts_of,
@@ -25,12 +26,12 @@ from learners.backends.megatron_mapping import (
     sources_of,
     within,
 )
-from learners.backends.megatron_model import stages_text
-from learners.backends.megatron_weights import assembled
-from learners.logprobs import chunked_logprobs, token_numbers
-from learners.topology import Topology
-from weightsync.layouts import Shard, fill, volume
-from weightsync.plan import TensorSpec, plan_buckets
+from learners.backends.megatron.model import stages_text
+from learners.backends.megatron.weights import assembled
+from learners.gang.topology import Topology
+from learners.models.logprobs import chunked_logprobs, token_numbers
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.layouts import Shard, fill, volume
 
 MODELS = {
     "qwen3": Facts(4, 8, 8, 4, 4, 12, 13, tied=True, qk_norm=True),

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.check_machine import Machine, machine_of, missing
 from asyncrl.config import Config, parse
-from asyncrl.memory_estimate import RoleMemory, estimate, shape_of, shown
-from asyncrl.plan import TARGETS
+from asyncrl.preflight.machine import Machine, machine_of, missing
+from asyncrl.preflight.memory import RoleMemory, estimate, shape_of, shown
+from asyncrl.process_plan.plan import TARGETS
 
 GIB = 1 << 30
 QWEN_05B = {

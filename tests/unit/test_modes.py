@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import check, config, modes
+from asyncrl import config
+from asyncrl.config.sections import mode as modes
 from asyncrl.errors import ConfigErrors
-from asyncrl.plan import TARGETS, plan
-from buffers.ledger import settings_of
+from asyncrl.preflight import check
+from asyncrl.process_plan.plan import TARGETS, plan
+from buffers.groups.records import settings_of
 
 ROOT = Path(__file__).parents[2]
 ROWS = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[producers]\nengine = "dataset"\n'

@@ -9,7 +9,8 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from weightsync.names import (
+from weightsync.plan.buckets import TensorSpec
+from weightsync.plan.names import (
     Mapped,
     Slice,
     expert_names,
@@ -19,7 +20,6 @@ from weightsync.names import (
     split_projections,
     stack_experts,
 )
-from weightsync.plan import TensorSpec
 
 SIZE = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,7 +53,7 @@ def saved(model: nn.Module, folder: Path) -> Weights:
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found |= {name: file.get_tensor(name) for name in file.keys()}
     return found
 
 

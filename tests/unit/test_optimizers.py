@@ -14,9 +14,9 @@ from torch import nn
 from asyncrl import config
 from asyncrl.config import OptimConfig
 from asyncrl.errors import ConfigError, ConfigErrors
-from learners.backends.layout import clip_gradients
+from learners.backends.fsdp2.mesh import clip_gradients
 from learners.backends.optimizers import Optimizers, make_optimizer
-from learners.backends.shards import load_shards, parts_of, shard_of
+from learners.backends.sharded_checkpoint import load_shards, parts_of, shard_of
 
 
 class Toy(nn.Module):
@@ -132,7 +132,7 @@ def state_of(wide: Wide, optimizer: Optimizers) -> dict[str, torch.Tensor]:
 
 def wide_with(name: str) -> tuple[Wide, Optimizers]:
     if name == "adamw_8bit":
-        import aside  # noqa: F401 - where torchao is
+        import aside
 
         pytest.importorskip("torchao", reason="the extra optim-8bit is not installed")
     wide = Wide()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.wire import RoundReply
-from weightsync.outboxes import Outboxes
+from weightsync.publisher.outboxes import Outboxes
 from weightsync.transports.base import TransportError
 
 VERSION: Any = SimpleNamespace(slot=SimpleNamespace(path=Path("/dev/shm/asyncrl-x")))

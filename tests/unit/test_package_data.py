@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import presets
+from asyncrl.config import presets
 from buffers.stores.redis import _FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,6 @@ def test_every_data_file_is_in_the_wheel(package: str) -> None:
 
 def test_the_code_opens_its_files_inside_the_package() -> None:
     """Not in `configs/` beside it, which a wheel does not have: the links stay unresolved."""
-    assert presets.FOLDER.is_relative_to(Path(presets.__file__).parent) and presets.names()
+    assert presets.FOLDER.is_relative_to(Path(presets.__file__).parents[1]) and presets.names()
     assert {presets.FOLDER / f"{name}.toml" for name in presets.names()} <= files_in(ROOT / "asyncrl")
     assert _FOLDER.is_relative_to(ROOT / "buffers") and list(_FOLDER.glob("*.lua"))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import Unavailable
-from asyncrl.role import Stop
-from asyncrl.sockets import Requester
+from asyncrl.net.sockets import Requester
+from asyncrl.runtime.role import Stop
 from asyncrl.wire import Ok
-from learners.services import Silence
-from producers import patience as module
-from producers.patience import Bell, Patience
+from learners.rank_zero import Silence
+from producers.support import retry as module
+from producers.support.retry import Bell, Patience
 
 
 async def never() -> int:
@@ -122,8 +122,8 @@ def test_a_bell_is_heard_before_and_during_the_wait_and_missed_after_the_limit()
 def test_the_learner_leaves_a_blocking_request_when_it_is_asked_to_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("learners.services.SILENT_S", 0.3)
-    monkeypatch.setattr("learners.services.LEAVE_S", 0.8)
+    monkeypatch.setattr("learners.rank_zero.SILENT_S", 0.3)
+    monkeypatch.setattr("learners.rank_zero.LEAVE_S", 0.8)
     stop = Stop()
     stop.set("SIGTERM")
     asker = Requester("tcp://127.0.0.1:9", on_silence=Silence("buffer tcp://127.0.0.1:9", limit_s=60, stop=stop))

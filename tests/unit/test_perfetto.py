@@ -22,9 +22,9 @@ import pytest
 from synthetic_run import START, good_history, issue, register, train, write_history, write_run
 
 from asyncrl.errors import ConfigError
-from asyncrl.perfetto import group_flow, parts_of, weights_flow, write_trace
-from asyncrl.perfetto_format import Drawing, Lanes, Out, note
-from asyncrl.rundir import RunDir
+from asyncrl.runtime.run_dir import RunDir
+from asyncrl.trace.perfetto import group_flow, parts_of, weights_flow, write_trace
+from asyncrl.trace.perfetto_writer import Drawing, Lanes, Out, note
 
 ROOT = Path(__file__).parents[2]
 Fields = dict[int, list[Any]]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from producers.posting import TooLong, post
 from producers.rewards.remote import RemoteReward
+from producers.support.http_post import TooLong, post
 
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
 

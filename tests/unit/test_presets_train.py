@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
 
-from asyncrl import presets
+from asyncrl.config import presets
 from asyncrl.metrics import read_lines
-from asyncrl.rundir import RunDir
-from learners.gang import Gang
+from asyncrl.runtime.run_dir import RunDir
+from learners.gang.gang import Gang
 
 assert gang and model_dir  # fixtures
 

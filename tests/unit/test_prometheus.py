@@ -16,11 +16,11 @@ import msgspec
 import pytest
 from synthetic_run import START, write_run
 
-from asyncrl.following import Following, Heard
 from asyncrl.metrics import CATALOGUE
-from asyncrl.plan import TARGETS, plan
-from asyncrl.prometheus import CONTENT, Newest, Server, series_of, shown_names, text_of
-from asyncrl.rundir import RunDir
+from asyncrl.monitor.prometheus import CONTENT, Newest, Server, series_of, shown_names, text_of
+from asyncrl.process_plan.plan import TARGETS, plan
+from asyncrl.runtime.metrics_tail import Following, Heard
+from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "asyncrl.json"
@@ -210,7 +210,7 @@ def test_it_is_a_process_beside_the_learner(tmp_path: Path) -> None:
                    "[trackers]\nuse = ['wandb']\nprometheus_port = 9464\n")  # fmt: skip
     plans = {one.name: one for one in plan(config, TARGETS["all"], config_path=Path("c.toml"))}
     assert [name for name in plans if name.startswith("tracker")] == ["tracker-wandb", "tracker-prometheus"]
-    assert plans["tracker-prometheus"].argv[2] == "asyncrl.prometheus"
+    assert plans["tracker-prometheus"].argv[2] == "asyncrl.monitor.prometheus"
     producers = plan(config, TARGETS["producers"], config_path=Path("c.toml"))
     assert not [one for one in producers if one.role == "tracker"]
     assert msgspec.to_builtins(config.trackers)["every_s"] == 2.0

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from asyncrl.config import DataConfig
 from asyncrl.errors import ConfigError
-from producers.prompts import BadPrompt, Prompts, encode_prompt, plain_value
-from producers.tokenizer import Tokenizer
+from producers.data.prompts import BadPrompt, Prompts, encode_prompt, plain_value
+from producers.data.tokenizer import Tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= :<>|\n"
 VOCABULARY = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import dump, parse, redacted
+from asyncrl.config.redis_url import FILE, HIDDEN, VARIABLE, keep, password_of, with_password, without_password
 from asyncrl.errors import ConfigError
-from asyncrl.launch import changes
-from asyncrl.redis_secret import FILE, HIDDEN, VARIABLE, keep, password_of, with_password, without_password
+from asyncrl.launcher.launch import changes
 
 SECRET = "to/p s:e@cret%"
 QUOTED = "to%2Fp%20s%3Ae%40cret%25"
@@ -56,7 +56,7 @@ def test_no_dump_and_no_change_shows_it(url: str, tmp_path: Path) -> None:
 
 
 def test_a_comparison_shows_no_password(tmp_path: Path) -> None:
-    from asyncrl.config_diff import read
+    from asyncrl.configure.diff import read
 
     path = tmp_path / "mine.toml"
     path.write_text(TEXT.replace("URL", next(iter(URLS))))

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from synthetic_run import digest_of, write_run
 
-from asyncrl import batch_file
 from asyncrl.errors import AsyncRLError
-from asyncrl.fork import fork
-from asyncrl.replay import command_of, planned, replay_command
-from asyncrl.replay_report import Done, End, Plan, Step, judge, render
-from asyncrl.rundir import RunDir
+from asyncrl.runs import batch_file
+from asyncrl.runs.fork import fork
+from asyncrl.runs.replay import command_of, planned, replay_command
+from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
+from asyncrl.runtime.run_dir import RunDir
 from learners.replay import distance, without
 
 LAST = 6
@@ -107,7 +107,7 @@ def test_several_ranks_replay_under_torchrun(run: RunDir) -> None:
 
     one = command_of(load(run.config), run.config)
     many = command_of(load(run.config, ["learner.ranks=2"]), run.config)
-    assert "learners.replay" in one and "learners.local_gang" not in one
+    assert "learners.replay" in one and "learners.gang.local_gang" not in one
     assert "learners.replay" in many and "learners.main" not in many
     assert many[many.index("--nproc-per-node") + 1] == "2"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from synthetic_run import check_names, write_run
 
+from asyncrl.launcher.supervisor import Outcome
 from asyncrl.report import write_report
 from asyncrl.report.data import ENDS, load_run, summary, surviving
 from asyncrl.report.svg import Line, bar_chart, line_chart, short, stacked_chart, thin, ticks
 from asyncrl.report.svg_time import Lane, Share, flow, lanes
-from asyncrl.rundir import RunDir
-from asyncrl.supervise import Outcome
+from asyncrl.runtime.run_dir import RunDir
 
 VOID = {"meta", "br", "input"}  # drawings close theirs themselves
 

@@ -15,10 +15,10 @@ from test_report import parsed
 from asyncrl.cli import main
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run
-from asyncrl.report.shown import SHOWN, answer, gaps, newest
+from asyncrl.report.samples import SHOWN, answer, gaps, newest
 from asyncrl.report.svg import SMOOTHED_FROM, Line, line_chart, smoothed
 from asyncrl.report.svg_time import Share, flow
-from asyncrl.rundir import RunDir
+from asyncrl.runtime.run_dir import RunDir
 
 
 def words_of(text: str) -> str:

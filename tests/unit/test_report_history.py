@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import good_history, issue, register, train, write_history
 
-from asyncrl.report.history import Lags, Recovery, events_of, recoveries, story
+from asyncrl.report.events import Lags, Recovery, events_of, recoveries, story
 
 
 def timed(events: list[dict[str, object]], *, every_s: float = 1.0) -> list[dict[str, object]]:

@@ -9,9 +9,9 @@ import pytest
 
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
-from asyncrl.rescore import planned, render, summary
-from asyncrl.rescored import GroupScores, Head, content_of, read_scores, write_scores
-from asyncrl.rundir import RunDir
+from asyncrl.runs.rescore import planned, render, summary
+from asyncrl.runs.score_file import GroupScores, Head, content_of, read_scores, write_scores
+from asyncrl.runtime.run_dir import RunDir
 
 TOML = """
 model.path = "m"

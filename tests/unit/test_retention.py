@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from bare_config import BARE
 
-from asyncrl import checkpoint_config
 from asyncrl.config import Config, parse
+from asyncrl.config.sections import checkpoint as checkpoint_config
 from asyncrl.errors import ConfigErrors
-from learners import retention
-from learners.retention import Ranking, Scores, best, kept
+from learners.checkpoints import retention
+from learners.checkpoints.retention import Ranking, Scores, best, kept
 
 EVALUATED = ("learner.steps=100", "evaluation.path=held_out.jsonl", "evaluation.every=20", "learner.checkpoint_best=2",
              "learner.checkpoint_metric=val-core/aime/reward/mean@1")  # fmt: skip

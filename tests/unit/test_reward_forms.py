@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.config.sections.reward import kind_of, label_of
 from asyncrl.errors import ConfigError
-from asyncrl.reward_names import kind_of, label_of
 from producers.rewards.functions import RewardCall, RewardSample, value_of
 
 VERL = """

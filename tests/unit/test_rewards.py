@@ -213,7 +213,7 @@ def test_the_command_line_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_validation_imports_nothing_heavy() -> None:
     code = textwrap.dedent("""
-        import sys, producers.rewards.functions, producers.rewards.main, producers.prompts, producers.main
+        import sys, producers.rewards.functions, producers.rewards.main, producers.data.prompts, producers.main
         print([name for name in ("torch", "transformers", "redis", "zmq.asyncio") if name in sys.modules])
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main
-from asyncrl.samples import plain
+from asyncrl.monitor.samples import plain
 
 
 def line(step: int, reward: float, response: str, **more: Any) -> str:

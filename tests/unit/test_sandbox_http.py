@@ -16,7 +16,7 @@ from sandbox_lab import served
 
 from asyncrl.errors import AsyncRLError
 from producers.sandbox import SandboxLimits, open_sandbox, seccomp
-from producers.sandbox.http import result_of
+from producers.sandbox.remote import result_of
 
 
 def run_result(status: str = "Finished", code: int | None = 0, out: str = "", err: str = "") -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("producers.sandbox.http.PAUSE_S", 0.01)
+    monkeypatch.setattr("producers.sandbox.remote.PAUSE_S", 0.01)
     found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -10,7 +10,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
-from producers.rewards.scorers import SCORERS, finding
+from producers.rewards.scorers import SCORERS
+from producers.rewards.scorers import extract as finding
 
 
 def scored(name: str, response: str, truth: Any = None, tokens: int = 3, **args: Any) -> Value:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import AsyncRLError
-from buffers.layout import HEAD, checksum_of
-from buffers.ledger import Record
-from buffers.segments import Segments
+from buffers.groups.records import Record
+from buffers.payloads.record_format import HEAD, checksum_of
+from buffers.payloads.segments import Segments
 
 
 def make(folder: Path, **changes: Any) -> Segments:

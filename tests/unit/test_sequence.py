@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from learners.attention import sequence_lengths
-from learners.sequence import Split, _Cut, check_heads, states_of
+from learners.models.attention import sequence_lengths
+from learners.models.sequence_parallel import Split, _Cut, check_heads, states_of
 
 
 def split(place: int = 1, size: int = 2) -> Split:

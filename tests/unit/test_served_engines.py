@@ -16,16 +16,16 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, WorkError
-from producers.engines.admission import Admission
-from producers.engines.sglang_answers import piece_of
-from producers.engines.sglang_sample import Sample, seed_of
-from producers.engines.sglang_server import ServerFacts
-from producers.engines.sglang_start import address_towards, check_request, check_server, url_of
+from producers.engines.request_gate import Admission
+from producers.engines.sglang.control_api import ServerFacts
+from producers.engines.sglang.responses import piece_of
+from producers.engines.sglang.sample import Sample, seed_of
+from producers.engines.sglang.startup import address_towards, check_request, check_server, url_of
 
 
 def test_a_producer_of_a_server_needs_neither_torch_nor_transformers_to_start() -> None:
     code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['aiohttp'] = None\n"
-    code += "import producers.main, producers.engines.sglang"
+    code += "import producers.main, producers.engines.sglang.engine"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 

@@ -97,7 +97,7 @@ def sizes(lab: ServiceLab) -> dict[str, int]:
 
 
 def test_invented_names_fill_no_table(lab: ServiceLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffers.leasing.MOST_WORKERS", 8)
+    monkeypatch.setattr("buffers.groups.leasing.MOST_WORKERS", 8)
     lab.hello("producer", "real")
     held = granted(lab.lease("real", 1).answer)
     lab.groups.barred["real"] = (5, lab.now + 1e9)
@@ -127,7 +127,7 @@ def test_names_of_metrics_and_roles_are_those_that_are_known(lab: ServiceLab) ->
 
 
 def test_parts_of_rewards_are_a_limited_number_of_names(lab: ServiceLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffers.judging.MOST_PARTS", 3)
+    monkeypatch.setattr("buffers.groups.judging.MOST_PARTS", 3)
     named = [lab.groups.parts_known({f"part{number}": 1.0}) for number in range(5)]
     assert named == [True, True, True, False, False]
     assert lab.groups.parts_known({"part0": 0.0, "part2": 0.0}) and not lab.groups.parts_known({"part0": 0.0, "x": 0.0})

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl import wire
-from asyncrl.algorithm_config import AlgorithmConfig
 from asyncrl.config import parse
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import expand
-from learners.batch import MicroBatch, assemble, statistics, unusable
-from learners.estimates import after_the_model, cuts_of, length_of
-from learners.whole import _of_samples
-from producers.engines.requests import problem_of
-from producers.rollout import Finished, extras_of
-from producers.sessions import Session
+from learners.batch.assembly import MicroBatch, assemble, statistics, unusable
+from learners.batch.estimates import after_the_model, cuts_of, length_of
+from learners.step.batch_passes import _of_samples
+from producers.engines.request_checks import problem_of
+from producers.rollout.rollout import Finished, extras_of
+from producers.rollout.session import Session
 
 
 def said(*tokens: int, version: int = 3, finish: str = "stop") -> GenDelta:
@@ -241,7 +241,7 @@ def test_numbers_of_the_model_find_their_sample_and_their_way_back() -> None:
     batch = batch_of(sample(three_rows(), 0, 1.0), sample(two_turns().finish(), 1, 0.0))
     algorithm = AlgorithmConfig(advantage="gae")
     whole = assemble(batch, algorithm=algorithm, ranks=1, max_tokens=64).whole
-    from learners.estimates import ModelNumbers, by_cut
+    from learners.batch.estimates import ModelNumbers, by_cut
 
     rows = [np.arange(cut.stop - cut.start, dtype=np.float32) + 10 * n for n, cut in enumerate(whole.cuts)]
     ends = [np.array([float(n)], np.float32) for n in range(len(whole.cuts))]

@@ -12,12 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tokenizers import Tokenizer  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.recipes import tasks  # noqa: E402
-from learners import sft as sft_module  # noqa: E402
-from learners.sft import (  # noqa: E402
+from asyncrl.demo import tasks
+from learners.warm_start import sft as sft_module
+from learners.warm_start.sft import (
     IGNORE,
     Example,
     Stage,
@@ -32,7 +32,7 @@ from learners.sft import (  # noqa: E402
     sft,
     stage_batches,
 )
-from learners.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model  # noqa: E402
+from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
 
 SMALL = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_size": 64}
 TEXT = "a3b5c2= a3:3b5:8c2:0#0  12+07=-19"

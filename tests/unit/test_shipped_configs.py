@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl import check_code
-from asyncrl.check import check_files_of
 from asyncrl.config import Config, dump, load, parse
-from asyncrl.derived import notes_on
-from asyncrl.memory_estimate import estimate
-from asyncrl.modes import roles_of
-from asyncrl.plan import TARGETS, plan
+from asyncrl.config.sections.mode import roles_of
+from asyncrl.preflight import code as check_code
+from asyncrl.preflight.check import check_files_of
+from asyncrl.preflight.derived import notes_on
+from asyncrl.preflight.memory import estimate
+from asyncrl.process_plan.plan import TARGETS, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -77,7 +77,7 @@ def same_imports_once() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment with an engine beside this one would be imported: minutes, and no question of the file."""
-    monkeypatch.setattr("asyncrl.engine_env.look", lambda config, env: ([], "", ""))
+    monkeypatch.setattr("asyncrl.process_plan.interpreters.look", lambda config, env: ([], "", ""))
     yield
 
 

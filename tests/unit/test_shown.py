@@ -10,7 +10,7 @@ import pytest
 from made_batches import a_batch, a_group, a_sample
 from step_lab import Table, ThreadGang
 
-from learners import shown
+from learners.batch import sample_log as shown
 
 WORDS = "abcdefgh"
 

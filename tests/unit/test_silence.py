@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.processes import children_of, state_of
-from asyncrl.rundir import RunDir
-from asyncrl.signs import Sign, Ticker, read_signs
-from asyncrl.silence import SilenceWatch
+from asyncrl.launcher.liveness_watch import SilenceWatch
+from asyncrl.process_plan.host_facts import children_of, state_of
+from asyncrl.runtime.liveness import Sign, Ticker, read_signs
+from asyncrl.runtime.run_dir import RunDir
 
 
 def wait_for(true: Callable[[], bool], timeout_s: float = 15.0) -> None:

@@ -13,15 +13,16 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3
 
 from asyncrl.engine import GenRequest
 from asyncrl.versions import expand, runs_of
-from producers.engines import attention, memory
-from producers.engines.attention import Band, plan
-from producers.engines.cohorts import CohortMemory
-from producers.engines.decoder import Decoder
-from producers.engines.kv import FIRST_LENGTH, KVStore
-from producers.engines.memory import pieces
-from producers.engines.sampling import sample
-from producers.engines.slot_memory import SlotMemory
-from producers.engines.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, uniforms_of
+from producers.engines.hf import attention
+from producers.engines.hf import cache_interface as memory
+from producers.engines.hf.attention import Band, plan
+from producers.engines.hf.cache_interface import pieces
+from producers.engines.hf.cohort_cache import CohortMemory
+from producers.engines.hf.decoder import Decoder
+from producers.engines.hf.kv_cache import FIRST_LENGTH, KVStore
+from producers.engines.hf.sampling import sample
+from producers.engines.hf.slot_cache import SlotMemory
+from producers.engines.hf.slots import COUNT, LANE, LAST, POSITION, SlotTable, runs_between, uniforms_of
 
 CPU = torch.device("cpu")
 

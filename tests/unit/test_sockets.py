@@ -15,8 +15,9 @@ import msgspec
 import pytest
 import zmq
 
-from asyncrl import sockets, wire
+from asyncrl import wire
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.net import sockets
 
 
 class Echo:
@@ -203,7 +204,7 @@ def test_ipc_sockets_are_private_and_long_folders_work(tmp_path: Path) -> None:
 
 
 def test_folders_of_killed_services_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.sockets.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("asyncrl.net.sockets.tempfile.gettempdir", lambda: str(tmp_path))
     dead, alive, strange = (tmp_path / f"asyncrl-{os.getuid()}-{name}" for name in ("dead", "alive", "strange"))
     ends = []
     for folder in (dead, alive):
@@ -300,7 +301,7 @@ def test_a_request_that_was_damaged_under_way_is_sent_again(address: str, times:
 #: Closes, or disconnects, with requests that cannot leave while answers still come; then the service is killed.
 ABANDONS = """
 import subprocess, sys, time, zmq
-from asyncrl import sockets
+from asyncrl.net import sockets
 
 server = '''
 import sys, time, zmq

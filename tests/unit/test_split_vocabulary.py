@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learners.logprobs import TokenNumbers, Vocabulary, chunked_logprobs, split_logprobs, token_numbers
+from learners.models.logprobs import TokenNumbers, Vocabulary, chunked_logprobs, split_logprobs, token_numbers
 
 ROWS, WIDTH, ASKED = 11, 6, 9
 

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Manifest, Tensor
-from producers.engines.staged import PREFIX, Labels, StagedWeights
-from weightsync.digest import bucket_digest, whole_digest
-from weightsync.plan import TensorSpec, by_bucket, plan_buckets
+from producers.engines.staged_weights import PREFIX, Labels, StagedWeights
+from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, whole_digest
 
 SPECS = [TensorSpec("a", "F32", (5,)), TensorSpec("b", "BF16", (3,)), TensorSpec("c", "F32", (30,)),
          TensorSpec("d", "F32", (2, 2))]  # fmt: skip

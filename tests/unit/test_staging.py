@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import Unavailable
-from weightsync import copying
-from weightsync.copying import Crew, Pieces, copy_digest, digest_all
-from weightsync.digest import PIECE_BYTES, Digest, digest_tensors
-from weightsync.plan import TensorSpec, plan_buckets
+from weightsync import copy_digest as copying
+from weightsync.copy_digest import Crew, Pieces, copy_digest, digest_all
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import PIECE_BYTES, Digest, digest_tensors
 from weightsync.staging import MOST_SLOTS, Slot, Staging
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (3,)), TensorSpec("b", "BF16", (5, 2))], bucket_bytes=16)

@@ -13,14 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.config import parse
-from asyncrl.device import Device
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.runtime.device import Device
 from learners.backends import start_weights
-from learners.backends.fsdp2 import load_model
-from learners.backends.shards import Box
+from learners.backends.fsdp2.backend import load_model
+from learners.backends.sharded_checkpoint import Box
 from learners.backends.start_weights import Start, Unfit
-from learners.score_model import load_scorer
-from learners.tiny_model import make_tiny_qwen3, save_model
+from learners.models.score_model import load_scorer
+from learners.warm_start.tiny_model import make_tiny_qwen3, save_model
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
 WHOLE = {**OPTIONS, "use_safetensors": True, "local_files_only": True}

@@ -15,19 +15,19 @@ import pytest
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir
 
 from asyncrl.config import parse
-from asyncrl.device import Device
+from asyncrl.config.sections.profile import ProfileConfig
 from asyncrl.errors import ConfigErrors
 from asyncrl.metrics import read_lines
-from asyncrl.profile_config import ProfileConfig
-from asyncrl.rundir import RunDir
-from learners.batch import Sample, packed_row, padded_rows
-from learners.export import export
-from learners.flops import costs_of
-from learners.gang import Gang
-from learners.metered import Meter, lengths_of
-from learners.peaks import peak_of
-from learners.profiling import Profiler
-from learners.step_times import PARTS, StepTimes
+from asyncrl.runtime.device import Device
+from asyncrl.runtime.run_dir import RunDir
+from learners.batch.assembly import Sample, packed_row, padded_rows
+from learners.checkpoints.export import export
+from learners.gang.gang import Gang
+from learners.profiling.device_peaks import peak_of
+from learners.profiling.flops import costs_of
+from learners.profiling.metered_backend import Meter, lengths_of
+from learners.profiling.profiler import Profiler
+from learners.step.timing import PARTS, StepTimes
 
 assert gang and model_dir  # fixtures
 

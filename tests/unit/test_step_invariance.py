@@ -16,9 +16,9 @@ import pytest
 import torch
 from step_lab import Ended, lab_batch, lab_config, required_options, run_steps, shuffled
 
-from asyncrl.algorithm_config import Aggregation
-from asyncrl.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config import CriticConfig, LearnerConfig, PreferenceConfig
+from asyncrl.config.sections.algorithm import Aggregation
+from asyncrl.config.sections.algorithm_catalogue import ADVANTAGES, CORRECTIONS, LOSSES
 
 A = "learner.algorithm."
 #: Options under which a name does more on the small batches here than with its defaults.

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.child_process import Child, exit_code_of
 from asyncrl.config import Config, parse
-from asyncrl.hang import HangWatch
+from asyncrl.launcher.hang_watch import HangWatch
+from asyncrl.launcher.process import Child, exit_code_of
+from asyncrl.launcher.supervisor import Grace, Outcome, Supervisor, backoff_s
 from asyncrl.metrics import read_lines
-from asyncrl.plan import TARGETS, Joining, ProcessPlan, plan
-from asyncrl.processes import descendants, is_alive
-from asyncrl.rundir import RunDir
-from asyncrl.supervise import Grace, Outcome, Supervisor, backoff_s
+from asyncrl.process_plan.host_facts import descendants, is_alive
+from asyncrl.process_plan.plan import TARGETS, Joining, ProcessPlan, plan
+from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
@@ -89,7 +89,7 @@ def test_plan_is_in_order_and_complete() -> None:
     assert producer.argv == ("py", "-m", "producers.main", "--config", "/r/config.toml", "--name", "producer-0")
     assert producer.env["OMP_NUM_THREADS"] == "3" and producer.restarts == 7 and not producer.gang
     assert producer.env["OMP_WAIT_POLICY"] == "PASSIVE" and producer.env["PYTHONPATH"] == "/here"
-    assert learner.argv[:3] == ("py", "-m", "learners.local_gang") and learner.gang
+    assert learner.argv[:3] == ("py", "-m", "learners.gang.local_gang") and learner.gang
     assert learner.argv[learner.argv.index("--nproc-per-node") + 1] == "2"
     assert learner.argv[-6:] == ("-m", "learners.main", "--config", "/r/config.toml", "--name", "learner")
     assert learner.env["OMP_NUM_THREADS"] == "1"
@@ -140,7 +140,7 @@ def test_report_of_torchrun_is_kept_from_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_line_in_pieces_stays_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.child_process.READ_BYTES", 3)  # every line comes in pieces, letters too
+    monkeypatch.setattr("asyncrl.launcher.process.READ_BYTES", 3)  # every line comes in pieces, letters too
     log = tmp_path / "x.log"
     child = Child(ProcessPlan("producer", "producer", ("x",)), log)
     log.write_bytes("äöü and more\n\nlast words".encode())
@@ -252,7 +252,7 @@ def test_killed_process_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.timeout(60)
 def test_service_that_ends_while_needed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.supervise.SERVICE_RETURN_S", 0.3)
+    monkeypatch.setattr("asyncrl.launcher.supervisor.SERVICE_RETURN_S", 0.3)
     outcome, _, events = supervise(tmp_path, [script("buffer", "import time; time.sleep(0.3)"),
                                               script("learner", "import time; time.sleep(2)")])  # fmt: skip
     assert outcome.code == 0 and names(events, "start").count("buffer") >= 2
@@ -280,7 +280,7 @@ def test_children_of_a_role_end_with_it(tmp_path: Path) -> None:
 ROLE_OF_A_RUN = """
     import faulthandler, signal, sys, time
     from pathlib import Path
-    from asyncrl.rundir import RunDir
+    from asyncrl.runtime.run_dir import RunDir
     faulthandler.register(signal.SIGUSR1)
     RunDir(Path(RUN)).record_process(NAME, NAME)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -359,7 +359,7 @@ from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_supervise import FOREVER, STUBBORN, script
-from asyncrl.supervise import Grace, Supervisor
+from asyncrl.launcher.supervisor import Grace, Supervisor
 plans = [script("buffer", FOREVER), script("producer", {producer}, name="producer-0"), script("learner", FOREVER)]
 outcome = Supervisor(plans, logs=Path({logs!r}), say=lambda name, line: print(name, line, flush=True),
                      grace=Grace(learner_s=20, failed_s=20, other_s=20)).run()
@@ -419,7 +419,7 @@ def test_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
 
 def test_child_of_a_dead_parent_starts_nothing(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    command = [sys.executable, "-m", "asyncrl.child", "--parent", "999999", "--", "touch", str(flag)]
+    command = [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", "999999", "--", "touch", str(flag)]
     assert subprocess.run(command, cwd=ROOT, timeout=20, check=False).returncode == 1
     assert not flag.exists()
 

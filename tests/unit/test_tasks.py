@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.recipes import tasks
+from asyncrl.demo import tasks
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_rows_depend_on_seed_and_index_only(task: str) -> None:
 
 
 def test_rows_do_not_depend_on_the_process() -> None:
-    code = "from asyncrl.recipes import tasks; print(tasks.prompt_rows('running_sum', 5, 3))"
+    code = "from asyncrl.demo import tasks; print(tasks.prompt_rows('running_sum', 5, 3))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == str(tasks.prompt_rows("running_sum", 5, 3))
 
 
 def test_importing_the_tasks_is_cheap() -> None:
-    code = "import sys, asyncrl.recipes.tasks; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, asyncrl.demo.tasks; print('torch' in sys.modules or 'transformers' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "False"
 

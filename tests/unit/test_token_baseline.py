@@ -11,14 +11,14 @@ import torch
 from test_learner_loop import gang, make_config, model_dir
 from test_presets_train import batch_of
 
-from asyncrl.algorithm_config import AlgorithmConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig
 from learners.algorithms.advantages import optimal_token_baseline
-from learners.backends.fsdp2 import FSDP2Backend
-from learners.batch import decode_share
-from learners.estimates import ModelNumbers, after_the_model, whole_of
-from learners.gang import Gang
-from learners.trial import Trial
-from learners.whole import needs_of_step, prepare
+from learners.backends.fsdp2.backend import FSDP2Backend
+from learners.batch.assembly import decode_share
+from learners.batch.estimates import ModelNumbers, after_the_model, whole_of
+from learners.gang.gang import Gang
+from learners.step.batch_passes import needs_of_step, prepare
+from learners.step.resilient_step import Trial
 
 assert gang and model_dir  # fixtures
 

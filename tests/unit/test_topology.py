@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl import check_files, config, parallel
+from asyncrl import config
 from asyncrl.config import ParallelConfig
+from asyncrl.config.sections import parallel
 from asyncrl.errors import ConfigError, ConfigErrors
-from learners.gang import Gang
-from learners.topology import Topology
+from asyncrl.preflight import files as check_files
+from learners.gang.gang import Gang
+from learners.gang.topology import Topology
 
 SIZES = st.sampled_from([1, 2, 3])
 

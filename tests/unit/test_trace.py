@@ -11,10 +11,10 @@ from synthetic_run import START, good_history, issue, register, train, write_run
 from asyncrl import wire
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
-from asyncrl.rundir import RunDir
-from asyncrl.trace import Story, letters_of, story_of
-from asyncrl.trace_text import story_text
-from buffers.dead import DeadLetters
+from asyncrl.runtime.run_dir import RunDir
+from asyncrl.trace.render import story_text
+from asyncrl.trace.story import Story, letters_of, story_of
+from buffers.payloads.dead_letters import DeadLetters
 
 
 def made(folder: Path, events: list[dict[str, object]]) -> RunDir:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.check_trackers import check_trackers
 from asyncrl.config import Config, parse
+from asyncrl.config.sections.tracker import secret_of
 from asyncrl.errors import ConfigErrors
-from asyncrl.metric_pages import LAYOUT, PAGES, page_of, tag_of
 from asyncrl.metrics import CATALOGUE
-from asyncrl.tracker_config import secret_of
-from learners.tracker_tensorboard import layout
+from asyncrl.metrics.pages import LAYOUT, PAGES, page_of, tag_of
+from asyncrl.preflight.trackers import check_trackers
+from learners.trackers.tensorboard import layout
 
 LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n[trackers]\n'
 

@@ -10,10 +10,10 @@ import pytest
 from asyncrl.config import SamplingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.wire import PiecesReply
-from buffers.client import BegunSample
-from producers import checkpoints
-from producers.checkpoints import Trail, continued
-from producers.rollout import side_by_side
+from buffers.client.client import BegunSample
+from producers.rollout import partial_samples as checkpoints
+from producers.rollout.partial_samples import Trail, continued
+from producers.rollout.rollout import side_by_side
 
 PROMPT = np.array([7, 8], np.int32)
 REQUEST = GenRequest("3:9", PROMPT, (0, 1, 2), 5, 20, stop_ids=(2,), delta_tokens=4)

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import Config, parse
-from asyncrl.config_names import keys_of
+from asyncrl.config.suggestions import keys_of
+from asyncrl.configure.translate import table, trainers, translate
 from asyncrl.errors import ConfigError, ConfigErrors
-from asyncrl.translate import table, trainers, translate
 
 VERL = r"""
 MODEL=models/m

@@ -12,10 +12,10 @@ import torch
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
 
 from asyncrl.errors import AsyncRLError
-from learners import update
 from learners.algorithms import registry
-from learners.gang import Gang
-from learners.poison import culprits
+from learners.batch.bad_groups import culprits
+from learners.gang.gang import Gang
+from learners.step import update
 
 assert gang and model_dir  # fixtures
 

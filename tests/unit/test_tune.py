@@ -11,11 +11,12 @@ import msgspec
 import pytest
 from synthetic_run import START, good_history, write_history, write_run
 
-from asyncrl import sockets, wire
+from asyncrl import wire
 from asyncrl.cli import main
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.rundir import RunDir, endpoint
-from asyncrl.tune import author, parse_settings
+from asyncrl.monitor.tune import author, parse_settings
+from asyncrl.net import sockets
+from asyncrl.runtime.run_dir import RunDir, endpoint
 
 
 class Buffer:

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config import Config, dump, parse
 from asyncrl.errors import AsyncRLError
-from producers.engines.vllm_args import KV_BLOCK, LEAST_KV_BYTES, arguments, kv_bytes, logprobs_problem
+from producers.engines.vllm.args import KV_BLOCK, LEAST_KV_BYTES, arguments, kv_bytes, logprobs_problem
 
 KNOWN = {
     "model", "trust_remote_code", "dtype", "max_num_seqs", "max_model_len", "generation_config", "max_logprobs",

@@ -15,9 +15,9 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, WorkError
 from producers.engines.http import Refused
-from producers.engines.vllm_common import Sample, seed_of
-from producers.engines.vllm_http import VLLMHTTPEngine, metric
-from producers.engines.vllm_server import inspect
+from producers.engines.vllm.base import Sample, seed_of
+from producers.engines.vllm.http_engine import VLLMHTTPEngine, metric
+from producers.engines.vllm.server_facts import inspect
 
 SHAPE = {"model_type": "qwen3", "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2}
 

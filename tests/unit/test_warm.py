@@ -23,7 +23,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "a thread": (["-c", "import threading, time; threading.Timer(0.2, lambda: print('done')).start()"], ""),
     "it raises": (["-c", "raise ValueError('on purpose')"], ""),
     "a module": (["-m", "json.tool"], '{"a":1}'),
-    "a role": (["-m", "buffers.server", "--config", "/nonexistent"], ""),
+    "a role": (["-m", "buffers.main", "--config", "/nonexistent"], ""),
     "no such module": (["-m", "no_such_module"], ""),
     "killed": (["-c", "import os; os.kill(os.getpid(), 9)"], ""),
     "interrupted": (["-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)"], ""),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Manifest
-from weightsync.digest import bucket_digest, digest_tensors, whole_digest
-from weightsync.plan import ITEM_BYTES, Plan, TensorSpec, bucket_starts, by_bucket, check_layout, plan_buckets
+from weightsync.plan.buckets import ITEM_BYTES, Plan, TensorSpec, bucket_starts, by_bucket, check_layout, plan_buckets
+from weightsync.plan.digest import bucket_digest, digest_tensors, whole_digest
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=20).map(
@@ -89,7 +89,7 @@ def test_a_layout_that_leaves_its_bucket_is_refused(field: str, value: object) -
         check_layout(manifest_of(plan), bad)
     assert caught.value.code == "sync.plan"
     if field != "name":
-        from weightsync.plan import plan_digest
+        from weightsync.plan.buckets import plan_digest
 
         forged = msgspec.structs.replace(manifest_of(plan), plan=plan_digest(bad, plan.bucket_bytes))
         with pytest.raises(AsyncRLError):

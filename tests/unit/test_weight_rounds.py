@@ -8,15 +8,15 @@ import pytest
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError
-from asyncrl.status import render
+from asyncrl.monitor.status import render
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest
-from weightsync import standing
-from weightsync.choice import choose
-from weightsync.digest import whole_digest
-from weightsync.facts import WANTED, mark
-from weightsync.members import Publisher, Round
-from weightsync.plan import TensorSpec, plan_buckets
-from weightsync.rounds import Rounds
+from weightsync.coordinator import status as standing
+from weightsync.coordinator.queries import WANTED, mark
+from weightsync.coordinator.records import Publisher, Round
+from weightsync.coordinator.rounds import Rounds
+from weightsync.coordinator.routing import choose
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import whole_digest
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (2,))], bucket_bytes=16)

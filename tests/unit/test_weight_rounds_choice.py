@@ -8,15 +8,15 @@ import pytest
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.status import render
+from asyncrl.monitor.status import render
 from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundReply, RoundRequest, Tensor
-from weightsync import standing
-from weightsync.choice import UNUSABLE_S, choose
-from weightsync.digest import whole_digest
-from weightsync.facts import FORM_S, WANTED, mark
-from weightsync.members import Choice, Publisher
-from weightsync.plan import TensorSpec, plan_buckets
-from weightsync.rounds import Rounds
+from weightsync.coordinator import status as standing
+from weightsync.coordinator.queries import FORM_S, WANTED, mark
+from weightsync.coordinator.records import Choice, Publisher
+from weightsync.coordinator.rounds import Rounds
+from weightsync.coordinator.routing import UNUSABLE_S, choose
+from weightsync.plan.buckets import TensorSpec, plan_buckets
+from weightsync.plan.digest import whole_digest
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (100,)), TensorSpec("b", "F32", (50,))], bucket_bytes=400)

@@ -15,12 +15,12 @@ from typing import NamedTuple, get_origin, get_type_hints
 
 import pytest
 
-from asyncrl import check_code
-from asyncrl.check import check_files_of
 from asyncrl.cli import main
 from asyncrl.config import Config, all_keys, parse
-from asyncrl.config_names import keys_of, sections_of, synonyms
+from asyncrl.config.suggestions import keys_of, sections_of, synonyms
 from asyncrl.errors import CATALOGUE, ConfigErrors
+from asyncrl.preflight import code as check_code
+from asyncrl.preflight.check import check_files_of
 
 CASES = Path(__file__).with_name("wrong_configurations.txt")
 GOOD = {

@@ -6,7 +6,7 @@ one, for which weights, and what to add). LoRA is arXiv:2106.09685, equation 3: 
 1. tensors carry the names that peft saves (`base_model.model.<module>.lora_A.weight`), sorted by module, A before B, so
    that an engine can write them to an adapter folder as they are;
 2. the configuration is peft's `adapter_config.json` in one canonical form: equal settings, equal text; it and the
-   digest of the base are part of the version's digest (`weightsync.digest.whole_digest`);
+   digest of the base are part of the version's digest (`weightsync.plan.digest.whole_digest`);
 3. `check_adapter` lets nothing pass that has a tensor without its partner, another rank than announced, a module that
    is not a target, or no base.
 No torch. It takes LoRA of linear layers: not embeddings, DoRA, trained biases, `modules_to_save` or ranks per module;
@@ -27,8 +27,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, HandshakeError
 from asyncrl.wire import Manifest, Tensor
-from weightsync.digest import whole_digest
-from weightsync.plan import Plan, TensorSpec, plan_buckets
+from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
+from weightsync.plan.digest import whole_digest
 
 NAME = "adapter"
 PREFIX = "base_model.model."

@@ -37,7 +37,7 @@ import xxhash
 import zstandard
 
 from asyncrl.wire import Buffer, Tensor
-from weightsync.plan import ITEM_BYTES
+from weightsync.plan.buckets import ITEM_BYTES
 from weightsync.transports.base import TransportError
 
 NAME = "delta"
@@ -88,7 +88,7 @@ def encode(old: Buffer, new: Buffer, tensors: Sequence[Tensor]) -> bytes:
 def encode_buckets(
     old: Sequence[Buffer], new: Sequence[Buffer], groups: Sequence[Sequence[Tensor]], *, threads: int
 ) -> list[bytes]:
-    """`encode` of every bucket of a version, `threads` at a time; `groups` as from `weightsync.plan.by_bucket`."""
+    """`encode` of every bucket of a version, `threads` at a time; `groups` as from `weightsync.plan.buckets.by_bucket`."""
     if not len(old) == len(new) == len(groups):
         raise ValueError(f"{len(old)} and {len(new)} buckets, tensors of {len(groups)}")
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weightsync-delta") as pool:

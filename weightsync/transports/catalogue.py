@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config import WeightSyncConfig
-from asyncrl.sockets import Keys
+from asyncrl.net.sockets import Keys
 from asyncrl.wire import Instruction
 from weightsync.transports.base import Inbox, InboxMaker, Outbox
 
@@ -19,7 +19,7 @@ DISK_FOLDER = "weights"
 
 def inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, InboxMaker]:
     """Makers of inboxes by transport name."""
-    from weightsync.transports.local import LocalInbox, Maps
+    from weightsync.transports.shared_memory import LocalInbox, Maps
 
     maps = Maps()
 

@@ -25,13 +25,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from asyncrl.device import collective_backend
 from asyncrl.errors import ConfigError
-from asyncrl.failpoints import failpoint
+from asyncrl.runtime.device import collective_backend
+from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.groups import Place, dist, group_of
-from weightsync.transports.worker import Worker
+from weightsync.transports.process_groups import Place, dist, group_of
+from weightsync.transports.worker_thread import Worker
 
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
 OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it

@@ -31,11 +31,11 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import UNREADABLE, ConfigError, HandshakeError, Unavailable
-from asyncrl.failpoints import failpoint
+from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import ALIGNMENT, Hop, Instruction, Manifest, RoundReply, Tensor
-from weightsync.plan import by_bucket, check_layout
+from weightsync.plan.buckets import by_bucket, check_layout
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.folders import File, Folders, folders_at
+from weightsync.transports.object_store import File, Folders, folders_at
 
 KEPT = 2
 MANIFEST = "manifest.json"

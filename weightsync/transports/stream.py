@@ -29,11 +29,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 
 from asyncrl.errors import AsyncRLError, Unavailable, WireError
-from asyncrl.failpoints import failpoint
-from asyncrl.sockets import AsyncRequester, Call, Keys, Responder
+from asyncrl.net.sockets import AsyncRequester, Call, Keys, Responder
+from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Fetch, Fetched, Hop, Instruction, Packet, RoundReply
 from weightsync.transports.base import TransportError, Version, blob_sizes
-from weightsync.transports.loop import LoopThread
+from weightsync.transports.loop_thread import LoopThread
 
 WINDOW = 4  # pieces asked for ahead
 LARGEST_PIECE = 64 << 20

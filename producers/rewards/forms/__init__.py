@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from producers.rewards.forms.areal_openrlhf import AReaL, OpenRLHF
+from producers.rewards.forms.asyncrl_form import OwnSample
 from producers.rewards.forms.base import Form, Parameters
-from producers.rewards.forms.others import AReaL, OpenRLHF
-from producers.rewards.forms.samples import OwnSample
 from producers.rewards.forms.trl import TRL
 from producers.rewards.forms.verl import Verl, VerlBatch
 

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.role import die_with_parent
+from asyncrl.runtime.role import die_with_parent
 from producers.rewards.child import applies, limit
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Asked, Model, Outcome, Problem
+from producers.rewards.outcome import Asked, Model, Outcome, Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 
 

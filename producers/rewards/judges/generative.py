@@ -22,14 +22,16 @@ import numpy as np
 import torch
 
 from asyncrl import config as configuration
-from asyncrl.device import Device
 from asyncrl.engine import Engine, GenRequest
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import find
-from producers.engines.own_weights import commit_folder
+from asyncrl.runtime.device import Device
+from producers.data.tokenizer import Tokenizer
+from producers.engines.initial_weights import commit_folder
 from producers.rewards.functions import RewardSample
 from producers.rewards.judges.classifier import folder_digest
-from producers.rewards.judges.outcome import (
+from producers.rewards.judges.templates import messages_of, number_in, yes_share
+from producers.rewards.outcome import (
     Asked,
     Done,
     Outcome,
@@ -40,8 +42,6 @@ from producers.rewards.judges.outcome import (
     in_batches,
     problem_of,
 )
-from producers.rewards.judges.templates import messages_of, number_in, yes_share
-from producers.tokenizer import Tokenizer
 
 END_S = 10.0  # for an engine to stop
 

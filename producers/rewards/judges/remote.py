@@ -25,9 +25,9 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges import pace
-from producers.rewards.judges.outcome import Asked, Done, Problem, Verdict, checked, each
+from producers.rewards.judges import rate_limit as pace
 from producers.rewards.judges.templates import messages_of, number_in, summed, yes_share
+from producers.rewards.outcome import Asked, Done, Problem, Verdict, checked, each
 
 AGAIN = frozenset({408, 425, 429})  # and 5xx
 SHOWN = 200  # characters of a refusal

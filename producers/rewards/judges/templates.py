@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncrl.judge_config import JudgeConfig
-from asyncrl.judge_models import FIELD
+from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.judge_models import FIELD
 from producers.rewards.functions import RewardSample
-from producers.rewards.judges.outcome import Problem, Verdict
+from producers.rewards.outcome import Problem, Verdict
 
 SHOWN = 120  # characters of an answer in a failure
 

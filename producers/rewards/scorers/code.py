@@ -21,8 +21,8 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
-from producers.rewards.scorers.finding import fenced
-from producers.rewards.scorers.truths import json_truth
+from producers.rewards.scorers.extract import fenced
+from producers.rewards.scorers.ground_truth import json_truth
 
 if TYPE_CHECKING:
     from producers.rewards.functions import RewardSample

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
-from producers.rewards.scorers.truths import truth_of
+from producers.rewards.scorers.ground_truth import truth_of
 
 if TYPE_CHECKING:
     from producers.rewards.functions import RewardSample

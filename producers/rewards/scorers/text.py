@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from producers.rewards.scorers.finding import between
-from producers.rewards.scorers.truths import truths_of
+from producers.rewards.scorers.extract import between
+from producers.rewards.scorers.ground_truth import truths_of
 
 if TYPE_CHECKING:
     from producers.rewards.functions import RewardSample

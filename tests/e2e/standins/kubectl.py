@@ -102,7 +102,7 @@ def delete(args: argparse.Namespace) -> int:
         else:
             path_of(kind, name).unlink()
             # Without foreground the pods are left to end by themselves.
-            gone = lambda name=name: not any(pod["owner"] == name for pod in status()["pods"].values())  # noqa: E731
+            gone = lambda name=name: not any(pod["owner"] == name for pod in status()["pods"].values())
             if args.cascade == "foreground" and until(name, gone, args.timeout):
                 return 1
         print(f'{kind.lower()} "{name}" deleted')

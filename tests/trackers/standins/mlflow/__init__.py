@@ -44,7 +44,7 @@ class MlflowClient:
         assert status == "RUNNING"
         self._store.put(begin=run_id, mode="offline")
 
-    def log_batch(self, run_id: str, metrics: list[Metric] = [], params: list[Param] = []) -> None:  # noqa: B006
+    def log_batch(self, run_id: str, metrics: list[Metric] = [], params: list[Param] = []) -> None:
         assert len(metrics) <= 1000 and len(params) <= 100
         assert all(_NAME.match(item.key) for item in [*metrics, *params]), "a name that mlflow refuses"
         for metric in metrics:

@@ -1,0 +1,155 @@
+"""Proves from `history.jsonl` alone that nothing was lost, trained twice, too old or made by unknown weights.
+
+Called by `asyncrl audit`, the demo, the summary and the report. Guarantees:
+1. every issued group is counted in exactly one of: trained, dropped and dead (by reason), superseded, in flight, lost;
+2. it keeps no state of the service it audits and shares no code with it: only the log is believed (the configuration
+   says the size of a group, `result.json` whether the run is done, a `fork.json` where a fork begins; figures of
+   evaluations come from the same formulas);
+3. a last line cut by a crash is left out and noted; a damaged line elsewhere is a violation;
+4. the log is read line by line: memory grows with groups, samples and steps, to about the size of the log.
+It does not look at weights or samples themselves.
+
+What it checks, and the name of each violation:
+  lost       the run is done and an issued group has no ending
+  doubled    a group in more different steps of the surviving history than it may be used for, twice in a step, with two
+             endings, or issued again after it was trained
+  unknown    a group is trained, dropped or dead that was never issued or claimed for that step
+  lease      a group is leased while it is held, or trained without a lease; a sample under a token that no lease has
+  sample     a sample was accepted twice or after its group was ready, its spans do not cover its tokens, or a trained
+             group is not complete
+  score      a sample of a trained group was never scored, or not before its step took it
+  ready      a group was handed out for a step, or trained, before it was ready
+  claim      a step that was handed out again is not the recorded batch, less what was quarantined since
+  lag        a token of a trained group is older than the bound of its lease (on_late = train, by the configuration or
+             a change before that step, allows it: then a note)
+  bound      a group was leased under a bound that max_staleness never was, or again under another one
+  digest     a span's digest is not that of the committed version, or is missing; a version that generators used was
+             committed without one (a learner that came back may not know it: then a note)
+  steps      a step was left out, or did not train as many groups as a batch has (less its quarantined groups), or the
+             run is done without a durable checkpoint of its last step
+  version    versions do not rise by one from step to step
+  epoch      a learner or service wrote after a newer one had begun, or was never heard to begin
+  tune       changes of settings out of order
+  evaluation a held-out prompt was trained, or an evaluation does not come out again (`asyncrl.audit.evaluation`)
+  log        a line in the middle cannot be read, lines at the beginning are missing, or at the end of a run that is
+             done by its result.json
+
+A restart from the checkpoint of step s takes back the commits after s of older learner epochs: their groups are claimed
+again until the same step is committed once more. Example: commits of steps 1 2 3, register(step=1), commits 2 3 4 with
+the same groups in 2 and 3: steps 1..4, doubled 0. A store that lost everything issues again what no checkpoint holds:
+then the groups it forgot count as superseded until they are issued once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.audit.findings import Audit, render
+from asyncrl.audit.reader import Commit, Reader
+from asyncrl.audit.verdict import Expected, fork_of, judge
+from asyncrl.errors import UNREADABLE
+
+__all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_run", "render"]
+
+
+class Log:
+    """The events of a history, one by one; afterwards `damaged`: numbers of lines that cannot be read, and `torn`:
+    whether the last line was cut. An absent file has no events."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events = 0
+        self.damaged: list[int] = []
+        self.torn = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                if not text.strip():
+                    continue
+                try:
+                    event = msgspec.json.decode(text, type=dict[str, Any])
+                except UNREADABLE:
+                    if text.endswith(b"\n"):
+                        self.damaged.append(number)
+                    else:
+                        self.torn = True
+                    continue
+                self.events += 1
+                yield event
+
+
+def audit_file(path: Path, *, allow_over_bound: bool = False, expected: Expected | None = None) -> Audit:
+    """The audit of a history file."""
+    log = Log(path)
+    found = audit(log, allow_over_bound=allow_over_bound, expected=expected)
+    found.torn = log.torn
+    if log.torn:
+        found.notes.append("the last line was cut and is left out")
+    for number in log.damaged:
+        found.violation("log", f"line {number} cannot be read")
+    if not log.events:
+        found.violation("log", "the history has no events")
+    return found
+
+
+def audit(
+    events: Iterable[dict[str, Any]], *, allow_over_bound: bool = False, expected: Expected | None = None
+) -> Audit:
+    """The audit of a sequence of events."""
+    reader = Reader()
+    for event in events:
+        reader.take(event)
+    return judge(reader, expected or Expected(allow_over_bound=allow_over_bound))
+
+
+def audit_run(root: Path) -> Audit:
+    """The audit of a run folder. Its config.toml, where there is one, says the size of a group and whether lag above
+    a bound is allowed; its fork.json which run it continues, and from where."""
+    from asyncrl.config import load
+    from asyncrl.errors import AsyncRLError
+    from asyncrl.runtime.run_dir import RunDir, read_object
+
+    run = RunDir(root)
+    parent, step = fork_of(run.root)
+    known = Expected(fork_of=parent, fork_step=step, parent=_parent_commits(run.root, parent, step))
+    try:
+        config = load(run.config)
+        known = msgspec.structs.replace(
+            known, group_size=config.sampling.group_samples,
+            allow_over_bound=config.buffer.on_late == "train",
+            correct_above=config.learner.algorithm.shaping.correct_above,
+        )  # fmt: skip
+    except AsyncRLError:
+        pass  # the log alone
+    found = audit_file(run.history, expected=known)
+    if read_object(run.result).get("done") is True and not found.done:  # the buffer notes the end before the learner
+        found.violation("log", "result.json says that the run is done, the log has no such end: lines are missing")
+    return found
+
+
+def _parent_commits(root: Path, parent: str, step: int) -> dict[int, Commit]:
+    """The surviving steps of the parent up to the fork; none where its folder is not here."""
+    if not parent:
+        return {}
+    reader = Reader()
+    for event in Log((root / parent).resolve() / "history.jsonl"):
+        reader.take(event)
+    return {number: commit for number, commit in reader.commits.items() if number <= step}
+
+
+def audit_command(root: Path, *, as_json: bool) -> int:
+    """`asyncrl audit`: 0 where nothing was found, else 1."""
+    from asyncrl.errors import ConfigError
+
+    if not (root / "history.jsonl").exists():
+        raise ConfigError("run.missing", "no history.jsonl in it", where=str(root))
+    found = audit_run(root)
+    print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else render(found))
+    return 0 if found.ok else 1

@@ -1,0 +1,107 @@
+"""Rules across sections of the configuration that belong to no section alone.
+
+Called by `asyncrl.config.conflicts_of`, beside those of the sections (`modes`, `parallel`, `algorithms`, ...). Pure.
+Guarantees: every rule says its arithmetic and names the key that a user would change.
+
+Example: `buffer.pipeline_depth = 4` with `buffer.max_staleness = 2`: the last two batches would be too old on arrival.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+from asyncrl.config.sections import mode as modes
+from asyncrl.config.sections import reward as reward_names
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+MOST_PIECES = 256  # of one sample; the buffer takes twice as many
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DOTTED = re.compile(r"[\w.]+:[\w.]+")
+
+#: Code, message, path of the key.
+Conflict = tuple[str, str, tuple[str, ...]]
+
+
+def problems(config: Config) -> Iterator[Conflict]:
+    """All of them."""
+    yield from _of_times(config)
+    yield from _of_the_buffer(config)
+    if bool(config.data.path) == bool(config.data.source):
+        yield "config.data", "set exactly one of data.path and data.source", ("data",)
+    if config.data.as_chat and not config.data.chat_template:
+        yield "config.conflict", "data.as_chat makes chat messages, and data.chat_template is off", ("data", "as_chat")
+    yield from _of_rewards(config)
+    yield from _of_lengths(config)
+    for name in ("buffer", "weightsync"):
+        yield from _of_address(config, name)
+
+
+def _of_times(config: Config) -> Iterator[Conflict]:
+    run, twice = config.run, 2 * config.log.heartbeat_s
+    if run.silent_timeout_s < twice:
+        yield ("config.conflict", f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
+               f"{twice:g}: everybody would be called silent", ("run", "silent_timeout_s"))  # fmt: skip
+
+
+def _of_the_buffer(config: Config) -> Iterator[Conflict]:
+    buffer = config.buffer
+    if buffer.depth > buffer.max_staleness:
+        yield ("config.conflict", f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = "
+               f"{buffer.max_staleness}: work that deep would be too old when its turn comes",
+               ("buffer", "pipeline_depth"))  # fmt: skip
+    for name in buffer.filters:
+        if name not in ("zero_variance", "accuracy_band") and not DOTTED.fullmatch(name):
+            what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
+            yield "config.filter", what, ("buffer", "filters")
+
+
+def _of_rewards(config: Config) -> Iterator[Conflict]:
+    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
+        yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
+    for index, reward in enumerate(config.reward):
+        if reward.function and not reward_names.kind_of(reward.function):
+            yield ("config.reward", f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
+                   ("reward", f"[{index}]", "function"))  # fmt: skip
+    labels = [reward.label for reward in config.reward]
+    if len(set(labels)) < len(labels):
+        yield "config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", ("reward",)
+
+
+def _of_lengths(config: Config) -> Iterator[Conflict]:
+    row, pair = modes.longest_row(config), modes.is_paired(config)
+    if row > config.learner.micro_batch_tokens:
+        sum_ = f"{config.data.max_prompt_tokens} + {config.sampling.max_new_tokens}"
+        names = "data.max_prompt_tokens + sampling.max_new_tokens"
+        yield (
+            "config.conflict",
+            f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} is below "
+            f"{f'2 * ({names}) = 2 * ({sum_})' if pair else f'{names} = {sum_}'} = {row}: the longest "
+            f"{'pair' if pair else 'sample'} would not fit", ("learner", "micro_batch_tokens"),
+        )  # fmt: skip
+    every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
+    if every and longest > MOST_PIECES * every:
+        yield ("config.conflict", f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a "
+               f"sample of sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed",
+               ("producers", "checkpoint_tokens"))  # fmt: skip
+
+
+def _of_address(config: Config, name: str) -> Iterator[Conflict]:
+    address = getattr(config.network, name)
+    if address == "auto":
+        return
+    parsed, key = urlparse(address), ("network", name)
+    if parsed.scheme not in ("tcp", "ipc"):
+        yield "config.network", f"network.{name} = {address!r} is not auto, tcp:// or ipc://", key
+    elif (
+        parsed.scheme == "tcp"
+        and parsed.hostname not in LOOPBACK
+        and not config.network.key_file
+        and not config.network.insecure_no_auth
+    ):
+        yield ("config.network", f"network.{name} = {address!r} is reachable from other hosts and network.key_file is "
+               "empty", key)  # fmt: skip

@@ -1,0 +1,122 @@
+"""Where a setting stands: the file and line of every key of one TOML file, or of several on top of each other.
+
+Called by `asyncrl.config.reader` and by `asyncrl.preflight.check` (mistakes that are found later). Pure. Guarantees:
+1. a key that several files set stands where its value comes from: the last of them;
+2. a key that stands nowhere has the place of the nearest table above it, else the first file;
+3. what came from `--set` or from a preset is called so.
+It reads lines, not TOML: keys inside of inline tables have the line of the key that holds the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.\-\"' ]+?)\s*\]")
+_KEY = re.compile(r"\s*([\w.\-\"' ]+?)\s*=\s*(.*)")
+
+
+class Places:
+    """Places of dotted keys such as `reward[0].function`."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.overridden: set[str] = set()
+        self.preset: Mapping[str, Any] = {}  # what came from the preset
+        self._at: dict[str, str] = {}
+
+    def add(self, file: str, text: str) -> None:
+        """The keys of one more file, whose settings win over those before it."""
+        self.files.append(file)
+        found: dict[str, str] = {}
+        for dotted, number in keys_in(text):
+            found.setdefault(dotted, f"{file}:{number}")
+        replaced = {dotted.partition("[")[0] for dotted in found if "[" in dotted}  # a list of tables replaces another
+        self._at = {key: at for key, at in self._at.items() if "[" not in key or key.partition("[")[0] not in replaced}
+        # A table that two files open belongs to the first one; what they say in it, to each.
+        self._at |= {key: at for key, at in found.items() if key not in self._at or not _is_table(key, found)}
+
+    def where(self, path: Sequence[str]) -> str:
+        """The place of the key, or of the nearest table above it."""
+        name = dotted(path)
+        if name in self.overridden:
+            return f"--set {name}"
+        first = self.files[0] if self.files else "<config>"
+        if name not in self._at and self._in_preset(path):
+            return f"{first}, from its preset"
+        while name:
+            if name in self._at or f"{name}[0]" in self._at:
+                return self._at.get(name) or self._at[f"{name}[0]"]
+            if name in self.overridden:
+                return f"--set {name}"
+            name = name[: max(name.rfind("."), name.rfind("["), 0)]
+        return first
+
+    def _in_preset(self, path: Sequence[str]) -> bool:
+        node: Any = self.preset
+        for key in path:
+            if not isinstance(node, Mapping) or key not in node:
+                return False
+            node = node[key]
+        return bool(path)
+
+
+def keys_in(text: str) -> Iterator[tuple[str, int]]:
+    """Dotted keys and tables of a TOML text with their line numbers."""
+    table, inside = "", ""
+    counts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if inside:  # a text or a list of several lines
+            inside = "" if _closes(line, inside) else inside
+            continue
+        if header := _HEADER.match(line):
+            table = _bare(header[2])
+            if header[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+                table = f"{table}[{counts[table]}]"
+            else:
+                outer, _, rest = table.partition(".")
+                table = f"{outer}[{counts[outer]}].{rest}" if rest and outer in counts else table
+            yield table, number
+        elif key := _KEY.match(line):
+            yield (f"{table}.{_bare(key[1])}" if table else _bare(key[1])), number
+            inside = _opens(key[2])
+
+
+def dotted(path: Sequence[str]) -> str:
+    """`("reward", "[0]", "function")` -> `reward[0].function`."""
+    return ".".join(path).replace(".[", "[")
+
+
+def path_of(name: str) -> tuple[str, ...]:
+    """The other way round."""
+    return tuple(name.replace("[", ".[").split("."))
+
+
+def _bare(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _is_table(key: str, keys: Mapping[str, str]) -> bool:
+    return any(other.startswith((f"{key}.", f"{key}[")) for other in keys)
+
+
+def _opens(value: str) -> str:
+    """What ends the value that begins here, where this line does not: three quotes, or the bracket of a list."""
+    for quotes in ('"""', "'''"):
+        if value.startswith(quotes):
+            return "" if quotes in value[3:] else quotes
+    plain = _without_texts(value)
+    return "]" if value.startswith("[") and plain.count("[") > plain.count("]") else ""
+
+
+def _closes(line: str, end: str) -> bool:
+    if end == "]":  # formatted lists close on a line that begins so, or ends so
+        plain = _without_texts(line).strip().rstrip(",")
+        return plain.endswith("]") and plain.count("]") > plain.count("[")
+    return end in line
+
+
+def _without_texts(line: str) -> str:
+    return re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'", "", line).partition("#")[0]

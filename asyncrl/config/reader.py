@@ -1,0 +1,243 @@
+"""TOML files to one checked tree: every unknown key, wrong type and missing setting at once, with its place.
+
+Called by `asyncrl.config`. Guarantees:
+1. files compose from left to right: tables merge, everything else is replaced; `--set` wins over all of them;
+2. a mistake has the code, the file and line of the value that counts, and the setting that was probably meant;
+3. after mistakes the rest is still looked at: what is left out counts as its default (`Read.doubtful` names it, so that
+   later rules say nothing about values that nobody gave).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from asyncrl.config import presets
+from asyncrl.config import suggestions as config_names
+from asyncrl.config.locations import Places, dotted
+from asyncrl.config.sections.base import Section
+from asyncrl.configure import translate
+from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
+
+#: Values as others write them.
+VALUES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "sync": "full", "shm": "local"}
+
+SHOWN = 4  # settings of one table of theirs that are named in its error
+
+
+class Source(NamedTuple):
+    """One TOML file."""
+
+    file: str
+    text: str
+
+
+class Read(NamedTuple):
+    """The tree that was read, without what is wrong in it, and where everything stands."""
+
+    tree: dict[str, Any]
+    places: Places
+    errors: list[AsyncRLError]
+    doubtful: frozenset[str]  # settings whose value is not known, because of a mistake
+
+
+def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str] = ()) -> Read:
+    """The files from left to right, then the preset, then the overrides.
+
+    Raises:
+        ConfigErrors: a file is no TOML, or there is no such preset.
+    """
+    places, errors = Places(), list[AsyncRLError]()
+    tree: dict[str, Any] = {}
+    for source in sources:
+        try:
+            tree = presets.merged(tree, tomllib.loads(source.text))
+        except tomllib.TOMLDecodeError as error:
+            errors.append(_syntax(source.file, str(error)))
+        places.add(source.file, source.text)
+    if errors:
+        raise ConfigErrors(errors)
+    try:
+        tree, places.preset = presets.with_preset(tree, dict(map(_split, overrides)))
+    except ConfigError as error:
+        raise ConfigErrors([_of_preset(error, places)]) from None
+    for override in overrides:
+        _override(tree, override, places, errors)
+    look = _Look(kind, places, errors)
+    look.walk(kind, tree, ())
+    return Read(tree, places, errors, frozenset(look.doubtful))
+
+
+def _syntax(file: str, said: str) -> ConfigError:
+    at = re.search(r"\(at line (\d+), column (\d+)\)", said)
+    return ConfigError("config.file", said, where=f"{file}:{at[1]}" if at else file)
+
+
+def _of_preset(error: ConfigError, places: Places) -> ConfigError:
+    where = error.where or places.where(tuple(presets.KEY.split(".")))
+    return ConfigError(error.code, error.message, where=where, remedy=error.remedy, suggestion=error.suggestion)
+
+
+def _split(override: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`."""
+    key, _, text = override.partition("=")
+    try:
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), text.strip()  # a bare word is a string: buffer.store=redis
+
+
+def _override(tree: dict[str, Any], override: str, places: Places, errors: list[AsyncRLError]) -> None:
+    key, value = _split(override)
+    if "=" not in override or not key:
+        errors.append(ConfigError("usage", f"{override!r} is not key=value", where="--set"))
+        return
+    *tables, leaf = key.split(".")
+    node: Any = tree
+    for table in tables:
+        node = node.setdefault(table, {})
+        if not isinstance(node, dict):
+            errors.append(ConfigError("config.unknown_key", f"{key}: {table} is not a table", where="--set"))
+            return
+    node[leaf] = value
+    places.overridden.add(key)
+
+
+class _Look:
+    """One walk over a tree: what is wrong is reported and taken out."""
+
+    def __init__(self, root: type[Section], places: Places, errors: list[AsyncRLError]) -> None:
+        self.root = root
+        self.places = places
+        self.errors = errors
+        self.doubtful: set[str] = set()
+
+    def walk(self, kind: type[Section], tree: dict[str, Any], path: tuple[str, ...]) -> None:
+        """One table against its section."""
+        hints = typing.get_type_hints(kind, include_extras=True)
+        known = {item.name: item for item in msgspec.structs.fields(kind)}
+        for key, value in list(tree.items()):
+            here = (*path, key)
+            if key not in known:
+                self._unknown(here, value)
+                del tree[key]
+            elif isinstance(value, str) and hints[key] == tuple[str, ...]:
+                tree[key] = [value]  # one is as good as a list of one: --set producers.url=http://host:port
+            elif not self._value(hints[key], value, here):
+                del tree[key]
+                self.doubtful.add(dotted(here))
+        for name, item in known.items():
+            if (item.required or name in kind.also_required(tree)) and name not in tree:
+                self._missing((*path, name), hints[name], tree)
+
+    def _missing(self, here: tuple[str, ...], hint: Any, tree: dict[str, Any]) -> None:
+        name = dotted(here)
+        section = config_names.section_of(hint)
+        if section is not None:  # what it must hold says more than its own name
+            self.walk(section, tree.setdefault(here[-1], {}), here)
+            return
+        if name not in self.doubtful:  # else the mistake has been told
+            self.errors.append(ConfigError("config.missing", f"{name} is required", where=self.places.where(here)))
+        self.doubtful.add(name)
+        tree[here[-1]] = ""
+
+    def _value(self, hint: Any, value: Any, here: tuple[str, ...]) -> bool:
+        """Whether the value may stay."""
+        section = config_names.section_of(hint)
+        if section is not None and get_origin(hint) is not tuple and isinstance(value, dict):
+            self.walk(section, value, here)
+            return True
+        if section is not None and get_origin(hint) is tuple and isinstance(value, list):
+            for index, entry in enumerate(value):
+                if isinstance(entry, dict):
+                    self.walk(section, entry, (*here, f"[{index}]"))
+            return all(isinstance(entry, dict) for entry in value) or self._wrong(hint, value, here)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            return self._wrong(hint, value, here, str(error))
+        return True
+
+    def _wrong(self, hint: Any, value: Any, here: tuple[str, ...], said: str = "") -> Literal[False]:
+        section, name = config_names.section_of(hint), dotted(here)
+        if section is not None:
+            header = f"[[{name}]]" if get_origin(hint) is tuple else f"[{name}]"
+            said = f"it is a section: write {header} and its settings below"
+        near = _near_choice(hint, value)
+        self.errors.append(ConfigError(
+            "config.type", f"{name} = {value!r}: {said}{_choices(hint, value, near)}", where=self.places.where(here),
+            suggestion=near,
+        ))  # fmt: skip
+        return False
+
+    def _unknown(self, here: tuple[str, ...], value: Any) -> None:
+        table = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
+        first, second = config_names.meant, config_names.meant_section
+        found = (second(here, self.root) or first(here, self.root)) if table else first(here, self.root)
+        hint, name = "", dotted(here)
+        if found is not None:
+            section = found.key if table else found.key.rpartition(".")[0]
+            stands = f" it stands in [{section}]" if found.elsewhere and section and not table else ""
+            hint = f"; did you mean {f'[{found.key}]' if table else found.key}?{stands}"
+            self._doubt(found.key if found.elsewhere else dotted((*here[:-1], found.key.rpartition(".")[2])))
+        self.doubtful.add(name)
+        what = "section" if table else "setting"
+        hint += _translations(name, value) if table else ""
+        self.errors.append(ConfigError(
+            "config.unknown_key", f"{name} is not a {what}{hint}", where=self.places.where(here),
+            suggestion=found.key if found else "",
+        ))  # fmt: skip
+
+    def _doubt(self, key: str) -> None:
+        """Nobody knows the value of what was probably meant, nor, of a section, those in it."""
+        within = [name for name in config_names.keys_of(self.root) if name.startswith(f"{key}.")]
+        self.doubtful |= {key, *within}
+
+
+def _translations(name: str, value: Any) -> str:
+    """What the settings of another trainer's table are called here."""
+    theirs = dict(translate.flattened(value, f"{name}.")) if isinstance(value, dict) else {}
+    known = [f"{key} is {found}" for key in theirs if (found := translate.ours(key))]
+    if not known:
+        return ""
+    more = f", and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return f"; {', '.join(known[:SHOWN])}{more}; `asyncrl init --from FILE` translates a whole file"
+
+
+def _near_choice(hint: Any, value: Any) -> str:
+    options = [option for option in _literals(hint) if isinstance(option, str)]
+    if not isinstance(value, str):
+        return ""
+    other = VALUES.get(value.lower(), "")
+    return other if other in options else (difflib.get_close_matches(value.lower(), options, n=1) or [""])[0]
+
+
+def _choices(hint: Any, value: Any, near: str) -> str:
+    options = [option for option in _literals(hint) if isinstance(option, str)]
+    if not options or not isinstance(value, str):
+        return ""
+    return f"; one of {', '.join(options)}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _literals(hint: Any) -> Iterable[Any]:
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    elif get_origin(hint) in (typing.Union, types.UnionType, typing.Annotated):
+        for option in get_args(hint):
+            yield from _literals(option)
+
+
+def beside(errors: Iterable[AsyncRLError], doubtful: Iterable[str]) -> list[AsyncRLError]:
+    """The errors that speak of no setting whose value is unknown."""
+    names = [re.escape(name) for name in {*doubtful, *(re.sub(r"\[\d+\]", "", name) for name in doubtful)}]
+    if not names:
+        return list(errors)
+    said = re.compile(rf"(?<![\w.])(?:{'|'.join(names)})(?![\w])")
+    return [error for error in errors if not said.search(f"{error.where} {error.message}")]

@@ -1,0 +1,26 @@
+"""Base of all sections of the configuration, and the ranges that their fields use.
+
+Called by `asyncrl.config` and `asyncrl.config.sections.algorithm`. It holds no setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Fields that what the user wrote makes necessary, beside those without a default."""
+        return ()

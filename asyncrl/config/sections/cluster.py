@@ -1,0 +1,87 @@
+"""`[cluster]`: how a run is placed on machines that a scheduler gives out.
+
+Called by `asyncrl.config`; read by `asyncrl.launcher.clusters`, which renders it, and by `asyncrl.process_plan.plan` (hosts of the learner,
+devices). It starts nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta
+
+from asyncrl.config.sections.base import Count, Positive, Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+Port = Annotated[int, Meta(ge=1024, le=65533)]
+#: Code, message, path of the key.
+Conflict = tuple[str, str, tuple[str, ...]]
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # of DNS: services and hosts are called so
+
+
+class ClusterConfig(Section, frozen=True):
+    """`[cluster]`: for `asyncrl launch --backend slurm|k8s|ray --render DIR`."""
+
+    name: str = ""  # of jobs and services: letters, digits, "-"; empty: made of run.name
+    devices: Literal["auto", "share", "own"] = "auto"  # launch all: own: one accelerator per rank and per producer
+    producers: Positive = 1  # jobs (pods) of producers, with producers.count processes each
+    learner_hosts: Positive = 1  # hosts of the gang, with learner.ranks processes each
+    learner_gpus: Count = 0  # accelerators of one host of the learner
+    producer_gpus: Count = 0  # accelerators of one producer job
+    reward_gpus: Count = 0  # accelerators of the job of reward workers, for judges that are models
+    cpus: Positive = 4  # CPU cores of one job
+    memory: str = "16G"  # of one job
+    port: Port = 5555  # of the buffer; weight sync has the next one, the gang's head the one after
+    grace_s: Positive = 300  # between SIGTERM and the kill: a step and a checkpoint must fit
+    wait_s: Positive = 3600  # jobs wait so long for the services to start
+    folder: str = ""  # where commands run, on storage that all hosts share; empty: the folder of the configuration
+    setup: tuple[str, ...] = ()  # lines of shell before every command: module load ..., source .venv/bin/activate
+    partition: str = ""  # Slurm
+    account: str = ""  # Slurm
+    time_limit: str = ""  # Slurm: 24:00:00
+    options: tuple[str, ...] = ()  # Slurm: further options of sbatch, such as --exclusive
+    gpu_option: str = "--gpus-per-node"  # Slurm: how this cluster is asked for accelerators
+    namespace: str = "default"  # Kubernetes
+    image: str = "asyncrl:latest"  # Kubernetes: docker/
+    claim: str = ""  # Kubernetes: name of a volume claim that all pods can write (run folder, model, data)
+    claim_path: str = "/data"  # Kubernetes: where it is mounted
+    user: Count = 1000  # Kubernetes: user and group of the containers, who own what they write; 0: root
+    gpu_resource: str = "nvidia.com/gpu"  # Kubernetes: huawei.com/Ascend910 on Ascend
+    preemptible_class: str = ""  # Kubernetes: priority class of producers and reward workers
+
+
+def name_of(config: Config) -> str:
+    """`cluster.name`, or `run.name` as DNS allows it.
+
+    Example: `My run_3` becomes `my-run-3`.
+    """
+    given = config.cluster.name or re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:40].strip("-")
+    return given or "run"
+
+
+def problems(config: Config) -> Iterator[Conflict]:
+    """What no scheduler could take."""
+    cluster = config.cluster
+    if cluster.name and not NAME.fullmatch(cluster.name):
+        yield ("config.type", f"cluster.name = {cluster.name!r}: lower-case letters, digits and '-', at most 40",
+               ("cluster", "name"))  # fmt: skip
+    for key in ("partition", "account", "time_limit", "namespace", "image", "memory", "claim", "gpu_option"):
+        value = getattr(cluster, key)
+        if not re.fullmatch(r"[\w.:/@+,=-]*", value):
+            yield ("config.type", f"cluster.{key} = {value!r} has characters that do not belong there",
+                   ("cluster", key))  # fmt: skip
+    for option in cluster.options:
+        if not option.startswith("-") or "\n" in option:
+            yield ("config.type", f"cluster.options: {option!r} is no option of sbatch", ("cluster", "options"))
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]?", cluster.memory):
+        yield ("config.type", f"cluster.memory = {cluster.memory!r}: a number with K, M, G or T", ("cluster", "memory"))
+    if cluster.learner_gpus and cluster.learner_gpus < config.learner.ranks:
+        yield ("config.conflict", f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = "
+               f"{config.learner.ranks}: every rank has one", ("cluster", "learner_gpus"))  # fmt: skip
+    if cluster.producer_gpus and cluster.producer_gpus < config.producers.count:
+        yield ("config.conflict", f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = "
+               f"{config.producers.count}: every producer has one", ("cluster", "producer_gpus"))  # fmt: skip

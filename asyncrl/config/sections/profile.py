@@ -1,0 +1,57 @@
+"""`[learner.profile]`: what is recorded of the learner's own work beyond its metrics.
+
+Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file, `steps_of` reads the range.
+
+Example: `steps = "5:8"`, `ranks = [0, 3]`, `memory = true`: traces and memory of ranks 0 and 3 for the steps 5 to 8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from asyncrl.config.sections.base import Count, Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+
+class ProfileConfig(Section, frozen=True):
+    """`[learner.profile]`: a trace of some steps, and what the utilisation of the devices is measured by."""
+
+    steps: str = ""  # steps to trace, "5:8" for 5 to 8 (both included) or "5"; empty: none. Files: RUN/profile
+    ranks: tuple[Count, ...] = (0,)  # that write a trace
+    memory: bool = False  # history of the device's memory over these steps, beside the trace
+    peak_flops: Annotated[float, Meta(ge=0)] = 0.0  # of one device, for mfu; 0: by its name (on a CPU: no mfu)
+
+
+def steps_of(text: str) -> range:
+    """The steps of a setting; empty for an empty text.
+
+    >>> list(steps_of("5:8")), list(steps_of("5")), list(steps_of(""))
+    ([5, 6, 7, 8], [5], [])
+
+    Raises:
+        ValueError: it is no range of steps.
+    """
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} is not a step such as 5, nor a range such as 5:8")
+    return range(first, last + 1)
+
+
+def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Code, message and path of the key, of settings that cannot be."""
+    profile, here = config.learner.profile, ("learner", "profile")
+    try:
+        steps_of(profile.steps)
+    except ValueError as error:
+        yield "config.type", f"learner.profile.steps: {error}", (*here, "steps")
+    if profile.memory and not profile.steps:
+        yield "config.conflict", "learner.profile.memory needs learner.profile.steps", (*here, "memory")

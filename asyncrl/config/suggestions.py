@@ -1,0 +1,127 @@
+"""The names of settings, and which one was meant by a name that is none.
+
+Called by `asyncrl.config.reader` (unknown keys), `asyncrl explain` and `asyncrl init`. Pure. Guarantees:
+1. `meant` looks in the same section first, then anywhere; a name spelled right that stands in another section is found
+   there; names of other frameworks (`synonyms.toml`) come before guesses by likeness;
+2. it names keys that exist, or nothing: a test compares `synonyms.toml` with the configuration.
+
+Example: `[learner] max_stalenes` -> `buffer.max_staleness`; `[sampling] rollout_n` -> `sampling.group_size`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from asyncrl.config.sections.base import Section
+from asyncrl.configure import translate
+
+#: Likeness (0 to 1) from which on a name of the same section, or of another one, is a misspelling.
+LIKE_HERE = 0.6
+LIKE_ELSEWHERE = 0.75
+
+
+@functools.cache
+def synonyms(kind: Literal["settings", "sections"]) -> dict[str, str]:
+    """What verl, TRL, prime-rl, AReaL, OpenRLHF, slime and others call it -> ours."""
+    ours = tomllib.loads((Path(__file__).parent / "synonyms.toml").read_text(encoding="utf-8"))[kind]
+    return {theirs: key for key, names in ours.items() for theirs in names}
+
+
+class Meant(NamedTuple):
+    """The key that was probably meant: dotted; whether it stands in another section than where it was looked for."""
+
+    key: str
+    elsewhere: bool
+
+
+def section_of(hint: Any) -> type[Section] | None:
+    """The section behind a type: itself, or that of a list of tables."""
+    inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+@functools.cache
+def keys_of(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
+    """Every dotted key of a section, in order."""
+    keys: list[str] = []
+    hints = typing.get_type_hints(kind)
+    for item in msgspec.structs.fields(kind):
+        inner = section_of(hints[item.name])
+        keys += keys_of(inner, f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
+    return tuple(keys)
+
+
+@functools.cache
+def sections_of(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
+    """Every dotted section, in order."""
+    found: list[str] = []
+    hints = typing.get_type_hints(kind)
+    for item in msgspec.structs.fields(kind):
+        if inner := section_of(hints[item.name]):
+            found += [f"{prefix}{item.name}", *sections_of(inner, f"{prefix}{item.name}.")]
+    return tuple(found)
+
+
+def meant(path: Sequence[str], kind: type[Section]) -> Meant | None:
+    """The setting that was probably meant by the unknown dotted `path` of the configuration `kind`."""
+    section = ".".join(part for part in path[:-1] if not part.startswith("["))
+    name = _plain(path[-1])
+    keys = keys_of(kind)
+    here = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    subsections = {key.rpartition(".")[2]: key for key in sections_of(kind) if key.rpartition(".")[0] == section}
+    if name in here or name in subsections:
+        return Meant((here | subsections)[name], elsewhere=False)
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    if theirs := translate.ours(name):  # before a setting of that name: TRL's beta is no process_reward.beta
+        return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
+    if same:
+        return Meant(nearest(section, same), elsewhere=True)
+    if known_as := synonyms("settings").get(name):
+        return Meant(known_as, elsewhere=known_as.rpartition(".")[0] != section)
+    if near := _near(name, here | subsections, LIKE_HERE):
+        return Meant(near, elsewhere=False)
+    known = {key.rpartition(".")[2]: nearest(section, (key,)) for key in keys}
+    near = _near(name, known, LIKE_ELSEWHERE)
+    return Meant(near, elsewhere=True) if near else None
+
+
+def meant_section(path: Sequence[str], kind: type[Section]) -> Meant | None:
+    """The section that was probably meant by the unknown table `path`."""
+    known = {section.rpartition(".")[2]: section for section in reversed(sections_of(kind))}
+    above, name = ".".join(path[:-1]), _plain(path[-1])
+    here = {key: value for key, value in known.items() if value.rpartition(".")[0] == above}
+    found = here.get(name) or known.get(name) or synonyms("sections").get(name)
+    found = found or _near(name, here, LIKE_HERE) or _near(name, known, LIKE_ELSEWHERE)
+    return Meant(found, elsewhere=found.rpartition(".")[0] != above) if found else None
+
+
+def nearest(section: str, keys: Iterable[str]) -> str:
+    """The key whose section has most in common with `section`; the first of several."""
+    return max(keys, key=lambda key: _shared(section.split("."), key.split(".")))
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _near(name: str, known: Mapping[str, str], cutoff: float) -> str:
+    """What `known` says of the most like name; empty below the cutoff."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return known[found[0]] if found else ""

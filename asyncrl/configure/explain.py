@@ -1,0 +1,137 @@
+"""`asyncrl explain NAME`: what an error code, a metric or a setting means.
+
+Called by `asyncrl.cli` and by docs/generate.py. Guarantees:
+1. every code of `asyncrl.errors` has a text (a test says which lacks one): cause, example, what to do;
+2. every setting shows type, range, default and meaning, every metric its unit and who writes it;
+3. a name that is none of them is `usage`, with the nearest ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import CATALOGUE, ConfigError
+
+TEXTS = Path(__file__).parent / "error_texts.toml"
+WIDTH = 100
+
+
+class ErrorText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The longer text of a code."""
+
+    cause: str
+    example: str
+    do: str
+
+
+@functools.cache
+def error_texts() -> Mapping[str, ErrorText]:
+    """By code."""
+    return msgspec.convert(tomllib.loads(TEXTS.read_text(encoding="utf-8")), dict[str, ErrorText])
+
+
+def explain_command(name: str) -> int:
+    """Print what the name means; without one, all codes."""
+    print(explain(name) if name else codes())
+    return 0
+
+
+def codes() -> str:
+    """All error codes with their titles."""
+    width = max(map(len, CATALOGUE))
+    lines = [f"  {code:<{width}}  {info.title}" for code, info in CATALOGUE.items()]
+    return "\n".join(["Error codes; names of settings and metrics can be explained too:", *lines])
+
+
+def explain(name: str) -> str:
+    """The text for a code, a setting or a metric. Raises `usage` for other names."""
+    name = name.strip().removeprefix("error[").rstrip("]:")
+    found = [text for look in (_error, _setting, _section, _metric) if (text := look(name))]
+    if not found:
+        near = difflib.get_close_matches(name, _names(), n=4, cutoff=0.5)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError("usage", f"{name!r} is no error code, setting, section or metric{hint}", where="explain",
+                          remedy="asyncrl explain lists the codes; docs/configuration.md and docs/metrics.md the rest",
+                          suggestion=near[0] if near else "")  # fmt: skip
+    return "\n\n".join(found)
+
+
+def _names() -> list[str]:
+    from asyncrl.config import Config, all_keys
+    from asyncrl.config.suggestions import sections_of
+    from asyncrl.metrics import CATALOGUE as METRICS
+
+    return [*CATALOGUE, *all_keys(), *sections_of(Config), *METRICS]
+
+
+def _error(code: str) -> str:
+    info = CATALOGUE.get(code)
+    if info is None:
+        return ""
+    lines = [f"{code}: {info.title} (exit code {info.exit_code}, {ending(info.exit_code)})"]
+    text = error_texts().get(code)
+    if text is None:  # a plugin's
+        return "\n".join([*lines, f"  what to do: {info.remedy}"])
+    lines += ["", _wrapped(text.cause), "", "For example", f"  {text.example}", "", "What to do", _wrapped(text.do)]
+    return "\n".join(lines)
+
+
+def ending(exit_code: int) -> str:
+    """What a supervisor makes of an exit code."""
+    from asyncrl.errors import FINAL_EXIT_CODES
+
+    return "final: it is not started again" if exit_code in FINAL_EXIT_CODES else "restarted within a budget"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False,
+                         break_long_words=False)  # fmt: skip
+
+
+def _setting(key: str) -> str:
+    from asyncrl.config import Config
+    from asyncrl.config.json_schema import describe
+    from asyncrl.config.suggestions import keys_of, synonyms
+
+    if key not in keys_of(Config):
+        return ""
+    setting = describe(Config, key)
+    lines = [f"{key} = {setting.default or 'required'}    ({setting.kind})", _wrapped(setting.meaning)]
+    others = sorted(theirs for theirs, ours in synonyms("settings").items() if ours == key)
+    if others:
+        lines.append(f"  elsewhere called: {', '.join(others)}")
+    return "\n".join(lines)
+
+
+def _section(name: str) -> str:
+    from asyncrl.config import Config
+    from asyncrl.config.json_schema import describe
+    from asyncrl.config.suggestions import keys_of, sections_of
+
+    name = name.strip("[]")
+    if name not in sections_of(Config):
+        return ""
+    keys = [key for key in keys_of(Config) if key.rpartition(".")[0] == name]
+    shown = [(key.rpartition(".")[2], describe(Config, key)) for key in keys]
+    cells = [(f"{key} = {one.default or 'required'}", one.meaning) for key, one in shown]
+    width = min(max((len(cell) for cell, _ in cells), default=0), WIDTH // 2)
+    return "\n".join([f"[{name}]", *(f"  {cell:<{width}}  {meaning}".rstrip() for cell, meaning in cells)])
+
+
+def _metric(name: str) -> str:
+    from asyncrl.metrics import CATALOGUE as METRICS
+    from asyncrl.metrics import OPEN
+
+    metric: Any = METRICS.get(name)
+    if metric is not None:
+        return f"{name} [{metric.unit}], written by {metric.role}\n{_wrapped(metric.meaning)}"
+    family = next((one for one in OPEN if name.startswith(one)), "")
+    return f"{name}: of the family {family}*, see docs/metrics.md" if family else ""

@@ -1,0 +1,215 @@
+"""`asyncrl init`: five questions, then a commented TOML that `asyncrl check` accepts.
+
+Called by `asyncrl.cli`. Guarantees:
+1. without a terminal nothing is asked: answers come from flags or from `--answers FILE.toml`, what is missing is an
+   error that names it;
+2. no file is overwritten without `--force`; what is written is checked, and the mistakes are shown;
+3. a setting that is written has its meaning beside it, from the configuration's own source;
+4. without a reward of one's own a file with one is written: an exact match with the answer;
+5. `--from` takes over what a run of verl, TRL, prime-rl or OpenRLHF sets, and names what it leaves out.
+
+Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:exact --preset dapo --name first`
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config import Config, presets
+from asyncrl.config.json_schema import meanings
+from asyncrl.config.suggestions import keys_of
+from asyncrl.configure.translate import Translation, translate
+from asyncrl.errors import UNREADABLE, ConfigError, ConfigErrors
+from asyncrl.preflight.check import check_files_of
+from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
+from asyncrl.preflight.machine import REDIS_SERVERS, Machine, machine_of
+
+REWARD_FILE = "my_rewards.py"
+REWARD_CODE = '''"""Rewards of this run: a number for a response; `asyncrl check` tries to import them."""
+
+
+def exact(data_source, solution_str, ground_truth, extra_info=None):
+    """1 where the response ends with the answer."""
+    return float(solution_str.strip().endswith(str(ground_truth).strip()))
+'''
+
+
+class Question(NamedTuple):
+    """One of the five: its name (also the flag and the key of the answers), what is asked, and the default."""
+
+    name: str
+    text: str
+    default: str
+
+
+QUESTIONS = (
+    Question("model", "folder of the model (config.json, *.safetensors, tokenizer)", ""),
+    Question("data", "file with the prompts (.parquet, .jsonl, .json, or a folder that `datasets` saved)", ""),
+    Question("reward", f"reward function, 'module:function' (empty: one is written to {REWARD_FILE})", ""),
+    Question("preset", f"algorithm: {', '.join(presets.names()[:6])}, ... (docs/algorithms.md)", "grpo_decoupled"),
+    Question("name", "name of the run", "first"),
+)
+REQUIRED = ("model", "data")
+
+
+def init_command(
+    out: Path | None, given: Mapping[str, str], *, answers: Path | None = None, force: bool = False,
+    ask: Callable[[str], str] | None = None, theirs: Path | None = None,
+) -> int:  # fmt: skip
+    """Ask what is not given, write the file, check it. 0, or the exit code of the first mistake that is left.
+
+    `theirs`: a script, Python file or TOML of another trainer, whose settings are taken over.
+    """
+    translation = translate(theirs) if theirs else Translation("", {}, [])
+    flags = {name: value for name, value in given.items() if value}
+    known = answers_of(translation) | read_answers(answers) | flags
+    answered = complete(known, ask or (_ask if sys.stdin.isatty() and not answers else None))
+    path = out or Path(f"{answered['name']}.toml")
+    if path.exists() and not force:
+        raise ConfigError("usage", "the file exists", where=str(path), remedy="give another name, or --force")
+    if not answered["reward"]:
+        answered["reward"] = _own_reward(Path(REWARD_FILE))
+    path.write_text(text_of(answered, machine_of(Path.cwd()), translation.settings), encoding="utf-8")
+    print(
+        f"written: {path}" + (f", with {len(translation.settings)} settings of {translation.trainer}" if theirs else "")
+    )
+    for note in translation.notes:
+        print(f"  left out: {note}")
+    checked = check_files_of(path)[1]
+    if checked.errors:
+        raise ConfigErrors(checked.errors)
+    for what in checked.missing:
+        print(f"note: {what}")
+    print(f"next: asyncrl check {path}, then asyncrl launch all {path}")
+    return 0
+
+
+def answers_of(translation: Translation) -> dict[str, str]:
+    """The answers that another trainer's settings hold."""
+    keys = {"model": "model.path", "data": "data.path", "reward": "reward.function", "name": "run.name"}
+    return {name: str(value) for name, key in keys.items() if (value := translation.settings.get(key))}
+
+
+def _own_reward(path: Path) -> str:
+    """The function of the file that is written where no reward is given. Raises `usage` where another one is there."""
+    if path.exists() and path.read_text(encoding="utf-8") != REWARD_CODE:
+        raise ConfigError("usage", f"no reward is given, and there is another {path}", where="init",
+                          remedy="give --reward module:function, or move the file")  # fmt: skip
+    path.write_text(REWARD_CODE, encoding="utf-8")
+    print(f"written: {path}, a reward to change")
+    return f"{path.stem}:exact"
+
+
+def read_answers(path: Path | None) -> dict[str, str]:
+    """The answers of a TOML file: `model = "..."` and so on. Raises `config.file`, or `usage` for other names."""
+    if path is None:
+        return {}
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config.file", error.strerror or str(error), where=str(path)) from None
+    except UNREADABLE as error:
+        raise ConfigError("config.file", str(error), where=str(path)) from None
+    names = [question.name for question in QUESTIONS]
+    for name, value in found.items():
+        if name not in names or not isinstance(value, str):
+            raise ConfigError("usage", f"{name}: answers are texts named {', '.join(names)}", where=str(path))
+    return found
+
+
+def complete(known: Mapping[str, str], ask: Callable[[str], str] | None) -> dict[str, str]:
+    """All answers. Raises `usage` where one that has no default is missing and nobody can be asked."""
+    answers = dict(known)
+    for question in QUESTIONS:
+        if question.name in answers:
+            continue
+        if ask is not None:
+            shown = f" [{question.default}]" if question.default else ""
+            answers[question.name] = ask(f"{question.text}{shown}: ").strip() or question.default
+        else:
+            answers[question.name] = question.default
+    missing = [f"--{name}" for name in REQUIRED if not answers[name]]
+    if missing:
+        raise ConfigError("usage", f"no answer for {', '.join(missing)}", where="init",
+                          remedy="give it as a flag, in --answers FILE.toml, or on a terminal")  # fmt: skip
+    return answers
+
+
+def _ask(text: str) -> str:
+    try:
+        return input(text)  # bounded: a person answers, or ends the command
+    except EOFError:
+        return ""
+
+
+def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, object]:
+    """Dotted key -> value, in the order of the file: what fits this machine."""
+    kind, name = machine.accelerator, answers["name"]
+    count = machine.devices.get(kind, 0)
+    half = max(1, count // 2)
+    return {
+        "run.name": name, "run.dir": f"runs/{name}",
+        "model.path": answers["model"], "model.dtype": "bfloat16" if kind else "float32",
+        "data.path": answers["data"], "data.prompt_key": prompt_column(data_paths(answers["data"])),
+        **({"data.as_chat": True} if wants_chat(answers) else {}), "data.max_prompt_tokens": 512,
+        "sampling.group_size": 8, "sampling.max_new_tokens": 1024 if kind else 128, "sampling.temperature": 1.0,
+        "buffer.batch_groups": 64 if kind else 8, "buffer.max_staleness": 4,
+        "buffer.store": "redis" if any(shutil.which(server) for server in REDIS_SERVERS) else "sqlite",
+        "producers.engine": "hf", "producers.count": half, "producers.slots": 128 if kind else 32,
+        "reward.function": answers["reward"],
+        "reward_workers.count": 2 if kind else 1,
+        "learner.ranks": half, "learner.steps": 200, "learner.micro_batch_tokens": 16384 if kind else 2048,
+        "learner.gradient_checkpointing": bool(kind), "learner.checkpoint_every": 20,
+        "learner.algorithm.preset": answers["preset"],
+        "learner.optim.lr": 1e-6, "learner.optim.warmup_steps": 5,
+        "log.archive": False,
+    }  # fmt: skip
+
+
+def wants_chat(answers: Mapping[str, str]) -> bool:
+    """Plain texts become messages where the model has a template for chats."""
+    paths = data_paths(answers["data"])
+    return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
+
+
+def with_theirs(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
+    """Our settings below those of another trainer, in the order of the configuration. Flags have won already."""
+    answered = ("model.path", "data.path", "reward.function", "run.name")
+    both = dict(settings) | {key: value for key, value in theirs.items() if key not in answered}
+    if "data.epochs" in theirs:
+        both.pop("learner.steps", None)
+    if "learner.micro_batch_tokens" not in theirs:
+        row = int(str(both["data.max_prompt_tokens"])) + int(str(both["sampling.max_new_tokens"]))
+        both["learner.micro_batch_tokens"] = max(int(str(both["learner.micro_batch_tokens"])), row)
+    order = {key: place for place, key in enumerate(keys_of(Config))}
+    return dict(sorted(both.items(), key=lambda item: order[item[0]]))
+
+
+def text_of(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
+    """The file; `theirs`: settings of another trainer, in our names."""
+    means = meanings(Config)
+    lines = ["# Written by `asyncrl init`. All settings: docs/configuration.md, or `asyncrl explain SECTION`.",
+             "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE."]  # fmt: skip
+    section = ""
+    settings = settings_of(answers, machine)
+    settings = with_theirs(settings, theirs) if theirs else settings
+    width = max(len(f"{key.rpartition('.')[2]} = {_toml(value)}") for key, value in settings.items())
+    for key, value in settings.items():
+        table, _, leaf = key.rpartition(".")
+        if table != section:
+            section = table
+            lines += ["", f"[[{table}]]" if table == "reward" else f"[{table}]"]
+        lines.append(f"{f'{leaf} = {_toml(value)}':<{min(width, 48)}}  # {means[key]}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
+    return json.dumps(value)

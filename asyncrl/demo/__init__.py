@@ -1,0 +1,1 @@
+"""The demonstration run and its tasks; imports nothing heavy."""

@@ -1,0 +1,241 @@
+"""The two demonstration tasks, `add` and `running_sum`: prompts, noisy teachers and rewards.
+
+Pure Python and cheap to import. Everything is a function of ``(task, split, seed, index)``, so two processes
+that share nothing draw the same rows.
+
+`add`
+    ``12+07=`` -> ``19``. Two operands in 0..99, written with two digits; the answer is the plain sum. An answer
+    takes 2 to 4 tokens, the end-of-sequence token included.
+`running_sum`
+    ``a3b5c2=`` -> ``a3:3b5:8c2:0#0``. Each term has a letter; the answer repeats letter and term, gives the running
+    sum modulo 10 after the colon, and closes with ``#`` and the total modulo 10. An answer of ``n`` terms takes
+    ``4 n + 3`` tokens, the end-of-sequence token included; ``n`` follows a capped Pareto law, so lengths are
+    strongly long-tailed (median 15 tokens, mean about 27, 90th percentile 67, maximum 107).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TASKS: tuple[str, ...] = ("add", "running_sum")
+SPLITS: tuple[str, ...] = ("train", "heldout")
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DIGITS = "0123456789"
+CHARACTERS = DIGITS + "+=:# -" + LETTERS
+"""Every character that a prompt or an answer may hold, in the order of the tokenizer's entries."""
+
+MAX_TERMS = len(LETTERS)
+PARETO_SCALE = 2.0
+PARETO_SHAPE = 1.1
+MAX_OPERAND = 99
+
+_ABILITY = "arithmetic"
+
+
+def _check(task: str, split: str = "train") -> None:
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
+
+
+def row_random(task: str, *, seed: int, index: int, split: str = "train") -> random.Random:
+    """Return the private random stream of one row.
+
+    Different splits use different streams, whatever the seed. The stream does not depend on the hash seed of
+    the process or on the platform.
+
+    Raises:
+        ValueError: `task` or `split` is unknown.
+    """
+    _check(task, split)
+    return random.Random(f"asyncrl.demo.tasks/{task}/{split}/{seed}/{index}")
+
+
+def pareto_terms(rng: random.Random) -> int:
+    """Draw a number of terms (2..26) from the capped Pareto law with shape 1.1."""
+    uniform = 1.0 - rng.random()
+    return min(MAX_TERMS, int(PARETO_SCALE * uniform ** (-1.0 / PARETO_SHAPE)))
+
+
+def draw_operands(task: str, rng: random.Random, *, terms: int | None = None) -> tuple[int, ...]:
+    """Draw the operands of one prompt.
+
+    Args:
+        task: `add` or `running_sum`.
+        rng: the stream to draw from.
+        terms: number of terms; None means the task's own law. `add` always has 2.
+
+    Returns:
+        `add`: two numbers in 0..99. `running_sum`: `terms` digits in 0..9.
+
+    Raises:
+        ValueError: unknown task, or `terms` out of range.
+    """
+    _check(task)
+    if task == "add":
+        if terms not in (None, 2):
+            raise ValueError(f"task add has 2 terms, got {terms}")
+        return rng.randint(0, MAX_OPERAND), rng.randint(0, MAX_OPERAND)
+    count = pareto_terms(rng) if terms is None else terms
+    if not 1 <= count <= MAX_TERMS:
+        raise ValueError(f"task running_sum has 1..{MAX_TERMS} terms, got {count}")
+    return tuple(rng.randint(0, 9) for _ in range(count))
+
+
+def operands(task: str, *, seed: int, index: int, split: str = "train") -> tuple[int, ...]:
+    """Return the operands of row `index`; see `draw_operands`."""
+    return draw_operands(task, row_random(task, seed=seed, index=index, split=split))
+
+
+def prompt_text(task: str, values: Sequence[int], *, first: int = 0) -> str:
+    """Write operands as a prompt: ``12+07=`` or ``a3b5c2=``.
+
+    Args:
+        task: `add` or `running_sum`.
+        values: the operands.
+        first: index of the first letter (`running_sum` only). The task's own prompts start at ``a``; a warm start
+            may use later letters.
+
+    Raises:
+        ValueError: unknown task, or not enough letters.
+    """
+    _check(task)
+    if task == "add":
+        return "+".join(f"{value:02d}" for value in values) + "="
+    return "".join(f"{letter}{value}" for letter, value in _lettered(values, first)) + "="
+
+
+def _lettered(values: Sequence[int], first: int) -> Iterable[tuple[str, int]]:
+    if first < 0 or first + len(values) > len(LETTERS):
+        raise ValueError(f"{len(values)} terms from letter {first} on do not fit {len(LETTERS)} letters")
+    return zip(LETTERS[first : first + len(values)], values, strict=True)
+
+
+def ground_truth(task: str, values: Sequence[int]) -> str:
+    """Return what a correct answer must state: the sum (`add`) or the sum modulo 10 (`running_sum`)."""
+    _check(task)
+    return str(sum(values)) if task == "add" else str(sum(values) % 10)
+
+
+def expected_answer(task: str, values: Sequence[int]) -> str:
+    """Return the full answer of a teacher that makes no mistake."""
+    return demonstration(task, values, noise=0.0, rng=random.Random(0))
+
+
+def demonstration(task: str, values: Sequence[int], *, noise: float, rng: random.Random, first: int = 0) -> str:
+    """Return the answer of a teacher that makes mistakes.
+
+    Args:
+        task: `add` or `running_sum`.
+        values: the operands.
+        noise: probability, per digit of the sum (`add`) or per running sum (`running_sum`), that a digit
+            drawn uniformly from 0..9 is written instead. A wrong running sum is carried on.
+        rng: stream of the mistakes.
+        first: index of the first letter, as in `prompt_text`.
+
+    Returns:
+        The answer without an end-of-sequence mark. Its format and its number of terms are always right.
+
+    Raises:
+        ValueError: unknown task, `noise` outside 0..1, or not enough letters.
+    """
+    _check(task)
+    if not 0.0 <= noise <= 1.0:
+        raise ValueError(f"noise must lie in 0..1, got {noise}")
+    if task == "add":
+        return "".join(_noisy_digit(int(digit), noise, rng) for digit in str(sum(values)))
+    total = "0"
+    steps = []
+    for letter, value in _lettered(values, first):
+        total = _noisy_digit((int(total) + value) % 10, noise, rng)
+        steps.append(f"{letter}{value}:{total}")
+    return "".join(steps) + f"#{total}"
+
+
+def _noisy_digit(digit: int, noise: float, rng: random.Random) -> str:
+    return str(rng.randint(0, 9)) if noise > 0.0 and rng.random() < noise else str(digit)
+
+
+def max_answer_tokens(task: str) -> int:
+    """Return the length in tokens of the longest correct answer, end-of-sequence token included."""
+    _check(task)
+    return 4 if task == "add" else 4 * MAX_TERMS + 3
+
+
+def add_reward(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """Return 1.0 if the whole answer equals the sum, else 0.0. White space at the ends does not count."""
+    return float(solution_str.strip() == str(ground_truth))
+
+
+def running_sum_reward(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """Return 1.0 if the answer has exactly one ``#`` and what follows it is the total modulo 10, else 0.0."""
+    _, mark, stated = solution_str.partition("#")
+    return float(bool(mark) and stated.strip() == str(ground_truth))
+
+
+def prompt_rows(task: str, size: int, seed: int, *, split: str = "train") -> list[dict[str, Any]]:
+    """Return `size` rows with verl's column names; row i depends only on (task, split, seed, i).
+
+    The `heldout` split uses another random stream. Short prompts are few in number, so both splits can still
+    hold an equal short prompt by chance.
+
+    Args:
+        task: `add` or `running_sum`.
+        size: number of rows, 0 or more.
+        seed: seed of the stream.
+        split: `train` or `heldout`.
+
+    Returns:
+        Rows ``{"data_source", "prompt", "ability", "reward_model": {"style", "ground_truth"},
+        "extra_info": {"index", "terms", "split"}}``.
+
+    Raises:
+        ValueError: unknown task or split, or a negative size.
+    """
+    _check(task, split)
+    if size < 0:
+        raise ValueError(f"size must not be negative, got {size}")
+    rows: list[dict[str, Any]] = []
+    for index in range(size):
+        values = operands(task, seed=seed, index=index, split=split)
+        rows.append(
+            {
+                "data_source": task,
+                "prompt": prompt_text(task, values),
+                "ability": _ABILITY,
+                "reward_model": {"style": "rule", "ground_truth": ground_truth(task, values)},
+                "extra_info": {"index": index, "terms": len(values), "split": split},
+            }
+        )
+    return rows
+
+
+def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write rows as UTF-8 JSON lines, replacing the file at once; return the number of rows.
+
+    The folder is created if it is missing.
+
+    Raises:
+        OSError: the file cannot be written.
+        TypeError: a row is not plain JSON.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    count = 0
+    with partial.open("w", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
+            count += 1
+    partial.replace(target)
+    return count

@@ -1,0 +1,93 @@
+"""`asyncrl launch all CONFIG --backend slurm|k8s|ray --render DIR`: the jobs of a run as files that one can read.
+
+Called by the front door. All backends place the same commands, `asyncrl launch services|producers|rewards|learner`:
+a role that is started anywhere with the address of the buffer and a key joins the run. Guarantees:
+1. nothing is started, and nothing outside of DIR is written;
+2. the same configuration gives the same files; a file in DIR that was not rendered is not touched;
+3. no secret stands in any of them: keys travel as files with mode 0600, or as secrets of the cluster;
+4. a stop of the scheduler is a SIGTERM with `cluster.grace_s`: the learner writes a checkpoint; the same jobs again
+   resume the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+from asyncrl.config import Config, dump, load
+from asyncrl.errors import ConfigError, ConfigErrors
+from asyncrl.launcher.clusters.commands import Files, Site
+
+CONFIG_NAME = "config.toml"
+#: Mistakes in what lies on the volume of the pods, which need not be mounted where jobs are rendered. Each role looks
+#: again when it starts; a mistake ends its Job at once.
+OF_THE_VOLUME = frozenset({
+    "config.model", "config.tokenizer", "config.data", "config.reward", "config.environment", "config.template",
+    "config.filter",
+})  # fmt: skip
+
+
+def _renderer(backend: str) -> Callable[[Config, Site], Files]:
+    if backend == "slurm":
+        from asyncrl.launcher.clusters.slurm import render
+    elif backend == "k8s":
+        from asyncrl.launcher.clusters.kubernetes import render
+    elif backend == "ray":
+        from asyncrl.launcher.clusters.ray import render
+    else:
+        raise ConfigError("usage", f"backend {backend!r} is none of slurm, k8s, ray")
+    return render
+
+
+def render(config: Config, site: Site, *, backend: str) -> Files:
+    """The files by name; those that end in .sh or .sbatch are programs. Pure."""
+    return {CONFIG_NAME: dump(config), **_renderer(backend)(config, site)}
+
+
+def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: str, folder: Path) -> int:
+    """Check the configuration and write the files."""
+    from asyncrl.launcher.clusters.commands import for_cluster
+    from asyncrl.launcher.launch import absolute
+    from asyncrl.preflight import check as checks
+
+    given = checks.settled(load(paths, overrides))
+    given = given if backend == "k8s" else absolute(given)  # pods begin in a folder of the volume
+    # Ports and stores are those of other hosts: only what can be known here is looked at.
+    checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
+    errors = [error for error in checked.errors if error.where != given.network.key_file]  # keys may not be made yet
+    if backend == "k8s":
+        errors = [*(error for error in errors if error.code not in OF_THE_VOLUME), *not_on_volume(given)]
+    if errors:
+        raise ConfigErrors(errors)
+    target = folder.resolve()
+    site = Site(folder=str(target), work=given.cluster.folder or str(Path.cwd()), keys=str(target / "keys"))
+    config = for_cluster(given, site)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in render(config, site, backend=backend).items():
+        path = target / name
+        path.write_text(text)
+        path.chmod(0o755 if path.suffix in (".sh", ".sbatch", ".py") else 0o644)
+        print(path)
+    print(f"next: {_next(backend, folder)}")
+    return 0
+
+
+def not_on_volume(config: Config) -> list[ConfigError]:
+    """Absolute paths of the run, the model and the prompts that no pod has: they have to be below the volume's."""
+    volume = config.cluster.claim_path
+    paths = {"run.dir": config.run.dir, "model.path": config.model.path}
+    rows = {"data.path": config.data.path, "evaluation.path": config.evaluation.path}
+    places = [*paths.items(), *((key, path.strip()) for key, given in rows.items() for path in given.split(","))]
+    return [
+        ConfigError("config.conflict", "pods have no such place: only what lies on the volume is theirs",
+                    where=f"{key} = {path!r}", remedy=f"a path below cluster.claim_path ({volume}), or one relative to "
+                    f"cluster.folder ({config.cluster.folder or volume})")
+        for key, path in places
+        if os.path.isabs(path) and not PurePosixPath(path).is_relative_to(volume)
+    ]  # fmt: skip
+
+
+def _next(backend: str, folder: Path) -> str:
+    runner = {"slurm": "submit.sh", "k8s": "apply.sh", "ray": "driver.py"}[backend]
+    return f"{'python ' if backend == 'ray' else ''}{os.path.join(folder, runner)}"

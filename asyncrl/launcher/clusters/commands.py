@@ -1,0 +1,83 @@
+"""The commands that a scheduler places, the same for all of them. Pure.
+
+Called by the renderers. Words of a command are data: `shell` quotes each, so that a path with a blank or a quote stays
+one word; a word that a shell is to expand is a `Shell`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.sections.cluster import name_of
+from asyncrl.net.sockets import LOOPBACK
+
+Files = dict[str, str]
+ROLES = ("services", "producers", "rewards", "learner")
+
+
+class Site(NamedTuple):
+    """Where files lie on all hosts: the rendered folder, where commands run, the folder of the key files."""
+
+    folder: str
+    work: str
+    keys: str
+
+
+class Shell(str):
+    """A word that the shell expands: already quoted as it has to be."""
+
+
+def for_cluster(config: Config, site: Site) -> Config:
+    """The configuration of the jobs: services on every interface of their host, with keys."""
+    network, sync, port = config.network, config.weightsync, config.cluster.port
+    network = msgspec.structs.replace(
+        network, key_file=f"{site.keys}/server.key",
+        buffer=f"tcp://0.0.0.0:{port}" if network.buffer == "auto" else network.buffer,
+        weightsync=f"tcp://0.0.0.0:{port + 1}" if network.weightsync == "auto" else network.weightsync,
+    )  # fmt: skip
+    return msgspec.structs.replace(config, network=network, weightsync=sync)
+
+
+def launch(config: Config, role: str, *, config_path: str, connect: str = "", key: str = "", host: str = "",
+           more: Sequence[str] = ()) -> list[str]:  # fmt: skip
+    """`asyncrl launch ROLE`. `host`: the address of the host it runs on, where it sends weights to others."""
+    words = ["python", "-m", "asyncrl", "launch", role, config_path, "--plain", "--job"]
+    words += ["--connect", connect] if connect else []
+    words += ["--key", key] if key else []
+    if host and role in ("producers", "learner"):
+        for setting in ("stream_host", "collective_host"):
+            if getattr(config.weightsync, setting) in LOOPBACK:
+                words += ["--set", Shell(f"weightsync.{setting}={host}")]
+    return [*words, *more]
+
+
+def shell(words: Sequence[str]) -> str:
+    """One line of shell, broken before its options."""
+    texts = [str(word) if isinstance(word, Shell) else shlex.quote(word) for word in words]
+    lines = [texts[0]]
+    for before, text in itertools.pairwise(texts):
+        lines.append(" \\\n    " + text if text.startswith("--") and not before.startswith("--") else " " + text)
+    return "".join(lines)
+
+
+def settled(lines: Sequence[str]) -> list[str]:
+    """`cluster.setup` in a script with `set -eo pipefail`: what others wrote (module, conda) reads unset variables."""
+    return [*lines, "set -u"]
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Of every job."""
+    return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CLUSTER": name_of(config)}
+
+
+def summary(config: Config) -> str:
+    """What the jobs are, in one line."""
+    cluster = config.cluster
+    workers = f"{cluster.producers} x producers ({config.producers.count} each)"
+    return f"services, {workers}, rewards, learner on {cluster.learner_hosts} x {config.learner.ranks} ranks"

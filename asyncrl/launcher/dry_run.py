@@ -1,0 +1,82 @@
+"""`asyncrl launch --dry-run`: what would start, with commands, files and environment; and nothing does.
+
+Called by `asyncrl.commands.launch`. Guarantees:
+1. the plan is that of a real launch: the same function makes it from the same configuration;
+2. nothing is started, locked or written: not even the run folder is made;
+3. secrets do not stand in it: keys travel as the path of their file, passwords of URLs are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, python_path, roles_here, worker_key
+from asyncrl.process_plan import device_assignment as devices
+from asyncrl.process_plan.interpreters import with_python
+from asyncrl.process_plan.plan import Joining, ProcessPlan, plan
+from asyncrl.runtime.run_dir import RunDir
+
+
+def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = False) -> int:
+    """Print it. Raises ConfigErrors like a launch."""
+    config, checked = checked_files(paths, options)
+    config = absolute(config)
+    roles = roles_here(config, options)
+    run = RunDir(config.run_dir)
+    homed = with_python(config) if "producer" in roles else config
+    joining = Joining(
+        connect=options.connect, key=options.key, worker_key=worker_key(config, roles), takeover=options.takeover
+    )
+    plans = plan(homed, roles, config_path=run.config, joining=joining, python_path=python_path(),
+                 devices=devices.found())  # fmt: skip
+    said = {"run": str(run.root), "resumes": run.config.exists(), "writes": written(run, roles),
+            "changed": changes(run.config, config) if run.config.exists() else [],
+            "processes": [described(one) for one in plans],
+            "notes": [*checked.missing, *checked.notes]}  # fmt: skip
+    print(json.dumps(said, indent=2) if as_json else text_of(said))
+    return 0
+
+
+def described(one: ProcessPlan) -> dict[str, Any]:
+    """One process."""
+    return {"name": one.name, "role": one.role, "command": [without_password(word) for word in one.argv],
+            "env": dict(one.env), "restarts": one.restarts, "ready": one.ready}  # fmt: skip
+
+
+def without_password(text: str) -> str:
+    """`redis://user:secret@host` -> `redis://user:***@host`."""
+    return re.sub(r"(://[^/:@\s]*):[^@/\s]+@", r"\1:***@", text)
+
+
+def written(run: RunDir, roles: Sequence[str]) -> list[str]:
+    """What a launch writes in the run folder, and which role."""
+    places = {
+        "all": (run.config, run.logs, run.alive, run.metrics),
+        "buffer": (run.store, run.segments, run.history, run.sockets, run.dead),
+        "learner": (run.checkpoints, run.tensorboard, run.samples, run.export, run.result, run.report),
+    }
+    return [str(path) for role, paths in places.items() if role in ("all", *roles) for path in paths]
+
+
+def text_of(said: dict[str, Any]) -> str:
+    """For a terminal: commands that can be pasted, one environment where all have the same."""
+    processes = said["processes"]
+    shared = dict(set.intersection(*(set(one["env"].items()) for one in processes))) if processes else {}
+    lines = [f"run {said['run']}: {'goes on with what is there' if said['resumes'] else 'new'}"]
+    lines += [f"changed since the last start: {change}" for change in said["changed"]]
+    lines += ["", "# environment of all"] + [
+        f"export {key}={shlex.quote(value)}" for key, value in sorted(shared.items())
+    ]
+    for one in processes:
+        own = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(one["env"].items() - shared.items()))
+        lines += ["", f"# {one['name']}: at most {one['restarts']} restarts in 10 minutes"
+                  + (f", then {one['ready']} answers" if one["ready"] else ""),
+                  f"{own} {shlex.join(one['command'])}".strip()]  # fmt: skip
+    lines += ["", "# written", *(f"#   {path}" for path in said["writes"])]
+    lines += [f"note: {note}" for note in said["notes"]]
+    return "\n".join([*lines, f"{len(processes)} processes would start; nothing was started or written"])

@@ -1,0 +1,131 @@
+"""Notices that a run makes no step, and says who is waited for.
+
+Called by `asyncrl.launcher.supervisor` on behalf of the launcher that owns the learner. Guarantees:
+1. no step for `run.hang_timeout_s` is a hang; from a learner's start to its first step `run.start_timeout_s` where that
+   is longer; so is a learner that ended itself with code 70 when that time was all but over;
+2. the diagnosis is the buffer's own, asked with a deadline; without its answer the silence is named, and so is every
+   process of the run on this host that is stopped (SIGSTOP, a debugger). The counts of the queue stand in it;
+3. before anything is ended the stacks of all roles on this host go to their logs (SIGUSR1); a stopped one is woken for
+   that. Only processes that noted themselves in the run folder are asked: they are known to have the handler.
+It ends nothing itself. A rank that hangs in a collective is ended by `learners.gang.watchdog`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launcher.liveness_watch import STOPPED, below
+from asyncrl.launcher.progress import QUEUE_STATES
+from asyncrl.metrics import JsonTail, read_lines
+from asyncrl.process_plan.host_facts import descendants, send, state_of
+from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
+
+LOOK_S = 0.5
+NEARLY = 0.9  # share of the limit after which the learner's own code 70 is taken for the same hang
+DUMP_S = 0.5  # for the stacks to reach the logs
+
+
+def ask_buffer(config: Config) -> dict[str, Any]:
+    """The buffer's status, or `{"error": ...}`."""
+    from asyncrl.monitor.status import buffer_status
+
+    return buffer_status(endpoint(config, "buffer"), run_keys(config))
+
+
+class HangWatch:
+    """One run's clock. `ask` gets the buffer's status; `clock` counts seconds."""
+
+    def __init__(
+        self, run: RunDir, config: Config, *, ask: Callable[[Config], dict[str, Any]] = ask_buffer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._run = run
+        self._config = config
+        self._ask = ask
+        self._clock = clock
+        self._steps = JsonTail(run.metrics / "learner.jsonl")
+        self._steps.poll()  # those of an earlier start
+        self._since = clock()
+        self._starting = True
+        self._next_look = 0.0
+
+    def learner_started(self) -> None:
+        """Its clock begins anew: it has to load its model first."""
+        self._steps.poll()
+        self._since = self._clock()
+        self._starting = True
+
+    def look(self, *, learner_ended: bool = False) -> str:
+        """Empty, or what to tell the user: the limit has passed. `learner_ended`: by itself, with code 70."""
+        now = self._clock()
+        if now < self._next_look and not learner_ended:
+            return ""
+        self._next_look = now + LOOK_S
+        if self._steps.poll():
+            self._since = now
+            self._starting = False
+        name, limit = self._limit()
+        silent = now - self._since
+        if silent <= limit * (NEARLY if learner_ended else 1.0):
+            return ""
+        if not learner_ended and self._evaluates():
+            self._since = now  # an evaluation has a time limit of its own
+            return ""
+        return f"no step for {silent:.0f} s ({name} = {limit:g}). {self.diagnosis()}"
+
+    def _limit(self) -> tuple[str, float]:
+        """The setting in force, and its seconds."""
+        run = self._config.run
+        if self._starting and run.start_timeout_s > run.hang_timeout_s:
+            return "run.start_timeout_s", run.start_timeout_s
+        return "run.hang_timeout_s", run.hang_timeout_s
+
+    def _evaluates(self) -> bool:
+        """Whether the learner has done its last step and waits for an evaluation that runs."""
+        if not self._config.evaluation.enabled:
+            return False
+        status = self._ask(self._config)
+        running = (status.get("evaluation") or {}).get("running")
+        return bool(running) and int(status.get("version", 0)) >= self._config.learner.steps
+
+    def diagnosis(self) -> str:
+        """Who is waited for, in one sentence."""
+        status = self._ask(self._config)
+        if "error" in status:
+            what = f"the buffer does not answer: {status['error']}"
+        else:
+            learner = (status.get("learner") or {}).get("waiting_for", "")
+            what = str(status.get("waiting_for") or learner or "the buffer waits for nobody; see the learner's stacks")
+        mine = {os.getpid(): "launcher"}
+        stopped = [one for one in below(mine, self._names()) if (state_of(one.pid) or "-") in STOPPED]
+        told = ", ".join(f"{one.name} (pid {one.pid} on {socket.gethostname()})" for one in stopped)
+        counts = status.get("ledger") or self._last_counts()
+        queue = ", ".join(f"{state} {int(counts[state])}" for state in QUEUE_STATES if counts.get(state))
+        return what + (f"; stopped by a signal: {told}" if stopped else "") + (f"; queue: {queue}" if queue else "")
+
+    def _last_counts(self) -> dict[str, Any]:
+        """The last line that the buffer wrote, where it does not answer now."""
+        lines = read_lines(self._run.metrics / "buffer.jsonl")[-1:]
+        return lines[0] if lines else {}
+
+    def _names(self) -> dict[int, str]:
+        noted = [line for line in read_lines(self._run.processes) if isinstance(line.get("pid"), int)]
+        return {line["pid"]: str(line.get("name")) for line in noted}
+
+    def local_roles(self) -> list[tuple[str, int]]:
+        """(name, pid) of the living roles below this process."""
+        names = self._names()
+        return [(names[pid], pid) for pid in descendants(os.getpid()) if pid in names]
+
+    def dump_stacks(self) -> None:
+        """Every local role prints its stacks to its log."""
+        for _, pid in self.local_roles():
+            send(pid, signal.SIGUSR1)
+            send(pid, signal.SIGCONT)
+        time.sleep(DUMP_S)

@@ -1,0 +1,385 @@
+"""`asyncrl launch`: checks, plans, supervises, and says how it went.
+
+Called by `asyncrl.cli` and `asyncrl.demo.demo`. Guarantees:
+1. nothing is started and nothing is written before the whole configuration was checked;
+2. the same command again resumes the run; what changed in the configuration since is printed;
+3. a second launcher of the same role of the same run is refused (`service.duplicate`); more producers and reward
+   workers may join at any time, under names of their own;
+4. no role package is imported here: roles are processes, named by their module;
+5. however a run with a learner ends, `result.json` and `report.html` are written: what the learner wrote of a complete
+   run (steps, rewards, lag, ledger) stays in it, beside how the launch ended. There is no `result.json` while it runs;
+6. weights that killed learners left in shared memory are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from asyncrl.config import Config, dump, load, redacted
+from asyncrl.config import redis_url as redis_secret
+from asyncrl.config.sections.judge import judges_of, named
+from asyncrl.config.sections.mode import roles_of
+from asyncrl.configure.diff import differences
+from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
+from asyncrl.launcher.hang_watch import HangWatch
+from asyncrl.launcher.liveness_watch import SilenceWatch
+from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.supervisor import Grace, Outcome, Supervisor
+from asyncrl.monitor.status import launcher_mark
+from asyncrl.net.keys import worker_file
+from asyncrl.preflight import check as checks
+from asyncrl.process_plan import device_assignment as devices
+from asyncrl.process_plan.interpreters import with_python
+from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, ProcessPlan, plan
+from asyncrl.runtime.run_dir import RunDir, beside, read_object, run_keys, write_atomic
+
+OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
+SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
+
+
+class LaunchOptions(msgspec.Struct, frozen=True):
+    """The command line of `asyncrl launch`."""
+
+    target: str = "all"
+    overrides: tuple[str, ...] = ()
+    connect: str = ""
+    key: str = ""
+    takeover: bool = False
+    verbose: bool = False
+    plain: bool = False
+    report: bool = True
+    judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
+    insecure_no_auth: bool = False
+    node_rank: int = 0
+    head: str = ""
+    job: bool = False  # of a scheduler, which starts again what did not end with 0
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """What was run and how it ended."""
+
+    config: Config
+    run: RunDir
+    outcome: Outcome
+    started: float = 0.0  # wall time
+
+
+def launch(paths: Path | Sequence[Path], options: LaunchOptions) -> Launched:
+    """Run the target to its end. Raises ConfigErrors before anything is started."""
+    config, checked = checked_files(paths, options)
+    config = absolute(config)
+    return _launch(joined(config, options.connect) if options.connect else config, checked, options)
+
+
+def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple[Config, checks.Checked]:
+    """The configuration of the command line. Raises ConfigErrors with every mistake."""
+    overrides = list(options.overrides)
+    if options.key:
+        overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
+    if options.insecure_no_auth:
+        overrides.append("network.insecure_no_auth=true")
+    config, checked = checks.check_files_of(paths, overrides, options.target, joining=bool(options.connect))
+    if checked.errors or config is None:
+        raise ConfigErrors(checked.errors)
+    return config, checked
+
+
+def launch_config(config: Config, options: LaunchOptions) -> Launched:
+    """Like `launch`, with the configuration in hand."""
+    _only_judge(config, options)  # a wrong name is told before anything is looked at
+    checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
+    if checked.errors:
+        raise ConfigErrors(checked.errors)
+    return _launch(config, checked, options)
+
+
+def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
+    """The roles that the target starts here."""
+    return roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
+
+
+def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
+    roles = roles_here(config, options)
+    judge = _only_judge(config, options)
+    check_gang(config, roles, options)
+    started = time.time()
+    run = RunDir(config.run_dir).create()
+    if gang_is_done(run, config, options):
+        _print(f"run {run.root}: complete, this host of the learner has nothing left to do")
+        return Launched(config, run, Outcome(EXIT_OK, "done", 0.0), started)
+    locks, tag = _locks(run, options)
+    try:
+        if "buffer" in roles:
+            run_keys(config, make=True)
+            redis_secret.keep(config.buffer.redis_url, run.store)
+        path = settle_config(run, config, options, tag=tag)
+        joining = Joining(
+            connect=options.connect, key=options.key, worker_key=worker_key(config, roles),
+            takeover=options.takeover, tag=tag, judge=judge, node_rank=options.node_rank, head=options.head,
+        )  # fmt: skip
+        homed = with_python(config) if "producer" in roles else config
+        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path(),
+                     devices=devices.found())  # fmt: skip
+        _print(f"run {run.root}: {checks.what_starts(config, roles)}")
+        for note in (*checked.missing, *checked.notes):
+            _print(f"note: {note}")
+        leads = "learner" in roles and not options.node_rank
+        if leads:
+            run.result.unlink(missing_ok=True)
+        outcome = _supervise(run, config, plans, options)
+    finally:
+        for lock in locks:
+            lock.close()
+    if leads:
+        _conclude(run, config, outcome, options)
+    if outcome.code and outcome.failed:
+        _print_failure(outcome, run)
+    return Launched(config, run, outcome, started)
+
+
+def worker_key(config: Config, roles: Sequence[str]) -> str:
+    """The key file of producers and reward workers; empty without keys, or them. Raises `config.network`."""
+    needed = config.network.key_file and WORKERS & set(roles)
+    return str(worker_file(Path(config.network.key_file))) if needed else ""
+
+
+def _only_judge(config: Config, options: LaunchOptions) -> str | None:
+    """The judge whose workers are started; None: those of all. Raises where the run has no such judge."""
+    if not options.judge:
+        return None
+    if options.target != "rewards":
+        raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
+    known = judges_of(config)
+    if named(options.judge) not in [judge.name for judge in known]:
+        names = ", ".join(judge.shown for judge in known) or "none"
+        raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
+    return named(options.judge)
+
+
+def joined(config: Config, connect: str) -> Config:
+    """The configuration with the services where they are reached from here."""
+    network = msgspec.structs.replace(
+        config.network, buffer=connect, weightsync=beside(config.network.weightsync, connect)
+    )
+    return msgspec.structs.replace(config, network=network)
+
+
+def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> None:
+    """A gang of several hosts needs to know which host this is and where the first one is."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1 or "learner" not in roles:
+        if options.head or options.node_rank:
+            raise ConfigError("usage", "--head and --node-rank are for a learner with cluster.learner_hosts above 1")
+        return
+    host, _, port = options.head.rpartition(":")
+    if options.target != "learner" or not host or not port.isdigit() or not 0 <= options.node_rank < hosts:
+        raise ConfigError(
+            "usage", f"cluster.learner_hosts = {hosts}: each host runs `asyncrl launch learner` with --head HOST:PORT "
+            f"and its own --node-rank 0 to {hosts - 1}", where="cluster.learner_hosts",
+            remedy="render the jobs: asyncrl launch all CONFIG --backend slurm --render DIR",
+        )  # fmt: skip
+
+
+def gang_is_done(run: RunDir, config: Config, options: LaunchOptions) -> bool:
+    """Whether a gang of several hosts has trained its last step. A host that is started again after that would wait for
+    others that have ended. The ledger in the result is of a learner that came to its end."""
+    if options.target != "learner" or config.cluster.learner_hosts == 1:
+        return False
+    result = read_object(run.result)
+    return "ledger" in result and int(result["steps"]) >= config.learner.steps
+
+
+def absolute(config: Config) -> Config:
+    """The same configuration with the run folder and a local model folder as absolute paths."""
+    config = msgspec.structs.replace(
+        config, run=msgspec.structs.replace(config.run, dir=str(Path(config.run.dir).resolve()))
+    )
+    model = Path(config.model.path)
+    if model.is_dir():
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model.resolve())))
+    return config
+
+
+def python_path() -> list[str]:
+    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
+    root = Path(__file__).resolve().parents[2]
+    places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
+    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return list(dict.fromkeys(places))
+
+
+# ---------------------------------------------------------------- the run folder
+
+
+def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
+    """Hold what only one launcher may do; the tag for names of workers that join beside others."""
+    node = f"-{options.node_rank}" if options.node_rank else ""
+    names = [f"launch-{role}{node}" for role in TARGETS[options.target]]
+    held: list[IO[str]] = []
+    try:
+        for name in names:
+            if options.takeover and name == "launch-learner":
+                continue
+            held.append(run.lock(name))
+    except AsyncRLError:
+        for lock in held:
+            lock.close()
+        if options.target not in SHARED:
+            raise
+        return [], _tag(options)
+    return held, _tag(options) if options.connect else ""
+
+
+def _tag(options: LaunchOptions) -> str:
+    """Of this launcher alone. In containers all launchers have the same pid: their host tells them apart."""
+    host = f"{socket.gethostname().split('.')[0]}-" if options.connect else ""
+    return f"{host}{os.getpid():x}"
+
+
+def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
+    """Write the resolved configuration where the children read it; the path."""
+    text = dump(config)
+    if options.target in OWNERS and not options.connect and (note := resumed(run, config)):
+        _print(note)
+    if run.config.exists() and run.config.read_text() == text:
+        return run.config
+    if options.connect or (options.target not in OWNERS and run.config.exists()):
+        path = run.logs / f"{options.target}{'-' + tag if tag else ''}.config.toml"
+        write_atomic(path, text.encode())
+        return path
+    if run.config.exists():
+        refuse_other_groups(run, config)
+        for line in changes(run.config, redacted(config)):
+            _print(f"changed since the last start: {line}")
+    write_atomic(run.config, text.encode())
+    return run.config
+
+
+def resumed(run: RunDir, config: Config) -> str:
+    """What to know about a run that has begun: where it goes on, or that it is over; empty where it is new."""
+    found = [int(folder.name.rpartition("_")[2]) for folder in run.checkpoints.glob("step_*")
+             if folder.name.rpartition("_")[2].isdigit()]  # fmt: skip
+    if not found:
+        return ""
+    step, steps = max(found), config.learner.steps
+    anew = "another run.dir starts anew"
+    if step >= steps:
+        return f"note: this run is over, step {step} of {steps}: raise learner.steps to go on; {anew}"
+    return f"goes on from step {step} of {steps}; {anew}"
+
+
+def refuse_other_groups(run: RunDir, config: Config) -> None:
+    """Groups under way and in the log have the size that the run began with. Raises `config.conflict`."""
+    try:
+        old = load(run.config).sampling.group_samples
+    except AsyncRLError:  # `changes` says so
+        return
+    if run.history.is_file() and run.history.stat().st_size and old != config.sampling.group_samples:
+        raise ConfigError(
+            "config.conflict",
+            f"this run has groups of {old} samples, and {config.sampling.group_samples} are asked for",
+            where="sampling.group_size", remedy="set it back, or start anew in another run.dir",
+        )  # fmt: skip
+
+
+def changes(path: Path, config: Config) -> list[str]:
+    """`buffer.max_staleness: 4 -> 2` of every setting that differs from the file's."""
+    try:
+        old = load(path)
+    except AsyncRLError as error:
+        return [f"the old {path.name} cannot be read: {error.message}"]
+    return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
+
+
+# ---------------------------------------------------------------- the run itself
+
+
+def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
+    own = "learner" in TARGETS[options.target]  # another launcher's steps are shown there
+    progress = Progress(run, steps=config.learner.steps, verbose=options.verbose, plain=options.plain, table=own)
+    mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds us by it
+    try:
+        hang = HangWatch(run, config) if own else None
+        silence = SilenceWatch(run, limit_s=config.run.silent_timeout_s)
+        return Supervisor(
+            plans,
+            logs=run.logs,
+            say=progress.say,
+            tick=progress.tick,
+            grace=_grace(config, options),
+            hang=hang,
+            silence=silence,
+        ).run()
+    finally:
+        progress.close()
+        if own:
+            _remove_staged(run)
+        Path(mark.name).unlink(missing_ok=True)
+        mark.close()
+
+
+def _grace(config: Config, options: LaunchOptions) -> Grace:
+    """How long the stages of a stop may take: a job's learner has what the scheduler gives, less the other stages."""
+    usual = Grace()
+    if not options.job:
+        return usual
+    return Grace(learner_s=max(usual.learner_s, config.cluster.grace_s - 3 * usual.other_s))
+
+
+def exit_code(outcome: Outcome, options: LaunchOptions) -> int:
+    """Of the command. A scheduler takes a job that ends with 0 for complete, also where it stopped the job itself."""
+    stopped = options.job and outcome.code == EXIT_OK and outcome.stopped
+    return EXIT_STOPPED if stopped else outcome.code
+
+
+def _remove_staged(run: RunDir) -> None:
+    """Remove the staged weights of this run's learners that are dead: a killed one leaves them in shared memory."""
+    from weightsync.staging import Staging
+
+    Staging(run.root / "weights").remove_stale()
+
+
+def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:
+    from asyncrl.report.data import load_run, summary
+
+    data = load_run(run)
+    done = outcome.code == 0 and data.last_step >= config.learner.steps
+    result = read_object(run.result) | {
+        "done": done, "code": outcome.code, "reason": outcome.reason, "wall_s": round(outcome.wall_s, 3),
+        "steps": data.last_step, "restarts": outcome.restarts, "failed": outcome.failed, "t": time.time(),
+        "given_up": outcome.given_up,
+    }  # fmt: skip
+    write_atomic(run.result, msgspec.json.encode(result))
+    _print("")
+    for line in summary(data, outcome):
+        _print(line)
+    if options.report:
+        from asyncrl.report import write_report
+
+        _print(f"report    {write_report(run)}")
+
+
+def _print_failure(outcome: Outcome, run: RunDir) -> None:
+    error = AsyncRLError("role.failed", outcome.reason, where=outcome.failed,
+                         remedy=f"see {run.logs / (outcome.failed + '.log')}")  # fmt: skip
+    for line in outcome.last_lines:
+        print(f"  | {line}", file=sys.stderr)
+    print(error.render(), file=sys.stderr, flush=True)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def require_target(name: str) -> None:
+    """Raise `usage` for a target that does not exist."""
+    if name not in TARGETS:
+        raise ConfigError("usage", f"{name!r} is none of {', '.join(TARGETS)}")

@@ -1,0 +1,47 @@
+"""A wrapper that ties a command to the life of the launcher: `python -m asyncrl.launcher.parent_guard --parent PID -- command...`.
+
+Called by `asyncrl.launcher.supervisor` for every process it starts, and by torchrun for its workers with `--parent 0`, which
+means whoever is the parent now. Guarantees (Linux):
+1. the command gets SIGKILL when the thread that started it dies, from its first instruction on: roles ask for the same
+   themselves, but only after seconds of imports, and programs that are not ours (torchrun) never do;
+2. a parent that is gone already ends the wrapper with code 1: nothing is started;
+3. the command replaces the wrapper (`exec`): same pid, same signals, same exit code.
+It does not watch the command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replace this process by the command. Returns only on failure: 1 orphaned, 2 usage, 127 no such command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) < 4 or words[0] != "--parent" or words[2] != "--":
+        print("usage: python -m asyncrl.launcher.parent_guard --parent PID -- command...", file=sys.stderr)
+        return 2
+    if not tie_to_parent(int(words[1])):
+        return 1
+    command = words[3:]
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"error[internal] child: cannot start {command[0]}: {error}", file=sys.stderr)
+        return 127
+
+
+def tie_to_parent(parent: int) -> bool:
+    """Ask the kernel for SIGKILL when the parent dies; False where it has died already. Elsewhere than Linux: True."""
+    if sys.platform != "linux":
+        return True
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 = PR_SET_PDEATHSIG, kept across exec
+    return os.getppid() == parent if parent else os.getppid() != 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

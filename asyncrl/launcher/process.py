@@ -1,0 +1,156 @@
+"""One planned process: its start, its log, its end.
+
+Called by `asyncrl.launcher.supervisor` alone. Guarantees:
+1. a child writes to its own log file; the supervisor reads what is new from there, in whole lines however they were
+   written; a last line without an end is given once its process has ended;
+2. a gang (torchrun) is asked to end through its workers, and its exit code is the worker's that failed first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from asyncrl.errors import EXIT_FAILED
+from asyncrl.process_plan.host_facts import descendants, kill_group, send
+from asyncrl.process_plan.plan import ProcessPlan
+
+_DEATH_BEGIN = re.compile(r"Received \d+ death signal")  # torchrun was asked to end; its traceback follows
+READ_BYTES = 256 << 10
+_REPORT_BEGIN = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
+_WORKER_EXIT = re.compile(rb"exitcode\s*:\s*(-?\d+)")
+
+
+def shown_code(code: int) -> str:
+    """An exit code, with the signal that it stands for: `137 (SIGKILL: ...)`."""
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return str(code)
+    return f"{code} ({name}{': by hand, or by the system for want of memory' if name == 'SIGKILL' else ''})"
+
+
+def exit_code_of(returncode: int, log: bytes, *, gang: bool) -> int:
+    """The code that counts: a worker's own where torchrun hides it behind its 1; 128 + number for a signal."""
+    if gang and returncode == EXIT_FAILED:
+        found = _WORKER_EXIT.findall(log)
+        returncode = int(found[-1]) if found else returncode
+    return 128 - returncode if returncode < 0 else returncode
+
+
+class Child:
+    """One planned process and what became of it."""
+
+    def __init__(self, plan: ProcessPlan, log: Path) -> None:
+        self.plan = plan
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started = False
+        self.code: int | None = None  # of its final end
+        self.restart_at: float | None = None
+        self.restarted: deque[float] = deque()
+        self.restarts = 0
+        self.last_lines: deque[str] = deque(maxlen=20)
+        self._offset = log.stat().st_size if log.exists() else 0
+        self._begin = self._offset
+        self._partial = b""
+        self._dying = False  # inside torchrun's traceback about a signal
+        self._rules = 0  # lines of "=====" left until torchrun's failure report ends
+
+    @property
+    def running(self) -> bool:
+        """True while a process exists."""
+        return self.process is not None
+
+    @property
+    def over(self) -> bool:
+        """True when it will not run again."""
+        return self.started and self.process is None and self.restart_at is None
+
+    def start(self) -> int:
+        """Start the process; its pid."""
+        self.restart_at = None
+        self.started = True
+        self._begin = self.log.stat().st_size if self.log.exists() else 0
+        self._rules = 0
+        self._dying = False
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl.launcher.parent_guard",
+            "--parent",
+            str(os.getpid()),
+            "--",
+            *self.plan.argv,
+        ]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**os.environ, **self.plan.env}, start_new_session=True,
+            )  # fmt: skip
+        return self.process.pid
+
+    def new_lines(self, *, ended: bool = False) -> list[str]:
+        """Whole lines written since the last call (at most 256 KB at a time; `ended`: everything that is left)."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read() if ended else file.read(READ_BYTES)
+        self._offset += len(data)
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        if ended and self._partial:
+            whole.append(self._partial)
+            self._partial = b""
+        lines = [line.decode(errors="replace").rstrip() for line in whole]
+        lines = [line for line in lines if not self._is_report(line)]
+        self.last_lines.extend(line for line in lines if line.strip())
+        return lines
+
+    def _is_report(self, line: str) -> bool:
+        """Part of what torchrun prints about a worker's failure or a signal: it buries the worker's own words."""
+        if not self.plan.gang:
+            return False
+        if self._dying or _DEATH_BEGIN.search(line):
+            self._dying = "SignalException" not in line
+            return True
+        if _REPORT_BEGIN.search(line):
+            self._rules = 2
+        elif self._rules and set(line) == {"="}:
+            self._rules -= 1
+            return True
+        return self._rules > 0
+
+    def attempt_log(self) -> bytes:
+        """The end of what the present attempt wrote."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._begin, self.log.stat().st_size - (64 << 10)))
+            return file.read()
+
+    def terminate(self) -> None:
+        """Ask for a graceful end. A gang's workers are asked themselves: torchrun would turn their success into 1."""
+        if self.process is None:
+            return
+        targets = descendants(self.process.pid, depth=1) if self.plan.gang else []
+        for pid in targets or [self.process.pid]:
+            send(pid, signal.SIGTERM)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let it run, and all below it: a stopped process can neither end nor answer those who want to."""
+        if self.process is not None:
+            for pid in (self.process.pid, *descendants(self.process.pid)):
+                send(pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process, its group and everything below it now."""
+        if self.process is not None:
+            below = descendants(self.process.pid)
+            kill_group(self.process.pid)
+            for pid in below:
+                send(pid, signal.SIGKILL)

@@ -1,0 +1,169 @@
+"""What the terminal shows while a run goes on.
+
+Called by `asyncrl.launcher.launch` from the supervisor's tick. Guarantees:
+1. it reads the files of the run only, a few new bytes at a time: it can neither block nor disturb a role;
+2. warnings, errors and the learner's lines are shown, prefixed with the process's name; the rest with `--verbose`;
+3. output that nobody reads any more (a pipe that is closed) does not end the run;
+4. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from asyncrl.metrics import JsonTail
+from asyncrl.runtime.run_dir import RunDir
+
+LOOK_S = 0.5
+SHOWN_STEPS = 8
+STALE_WORKER_S = 10.0  # a heartbeat older than this says nothing about now
+QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")
+_STEP_LINE = re.compile(r"step \d+/\d+ ")  # the learner's own; shown from its metrics instead
+# What SIGUSR1 makes every role write (no comma before `in`: not a traceback). It is for the log.
+_STACK_LINE = re.compile(r'\s+File "[^"]*", line \d+ in |(Current t|T)hread 0x[0-9a-f]+')
+_LOUD = re.compile(r"\b(warning|warn|error|critical|fatal|traceback)\b|error\[|(Error|Exception)\b", re.IGNORECASE)
+
+
+def is_loud(line: str) -> bool:
+    """A line that the terminal shows whoever wrote it."""
+    return bool(_LOUD.search(line))
+
+
+class RunView:
+    """The newest numbers of a run: its last steps, its queue and who waits for what."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.steps: deque[dict[str, Any]] = deque(maxlen=SHOWN_STEPS)
+        self.queue: dict[str, Any] = {}
+        self.workers: dict[str, dict[str, Any]] = {}
+        self._learner = JsonTail(run.metrics / "learner.jsonl")
+        self._buffer = JsonTail(run.metrics / "buffer.jsonl")
+        self._roles = JsonTail(run.metrics / "roles.jsonl")
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Take what is new; the new steps."""
+        new = [line for line in self._learner.poll() if "step" in line]
+        self.steps.extend(new)
+        for line in self._buffer.poll():
+            self.queue.update(line)
+        for line in self._roles.poll():
+            self.workers[str(line.get("name"))] = line
+        return new
+
+    def waiting(self, *, now: float) -> list[str]:
+        """`producer-0: a newer version` of every worker that waits now."""
+        return [
+            f"{name}: {line['waiting_for']}" for name, line in sorted(self.workers.items())
+            if line.get("waiting_for") and now - float(line.get("t", 0)) < STALE_WORKER_S
+        ]  # fmt: skip
+
+    def queue_text(self) -> str:
+        """`leased 3 · ready 12 · trained 640`."""
+        states = [f"{state} {int(self.queue[state])}" for state in QUEUE_STATES if self.queue.get(state)]
+        return " · ".join(states) or "no queue yet"
+
+
+def number(line: dict[str, Any], key: str, form: str = ".3f") -> str:
+    """A value of a metrics line as text, `-` where it is missing."""
+    value = line.get(key)
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def step_text(line: dict[str, Any], *, steps: int) -> str:
+    """One step as a plain line."""
+    return (
+        f"step {line['step']}/{steps}  reward {number(line, 'reward_mean')}  lag {number(line, 'lag_mean', '.2f')}"
+        f" (max {number(line, 'lag_max', '.0f')} of {number(line, 'bound_max', '.0f')})"
+        f"  {number(line, 'tokens_per_s', '.0f')} tok/s  {number(line, 'step_s', '.2f')} s"
+        f" (waited {number(line, 'wait_s', '.2f')})"
+    )
+
+
+class Progress:
+    """Shows lines of processes and the state of the run. Close it before anything else is printed."""
+
+    def __init__(self, run: RunDir, *, steps: int, verbose: bool = False, plain: bool = False, table: bool = True,
+                 out: TextIO | None = None) -> None:  # fmt: skip
+        """`table`: show the steps too, in a table or as lines."""
+        self.view = RunView(run)
+        self._steps = steps
+        self._verbose = verbose
+        self._out = out or sys.stdout
+        self._next_look = 0.0
+        self._show_steps = table
+        self._unread = False  # the reader of the output has gone: the run goes on without
+        self._live: Any = None
+        if table and not plain and self._out.isatty():
+            self._live = _rich_live(self._out)
+
+    def say(self, name: str, line: str) -> None:
+        """A line of a process (or of the launcher itself: name `launch`)."""
+        shown_elsewhere = _STEP_LINE.match(line) or _STACK_LINE.match(line) or not line
+        own = name == "launch" or (name == "learner" and not shown_elsewhere)
+        if own or self._verbose or is_loud(line):
+            self._print(f"[{name}] {line}")
+
+    def tick(self) -> None:
+        """Look at the files now and then."""
+        now = time.monotonic()
+        if not self._show_steps or now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        for line in self.view.poll():
+            if self._live is None:
+                self._print(step_text(line, steps=self._steps))
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table on the screen."""
+        if self._live is not None:
+            self.view.poll()
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        elif not self._unread:
+            try:
+                print(text, file=self._out, flush=True)
+            except BrokenPipeError:  # `| head`, a `tee` that was killed: everything stands in the logs
+                self._unread = True
+
+    def _table(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        columns = ("step", "reward", "lag", "max/bound", "tok/s", "step s", "waited s", "loss", "grad")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for line in self.view.steps:
+            table.add_row(
+                f"{line['step']}/{self._steps}", number(line, "reward_mean"), number(line, "lag_mean", ".2f"),
+                f"{number(line, 'lag_max', '.0f')}/{number(line, 'bound_max', '.0f')}",
+                number(line, "tokens_per_s", ".0f"), number(line, "step_s", ".2f"), number(line, "wait_s", ".2f"),
+                number(line, "loss", "+.4f"), number(line, "grad_norm", ".3f"),
+            )  # fmt: skip
+        waiting = "; ".join(self.view.waiting(now=time.time())) or "nobody"
+        return Group(table, Text(f"queue    {self.view.queue_text()}"), Text(f"waiting  {waiting}", overflow="ellipsis",
+                                                                         no_wrap=True))  # fmt: skip
+
+
+def _rich_live(out: TextIO) -> Any:
+    """A display that is redrawn in place; None where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        return None
+    live = Live(console=Console(file=out), auto_refresh=False, transient=False)
+    live.start()
+    return live

@@ -1,0 +1,250 @@
+"""The newest metrics of a run for Prometheus: `asyncrl metrics RUN --port N`, or `trackers.prometheus_port`.
+
+Called by `asyncrl.cli`, and started by `asyncrl launch` as a process of its own beside the learner. Guarantees:
+1. names are `asyncrl_` and the catalogue's, with its meaning and unit as help, and the labels run, role and name;
+   members of open families carry what follows the slash as a label (`asyncrl_reward{part="exact"}`);
+2. it listens on loopback alone and answers GET /metrics alone; another Host than loopback's is refused (a web page
+   that points its own name at 127.0.0.1), and no page of another origin is allowed to read;
+3. it reads the files of the run: no role notices a scrape. Workers that said nothing for `STALE_S` are left out;
+   `asyncrl_line_age_s` says how old everybody's newest line is.
+Written by hand: the text format is smaller than the library that would write it.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from asyncrl.config import Config, load
+from asyncrl.errors import error_for
+from asyncrl.metrics import CATALOGUE, OPEN, TAIL_BYTES, Metric
+from asyncrl.runtime import role
+from asyncrl.runtime.liveness import Sign, Ticker
+from asyncrl.runtime.metrics_tail import Following, Heard
+from asyncrl.runtime.run_dir import RunDir
+
+HOST = "127.0.0.1"
+HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
+STALE_S = 60.0
+LOOK_S = 0.5
+CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+SINCE_START = "since the start"  # words of the catalogue: such a number only grows while its process lives
+WORKERS = frozenset({"producer", "reward"})
+#: Open family -> its name here, and what its label is called.
+FAMILIES = {
+    "reward/": ("reward", "part"), "pass_at/": ("pass_at", "k"), "val-core/": ("val_core", "figure"),
+    "val-aux/": ("val_aux", "figure"),
+}  # fmt: skip
+AGE = Metric("s", "all", "age of the newest line that somebody wrote")
+
+Labels = tuple[tuple[str, str], ...]
+
+
+# ---------------------------------------------------------------- the text
+
+
+def text_of(newest: Mapping[tuple[str, str], Heard], *, run: str, now: float) -> str:
+    """The exposition of the newest numbers of everybody in a run."""
+    series: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
+    about: dict[str, Metric] = {"asyncrl_line_age_s": AGE}
+    for (kind, who), heard in sorted(newest.items()):
+        age = max(0.0, now - heard.t)
+        own = (("run", run), ("role", kind), ("name", who))
+        series["asyncrl_line_age_s"].append((own, age))
+        if kind in WORKERS and age > STALE_S:
+            continue
+        for name, value in sorted(heard.values.items()):
+            shown, labels, metric = series_of(name)
+            about[shown] = metric
+            series[shown].append(((*own, *labels), value))
+    lines: list[str] = []
+    for shown in sorted(series):
+        metric = about[shown]
+        lines += [f"# HELP {shown} {_help(metric)}", f"# TYPE {shown} {_type(metric)}"]
+        lines += [f"{shown}{{{_labels(labels)}}} {value:.10g}" for labels, value in series[shown]]
+    return "\n".join(lines) + "\n"
+
+
+def series_of(name: str) -> tuple[str, Labels, Metric]:
+    """The name of a metric there, its own labels, and what the catalogue says of it.
+
+    >>> series_of("lag/2/ess")[:2], series_of("pass_at/4")[:2]
+    (('asyncrl_lag_ess', (('lag', '2'),)), ('asyncrl_pass_at', (('k', '4'),)))
+    """
+    if name.startswith("lag/"):
+        lag, _, figure = name.removeprefix("lag/").partition("/")
+        if not figure:
+            lag, figure = "", lag
+        meaning = CATALOGUE.get(figure, CATALOGUE["lag/tokens_share"])
+        return f"asyncrl_lag_{figure}", (("lag", lag),), meaning._replace(meaning=f"of samples that old: {meaning[2]}")
+    if name.startswith("judge/"):
+        which, _, figure = name.removeprefix("judge/").rpartition("/")
+        same = [known for key, known in CATALOGUE.items() if key.startswith("judge/") and key.endswith(f"/{figure}")]
+        metric = same[0] if same else Metric("1", "buffer", "of a judge")
+        return f"asyncrl_judge_{figure}", (("judge", which),), metric
+    for prefix, (shown, label) in FAMILIES.items():
+        if name.startswith(prefix):
+            known = next((metric for key, metric in CATALOGUE.items() if key.startswith(prefix)), None)
+            metric = known or Metric("1", "learner", "part of the reward, mean over the batch")
+            return f"asyncrl_{shown}", ((label, name.removeprefix(prefix)),), metric
+    return f"asyncrl_{name}", (), CATALOGUE[name]
+
+
+def shown_names() -> set[str]:
+    """Every name that can be shown (the dashboard's test)."""
+    lags = {f"lag/0/{name.rpartition('/')[2]}" for name in CATALOGUE if not name.startswith(OPEN)}
+    families = {f"{prefix}x" for prefix in FAMILIES}
+    plain = {name for name in CATALOGUE if not name.startswith(OPEN) or name.startswith("judge/")}
+    return {series_of(name)[0] for name in plain | families | lags | {"lag/0/tokens_share"}} | {"asyncrl_line_age_s"}
+
+
+def _help(metric: Metric) -> str:
+    unit = "" if metric.unit in ("1", "bool") else f" ({metric.unit})"
+    return f"{metric.meaning}{unit}".replace("\\", "\\\\").replace("\n", " ")
+
+
+def _type(metric: Metric) -> str:
+    return "counter" if SINCE_START in metric.meaning and "mean" not in metric.meaning else "gauge"
+
+
+def _labels(labels: Labels) -> str:
+    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# ---------------------------------------------------------------- the server
+
+
+class Newest:
+    """The newest numbers of a run, looked at when they are asked for. Safe between threads."""
+
+    def __init__(self, run: RunDir, *, clock: Callable[[], float] = time.time) -> None:
+        self._following = Following(run)
+        self._name = load(run.config).run.name
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._looked = -LOOK_S
+
+    def text(self) -> str:
+        """The exposition, now."""
+        with self._lock:
+            now = self._clock()
+            if not 0 <= now - self._looked < LOOK_S:
+                self._looked = now
+                self._following.poll()
+                while self._following.behind_bytes > TAIL_BYTES:  # one look takes so much of each file
+                    self._following.poll()
+            return text_of(self._following.newest, run=self._name, now=now)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """GET /metrics, for loopback's own names."""
+
+    server_version = "asyncrl"
+    sys_version = ""
+    timeout = 5.0  # for a connection that says nothing
+    newest: Newest
+
+    def do_GET(self) -> None:
+        """The metrics, or why not."""
+        if not HOSTS.fullmatch(self.headers.get("Host", "")):
+            self._answer(403, "this answers to 127.0.0.1, localhost and [::1] alone\n")
+        elif self.path.partition("?")[0] != "/metrics":
+            self._answer(404, "GET /metrics\n")
+        else:
+            self._answer(200, self.newest.text(), content=CONTENT)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("do_"):  # every other method
+            return self._refuse
+        raise AttributeError(name)
+
+    def _refuse(self) -> None:
+        self._answer(405, "GET alone\n")
+
+    def _answer(self, code: int, text: str, *, content: str = "text/plain; charset=utf-8") -> None:
+        data = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", content)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")
+        if code == 405:
+            self.send_header("Allow", "GET")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no event."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """On loopback; port 0 takes a free one (`server_port`). Raises `net.port_in_use`."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, run: RunDir, port: int) -> None:
+        handler = type("RunHandler", (Handler,), {"newest": Newest(run)})
+        try:
+            super().__init__((HOST, port), handler)
+        except OSError as error:
+            raise error_for("net.port_in_use", f"{HOST}:{port}: {error.strerror}", where="prometheus") from None
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{HOST}:{self.server_port}/metrics"
+
+
+def serve(run: RunDir, port: int, stop: role.Stop, *, say: Callable[[str], None]) -> None:
+    """Answer until the end is asked for."""
+    server = Server(run, port)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
+    thread.start()
+    say(f"metrics of {run.root} at {server.url}")
+    try:
+        while not stop.wait(1.0):
+            pass
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5.0)
+
+
+def metrics_command(folder: Path, *, port: int | None) -> int:
+    """`asyncrl metrics RUN`: print them once, or serve them until Ctrl-C."""
+    run = RunDir(folder).require()
+    if port is None:
+        sys.stdout.write(Newest(run).text())
+        return 0
+    stop = role.Stop()
+    role.install_signals(stop)
+    serve(run, port, stop, say=lambda text: print(text, flush=True))
+    return 0
+
+
+def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """The process beside the learner."""
+    os.nice(10)
+    run = RunDir(config.run_dir)
+    with Ticker(Sign(run.alive, role="tracker", name=args.name), every_s=config.log.heartbeat_s):
+        serve(run, config.trackers.prometheus_port, stop, say=lambda text: print(text, flush=True))
+
+
+def main() -> int:
+    """Entry point of the process."""
+    return role.run("tracker", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`asyncrl samples`: what the model answers, as text, while the run goes on or afterwards.
+
+Called by `asyncrl.cli`. Guarantees:
+1. it reads `samples.jsonl`, which the learner writes (the best and the worst of a step, `log.samples_per_step`), and
+   disturbs no role;
+2. what a model wrote cannot steer the terminal: characters that do not print are shown as their escapes;
+3. of a step that was trained again the last samples are shown.
+
+Example: `asyncrl samples runs/my --step 40`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.metrics import read_lines
+from asyncrl.runtime.run_dir import RunDir
+
+MOST_CHARS = 2000  # of one text; `--full` shows the rest
+INDENT = "    "
+
+
+def samples_command(folder: Path, *, last: int, step: int | None, full: bool) -> int:
+    """Print the samples of the newest `last` steps that have any, or of one step. 0.
+
+    Raises:
+        ConfigError: `run.missing`; `usage`: there are no such samples.
+    """
+    run = RunDir(folder).require()
+    found = by_step(read_lines(run.samples))
+    wanted = [step] if step is not None else sorted(found)[-max(1, last) :]
+    if not found or any(number not in found for number in wanted):
+        known = f"there are those of steps {min(found)} to {max(found)}" if found else "no step was trained yet"
+        raise ConfigError("usage", f"no samples{f' of step {step}' if step is not None else ''}: {known}",
+                          where=str(run.samples), remedy="log.samples_per_step says how many are kept")  # fmt: skip
+    for number in wanted:
+        for line in text_of(found[number], most=0 if full else MOST_CHARS):
+            print(line)
+    return 0
+
+
+def by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """The samples of each step, the best first; of one that is there twice the last line."""
+    kept: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for line in lines:
+        if isinstance(line.get("step"), int):
+            kept[line["step"], int(line.get("group") or 0), int(line.get("index") or 0)] = line
+    found: dict[int, list[dict[str, Any]]] = {}
+    for (step, _, _), line in sorted(kept.items(), key=lambda item: (item[0][0], -float(item[1].get("reward") or 0))):
+        found.setdefault(step, []).append(line)
+    return found
+
+
+def text_of(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[str]:
+    """The lines of some samples of one step."""
+    for sample in samples:
+        parts = sample.get("parts")
+        told = parts if isinstance(parts, dict) and len(parts) > 1 else {}
+        shown = f" ({', '.join(f'{plain(name)} {value:g}' for name, value in sorted(told.items()))})" if told else ""
+        reward = sample.get("reward")
+        score = f"{reward:g}" if isinstance(reward, int | float) else "-"
+        yield (f"step {sample['step']}  group {sample.get('group')}  reward {score}{shown}  lag {sample.get('lag')}  "
+               f"{sample.get('length')} tokens, {plain(str(sample.get('finish')))}")  # fmt: skip
+        for name in ("prompt", "response"):
+            yield f"  {name}"
+            yield from (INDENT + line for line in plain(str(sample.get(name) or ""), most=most).split("\n"))
+        yield ""
+
+
+def plain(text: str, *, most: int = 0) -> str:
+    """The text with escapes for what does not print, cut in the middle beyond `most` characters (0: whole)."""
+    if most and len(text) > most:
+        half = most // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters more ...\n{text[-half:]}"
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)

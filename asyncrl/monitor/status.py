@@ -1,0 +1,351 @@
+"""`asyncrl status` and `asyncrl stop`: ask a run how it is, and end it.
+
+Called by `asyncrl.cli`. Guarantees:
+1. every question has a deadline; a service that does not answer is said to be silent, and the files say the rest;
+2. `stop` asks the launchers on this host (SIGTERM: the learner writes a checkpoint), the learner's first, and waits for
+   their end; where there is none it asks the buffer and the weight-sync service;
+3. the clients of the services are imported when asked for: nothing heavy comes with them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config, load
+from asyncrl.config.sections.mode import streams
+from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.launcher.liveness_watch import STOPPED
+from asyncrl.launcher.progress import QUEUE_STATES, number
+from asyncrl.metrics import JsonTail
+from asyncrl.monitor.plain import clean
+from asyncrl.monitor.status_schema import SCHEMA
+from asyncrl.net.sockets import Keys, read_keys
+from asyncrl.process_plan.host_facts import reachable, send, state_of
+from asyncrl.runtime.liveness import read_signs
+from asyncrl.runtime.run_dir import RunDir, endpoint, read_object, run_keys
+
+ASK_TIMEOUT_S = 3.0
+SILENT_S = 10.0  # where no configuration says
+STOP_POLL_S = 0.2
+LAST_BYTES = 1 << 20  # of a file of metrics: its newest lines
+LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-HOST-PID.lock
+
+
+def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool) -> int:
+    """Print the state; 0 where the buffer answered, 69 where it did not."""
+    if (folder is None) == (not connect):
+        raise ConfigError("usage", "give a run folder or --connect URL")
+    if folder is None:
+        state = connect_status(connect, read_keys(Path(key)) if key else None)
+    else:
+        state = run_status(RunDir(folder).require(), key=key)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
+    else:
+        print(render(state))
+    return 0 if "error" not in state["buffer"] else 69
+
+
+def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
+    """What both services say and where the files stand."""
+    config = load(run.config)
+    keys = read_keys(Path(key)) if key else run_keys(config)
+    steps, queue, beats = (_last_lines(run.metrics / f"{name}.jsonl") for name in ("learner", "buffer", "roles"))
+    return {
+        "schema": SCHEMA,
+        "at": time.time(),
+        "run": str(run.root),
+        "name": config.run.name,
+        "steps": config.learner.steps,
+        "silent_timeout_s": config.run.silent_timeout_s,
+        "launchers": [{"target": target, "pid": pid} for target, pid in launchers(run)],
+        "last_step": next((line for line in reversed(steps) if "step" in line), {}),
+        "result": read_object(run.result),
+        "queue": queue[-1] if queue else {},
+        "workers": {str(line["name"]): line for line in sorted(beats, key=_name_and_time) if "name" in line},
+        "alive": _alive(run),
+        "buffer": buffer_status(endpoint(config, "buffer"), keys),
+        **({} if streams(config) else {"weightsync": weightsync_status(endpoint(config, "weightsync"), keys)}),
+    }
+
+
+def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """What the buffer at an address says, and the weight-sync service that it names."""
+    buffer = buffer_status(address, keys)
+    learner = buffer.get("learner") or {}
+    state = {"schema": SCHEMA, "at": time.time(), "name": str(buffer.get("run_id", "")).partition("@")[0],
+             "last_step": dict(learner.get("stats") or {}), "buffer": buffer}  # fmt: skip
+    place = str((buffer.get("endpoints") or {}).get("weightsync", ""))
+    return state | ({"weightsync": weightsync_status(place, keys)} if place else {})
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines in the last part of a file."""
+    tail = JsonTail(path, last_bytes=LAST_BYTES)
+    try:
+        return tail.poll()
+    finally:
+        tail.close()
+
+
+def _name_and_time(line: dict[str, Any]) -> tuple[str, float]:
+    return str(line.get("name")), float(line.get("t", 0.0))
+
+
+def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
+    """The newest sign of every role: its age, its state where it is on this host, what it waits for and since when."""
+    now = time.time()
+    found = {}
+    for name, seen in sorted(read_signs(run.alive).items()):
+        here = seen.host == socket.gethostname()
+        found[name] = {
+            "role": seen.role, "pid": seen.pid, "host": seen.host, "age_s": round(now - seen.t, 1),
+            "state": (state_of(seen.pid) or "ended") if here else "", "waiting_for": seen.waiting_for,
+            "waiting_s": round(now - seen.since, 1) if seen.since else 0.0,
+        }  # fmt: skip
+    return found
+
+
+def buffer_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """The buffer's own words, or `{"error": ...}`."""
+    from buffers.client.client import ObserverClient
+
+    return _ask(address, lambda: ObserverClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S))
+
+
+def weightsync_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """The weight-sync service's own words, or `{"error": ...}`."""
+    from weightsync.client import WeightSyncClient
+
+    return _ask(address, lambda: WeightSyncClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S))
+
+
+def _ask(address: str, connect: Callable[[], Any]) -> dict[str, Any]:
+    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # known at once, where a request would wait for its deadline
+        return {"error": f"nothing listens at {address}", "code": "net.unreachable"}
+    client = None
+    try:
+        client = connect()
+        answer: dict[str, Any] = client.status()
+        return answer
+    except AsyncRLError as error:
+        return {"error": error.message, "code": error.code}
+    finally:
+        if client is not None:
+            client.close()
+
+
+def launcher_mark(target: str) -> str:
+    """The lock that this launcher holds while it works. Its host belongs to it: in containers all pids are alike."""
+    return f"{LAUNCHER_PREFIX}{target}-{socket.gethostname()}-{os.getpid()}"
+
+
+def launchers(run: RunDir) -> list[tuple[str, int]]:
+    """(target, pid) of the living launchers on this host. A pid may be somebody else's by now; a held lock cannot."""
+    found = []
+    for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
+        target, _, place = path.stem.removeprefix(LAUNCHER_PREFIX).partition("-")
+        pid = place.rpartition("-")[2]
+        if not pid.isdigit():
+            continue
+        holder = _holder(path)
+        if holder is None:
+            with suppress(OSError):
+                path.unlink()  # its launcher was killed
+        elif holder.endswith(f" on {socket.gethostname()}"):
+            found.append((target, int(pid)))
+    return found
+
+
+def _holder(path: Path) -> str | None:
+    """Who holds a launcher's lock, empty where nobody can say; None where it was left behind. Nothing is written."""
+    try:
+        with path.open() as file:
+            holder = file.read().strip()
+            if holder:  # else it is being taken just now: only its holder writes
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+    except BlockingIOError:
+        return holder
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return ""
+
+
+def render(state: dict[str, Any]) -> str:
+    """The text that `asyncrl status` prints."""
+    lines: list[str] = []
+    over = False
+    if "run" in state:
+        living = ", ".join(f"{launcher['target']} pid {launcher['pid']}" for launcher in state["launchers"])
+        how = f"launched here: {living}" if living else "no launcher here"
+        lines += [
+            f"{'run':<12}{state['run']} ({how})",
+            f"{'step':<12}{_step_words(state['last_step'], state['steps'])}",
+        ]
+        if state["result"]:
+            lines.append(f"{'result':<12}{state['result'].get('reason')} (code {state['result'].get('code')})")
+        queue = state["queue"]
+        counts = [f"{name} {int(queue[name])}" for name in QUEUE_STATES if queue.get(name)]
+        lines.append(f"{'queue':<12}{' · '.join(counts) or 'nothing yet'}")
+        over = bool(state["result"]) and not living
+        if not over:
+            lines += [f"{name:<11} {words}" for name, words in _workers(state).items()]
+    for service, words in (("buffer", _buffer_words), ("weightsync", _weightsync_words)):
+        if service in state:
+            answer = state[service]
+            silent = answer.get("error")
+            if silent and over:
+                silent = "not running: the run has ended"
+            elif silent:
+                silent = f"silent: {silent}"
+            lines.append(f"{service:<12}{silent or words(answer)}")
+    return "\n".join(clean(line) for text in lines for line in text.split("\n"))
+
+
+def _workers(state: dict[str, Any]) -> dict[str, str]:
+    """What every role does or waits for, in words: by its own sign, else (on another host) by its heartbeats."""
+    told = {}
+    answer = state["buffer"]
+    learner = answer.get("learner") or {}
+    beats = [*answer.get("producers", []), *answer.get("rewards", [])]
+    beats += [learner] if learner.get("age_s") is not None else []
+    for one in beats:
+        told[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
+    for name, worker in state["workers"].items():  # the buffer does not answer: its log
+        told.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
+    for name, one in state.get("alive", {}).items():
+        told[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
+    return dict(sorted(told.items()))
+
+
+def _words_of(one: dict[str, Any], *, silent_s: float) -> str:
+    who = f"(pid {one['pid']} on {one['host']})"
+    if one["state"] == "ended":
+        return f"has ended {who}"
+    waited = f" for {one['waiting_s']:.0f} s" if one.get("waiting_s") else ""
+    doing = f"waits{waited}: {one['waiting_for']}" if one["waiting_for"] else "works"
+    if one["state"] and one["state"] in STOPPED:
+        return f"is stopped (state {one['state']}), silent for {one['age_s']:.0f} s {who}"
+    if one["age_s"] >= silent_s:
+        return f"silent for {one['age_s']:.0f} s; last heard of: {doing} {who}"
+    return f"{doing} {who}"
+
+
+def _step_words(step: dict[str, Any], steps: int) -> str:
+    if not step:
+        return f"none of {steps} yet"
+    return (f"{step['step']} of {steps}  reward {number(step, 'reward_mean')}  lag {number(step, 'lag_mean', '.2f')} "
+            f"(max {number(step, 'lag_max', '.0f')} of {number(step, 'bound_max', '.0f')})  "
+            f"{number(step, 'tokens_per_s', '.0f')} tok/s")  # fmt: skip
+
+
+def _buffer_words(answer: dict[str, Any]) -> str:
+    ledger = answer.get("ledger", {})
+    counts = " · ".join(f"{name} {ledger[name]}" for name in QUEUE_STATES if ledger.get(name)) or "nothing issued yet"
+    lines = [f"{answer.get('store')}, version {answer.get('version')}, {answer.get('total_groups')} groups in all: "
+             f"{counts}"]  # fmt: skip
+    fault = answer.get("fault")
+    if fault:
+        lines.append(f"ends the run: {fault.get('code')}: {fault.get('message')}")
+    if answer.get("waiting_for"):
+        lines.append(str(answer["waiting_for"]))
+    if (answer.get("evaluation") or {}).get("running"):
+        lines.append(_evaluation_words(answer["evaluation"]))
+    return f"\n{'':<12}".join(lines)
+
+
+def _evaluation_words(found: dict[str, Any]) -> str:
+    """`evaluation of step 20: 12 of 64 prompts are over, 31 s of 600 s (failed 1; left: is being generated 4)`."""
+    left = ", ".join(f"{what} {count}" for what, count in sorted((found.get("left") or {}).items()))
+    more = [f"failed {found['failed']}"] if found.get("failed") else []
+    more += [f"left: {left}"] if left else []
+    return f"evaluation {found['running']}" + (f" ({'; '.join(more)})" if more else "")
+
+
+def _weightsync_words(answer: dict[str, Any]) -> str:
+    if answer.get("version", -1) < 0:
+        return "no version was published yet"
+    members = dict(answer.get("members") or {})
+    told = [f"{name} {member.get('state')} version {member.get('version')}" + _why(member) + _way(member)
+            for name, member in sorted(members.items())]  # fmt: skip
+    head = f"version {answer.get('version')}, held by generators {answer.get('committed')}; "
+    return f"\n{'':<12}".join([head + (told or ["no generator"])[0], *told[1:]])
+
+
+def _why(member: dict[str, Any]) -> str:
+    words = dict.fromkeys(str(member[key]) for key in ("why", "said") if member.get(key))
+    return f" ({'; '.join(words)})" if words else ""
+
+
+def _way(member: dict[str, Any]) -> str:
+    """How its weights come: `, local full from learner: same host as the publisher (gpu1)`."""
+    if not member.get("transport"):
+        return ""
+    source = f" from {member['source']}" if member.get("source") else ""
+    return f", {member['transport']} {member.get('encoding', '')}{source}: {member.get('transport_why', '')}"
+
+
+# ---------------------------------------------------------------- stop
+
+
+def stop_command(folder: Path, *, timeout_s: float) -> int:
+    """End the run; 0 once it has ended. Raises Unavailable where it does not within the timeout."""
+    run = RunDir(folder).require()
+    deadline = time.monotonic() + timeout_s
+    here = launchers(run)
+    for learner in (True, False):  # the others serve the learner while it writes its checkpoint
+        asked = [(target, pid) for target, pid in here if (target in ("all", "learner")) is learner]
+        for target, pid in asked:
+            send(pid, signal.SIGTERM)
+            print(f"asked the launcher of {target} (pid {pid}) to stop", flush=True)
+        _await_end(run, asked, deadline, timeout_s)
+    if here:
+        print("stopped")
+        return 0
+    return _stop_services(run)
+
+
+def _await_end(run: RunDir, asked: list[tuple[str, int]], deadline: float, timeout_s: float) -> None:
+    while set(asked) & set(launchers(run)):
+        if time.monotonic() > deadline:
+            raise Unavailable("hang", f"it has not ended within {timeout_s:g} s", where=str(run.root))
+        time.sleep(STOP_POLL_S)
+
+
+def _stop_services(run: RunDir) -> int:
+    """Ask both services themselves; 0."""
+    config = load(run.config)
+    asked = [name for name in ("buffer", "weightsync") if _stop_service(name, config)]
+    if not asked:
+        print("nothing of this run answers here")
+        return 0
+    print(f"asked {' and '.join(asked)} to stop")
+    return 0
+
+
+def _stop_service(name: str, config: Config) -> bool:
+    from buffers.client.client import ObserverClient
+    from weightsync.client import WeightSyncClient
+
+    if not reachable(endpoint(config, name), timeout_s=ASK_TIMEOUT_S):
+        return False
+    kind: Any = ObserverClient if name == "buffer" else WeightSyncClient
+    client = kind(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)
+    try:
+        client.stop("asyncrl stop")
+    except AsyncRLError:
+        return False
+    finally:
+        client.close()
+    return True

@@ -1,0 +1,160 @@
+"""`asyncrl top RUN`: the live view. The loop of the command.
+
+Called by `asyncrl.commands.top`. Guarantees:
+1. it only looks: nothing it does reaches a role but the questions of `asyncrl.monitor.source`;
+2. `q`, Ctrl-C or the end of its input leave at once, and the terminal is as it was;
+3. without a terminal, or with `--plain`, it writes plain lines, one block per look;
+4. an answer that is late does not hold up the keys: questions are asked on a thread of their own.
+The exit code is 0 where the run answers or has ended, 69 where neither is so.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.monitor.plain import plain
+from asyncrl.monitor.snapshot import Snapshot, snapshot
+from asyncrl.monitor.source import FileSource, ServiceSource, source_of
+
+KEY_POLL_S = 0.1
+EXIT_SILENT = 69
+
+
+def top_command(
+    folder: Path | None,
+    *,
+    connect: str,
+    key: str,
+    once: bool,
+    as_plain: bool,
+    every_s: float,
+    out: TextIO | None = None,
+) -> int:
+    """Show the run until it is left; the exit code."""
+    target = out or sys.stdout
+    source = source_of(folder, connect=connect, key=key)
+    if once:
+        seen = snapshot(source.look())
+        if as_plain or not target.isatty():
+            _say(seen, target)
+        else:
+            _draw_once(seen, target)
+        return code_of(seen)
+    if as_plain or not target.isatty():
+        return _lines(source, every_s, target)
+    return _picture(source, every_s, target)
+
+
+def code_of(seen: Snapshot) -> int:
+    """0 where the run answers or is over, 69 where it is silent."""
+    return 0 if seen.live or seen.ended else EXIT_SILENT
+
+
+def _say(seen: Snapshot, out: TextIO) -> None:
+    print("\n".join(plain(seen)), file=out, flush=True)
+
+
+def _draw_once(seen: Snapshot, out: TextIO) -> None:
+    from rich.console import Console
+
+    from asyncrl.monitor.screen import screen
+
+    Console(file=out).print(screen(seen))
+
+
+def _lines(source: FileSource | ServiceSource, every_s: float, out: TextIO) -> int:
+    """A block of lines per look, until the run is over or a signal ends it."""
+    while True:
+        seen = snapshot(source.look())
+        _say(seen, out)
+        if seen.ended:
+            return 0
+        print(file=out, flush=True)
+        time.sleep(every_s)
+
+
+class Looks(threading.Thread):
+    """Looks again and again on a thread; `newest` is the last snapshot, `error` what ended the looking."""
+
+    def __init__(self, look: Callable[[], Snapshot], *, every_s: float) -> None:
+        super().__init__(name="looks", daemon=True)
+        self.newest: Snapshot | None = None
+        self.error: AsyncRLError | None = None
+        self.done = threading.Event()
+        self._look = look
+        self._every_s = every_s
+
+    def run(self) -> None:
+        """Until `done` is set, or an error that looking again would not mend."""
+        while not self.done.is_set():
+            try:
+                self.newest = self._look()
+            except AsyncRLError as error:
+                self.error = error
+                return
+            self.done.wait(self._every_s)
+
+
+def _picture(source: FileSource | ServiceSource, every_s: float, out: TextIO) -> int:
+    """Redraw in place until a key leaves."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from asyncrl.monitor.screen import screen
+
+    looks = Looks(lambda: snapshot(source.look()), every_s=every_s)
+    shown: Snapshot | None = None
+    with (
+        keys() as pressed,
+        Live(Text("asking ..."), console=Console(file=out), screen=True, auto_refresh=False) as live,
+    ):
+        looks.start()
+        while looks.error is None and looks.is_alive():
+            if (newest := looks.newest) is not None and newest is not shown:
+                shown = newest
+                live.update(screen(shown), refresh=True)
+            if pressed(KEY_POLL_S) in ("q", "Q", "\x03", "\x04"):
+                break
+    looks.done.set()
+    if looks.error is not None:
+        raise looks.error
+    if shown is not None:  # what was there last stays on the screen
+        _draw_once(shown, out)
+    return 0 if shown is None else code_of(shown)
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """Keys one by one, without Enter: a function that waits so many seconds for the next, empty without one."""
+    if not sys.stdin.isatty():
+        yield _no_keys
+        return
+    import termios
+    import tty
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    try:
+        tty.setcbreak(number)
+        yield _next_key
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _no_keys(timeout_s: float) -> str:
+    time.sleep(timeout_s)
+    return ""
+
+
+def _next_key(timeout_s: float) -> str:
+    ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
+    return (sys.stdin.read(1) or "\x04") if ready else ""

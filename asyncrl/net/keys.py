@@ -1,0 +1,187 @@
+"""The keys of a run: who may join it, who may lead it, and what proves that weights are the learner's.
+
+Called by `asyncrl keys`, by `asyncrl.net.sockets` and by every role at its start. `server.key` is for the services and the
+learner, `join.key` for producers and reward workers. Guarantees:
+1. a key file is made readable by its owner alone, whatever the umask, and never written over;
+2. `read_keys` refuses a file that others can read, that is somebody else's, damaged, or no key file;
+3. a join key can neither stand in for a service nor lead the run: it lacks the secrets of both. Workers read nothing
+   else (`worker_file`), and keep nothing else of what they were given;
+4. `repr` shows no secret: keys that end up in a log or a traceback say what they are and nothing else;
+5. a signature covers its purpose and every part with its length: no part can be taken for another one.
+
+Example: `keys.sign("manifest", b"...")` is an HMAC-SHA256 by the run's own key, which both files hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import UNREADABLE, ConfigError
+
+SERVER_FILE, JOIN_FILE = "server.key", "join.key"
+OWNER, JOINED = "owner", "join"  # what a peer may be, by its key
+LARGEST_FILE = 16 << 10
+
+
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """CURVE keys (Z85 text) and the key that signs. A join file lacks the secrets of services and owner."""
+
+    server_public: str
+    join_public: str
+    join_secret: str
+    run_key: str  # hex
+    server_secret: str = ""
+    owner_public: str = ""
+    owner_secret: str = ""
+
+    @property
+    def leads(self) -> bool:
+        """Whether the holder may serve and lead the run."""
+        return bool(self.server_secret and self.owner_secret)
+
+    @property
+    def client_public(self) -> str:
+        """By which this holder is known to a service."""
+        return self.owner_public or self.join_public
+
+    @property
+    def client_secret(self) -> str:
+        """Secret half of `client_public`."""
+        return self.owner_secret or self.join_secret
+
+    @property
+    def known(self) -> dict[str, str]:
+        """Public keys that a service admits, and what their holders are."""
+        clients = {self.join_public: JOINED, self.owner_public: OWNER}
+        return {public: name for public, name in clients.items() if public}
+
+    def for_joining(self) -> Keys:
+        """The same without what only services and the learner need."""
+        return msgspec.structs.replace(self, server_secret="", owner_public="", owner_secret="")
+
+    def among_workers(self) -> Keys:
+        """For sockets on which workers serve each other: all of them hold the join key and nothing more."""
+        return msgspec.structs.replace(
+            self.for_joining(), server_public=self.join_public, server_secret=self.join_secret
+        )
+
+    def sign(self, purpose: str, *parts: bytes) -> str:
+        """Hex HMAC of the parts for a purpose."""
+        digest = hmac.new(bytes.fromhex(self.run_key), digestmod=hashlib.sha256)
+        for part in (purpose.encode(), *parts):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    def signed(self, signature: str, purpose: str, *parts: bytes) -> bool:
+        """Whether the signature is of this run; compared in constant time."""
+        return hmac.compare_digest(signature.encode(), self.sign(purpose, *parts).encode())
+
+    def __repr__(self) -> str:
+        return f"Keys({'server' if self.leads else 'join'})"
+
+    __str__ = __repr__
+
+    def __rich_repr__(self):  # type: ignore[no-untyped-def]
+        yield "server" if self.leads else "join"
+
+
+def make_keys() -> Keys:
+    """New keys of a run."""
+    import zmq
+
+    texts = [half.decode() for _ in range(3) for half in zmq.curve_keypair()]
+    server_public, server_secret, owner_public, owner_secret, join_public, join_secret = texts
+    return Keys(
+        server_public, join_public, join_secret, secrets.token_hex(32), server_secret, owner_public, owner_secret
+    )
+
+
+def join_path(path: Path) -> Path:
+    """The join file beside a server file: `server.key` has `join.key`, `run.key` has `run.join.key`."""
+    return path.with_name(JOIN_FILE if path.name == SERVER_FILE else f"{path.stem}.join{path.suffix}")
+
+
+def worker_file(path: Path) -> Path:
+    """The file that a producer or reward worker is started with: the join file beside a server file, where there is
+    one, or will be. Raises `config.network` where the two do not belong together: that would only show as silence.
+    """
+    beside = join_path(path)
+    if not path.exists():
+        return beside
+    if not beside.is_file():
+        return path
+    if read_keys(beside) != read_keys(path).for_joining():
+        remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
+        raise ConfigError("config.network", f"{path.name} is of other keys than this one", where=str(beside),
+                          remedy=remedy)  # fmt: skip
+    return beside
+
+
+def write_keys(path: Path) -> Keys:
+    """Make the keys of a run: a server file at `path` and the join file beside it. Raises `config.network`."""
+    keys = make_keys()
+    _write(join_path(path), keys.for_joining())
+    _write(path, keys)
+    return keys
+
+
+def _write(path: Path, keys: Keys) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(
+            "config.network", "a key file is not written over: whoever holds it would be locked out", where=str(path),
+            remedy="remove it first, or choose another folder",
+        ) from None  # fmt: skip
+    except OSError as error:
+        raise ConfigError("config.network", f"key file: {error.strerror}", where=str(path)) from None
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(msgspec.json.format(msgspec.json.encode(keys, order="deterministic"), indent=1) + b"\n")
+
+
+def read_keys(path: Path) -> Keys:
+    """The keys of a file. Raises `config.network` where it is missing, damaged, somebody else's or open to others."""
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            _check_mode(path, about)
+            keys = msgspec.json.decode(file.read(LARGEST_FILE), type=Keys)
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(
+            "config.network", f"key file: {getattr(error, 'strerror', None) or error}", where=str(path),
+            remedy="make keys with: asyncrl keys DIR",
+        ) from None  # fmt: skip
+    _check_keys(path, keys)
+    return keys
+
+
+def _check_mode(path: Path, about: os.stat_result) -> None:
+    if stat.S_IMODE(about.st_mode) & 0o077:
+        remedy = f"chmod 600 {path}"
+        raise ConfigError("config.network", "key file is readable by others", where=str(path), remedy=remedy)
+    if about.st_uid not in (os.getuid(), 0):  # a scheduler may mount it as root's
+        raise ConfigError("config.network", f"key file belongs to user {about.st_uid}", where=str(path))
+
+
+def _check_keys(path: Path, keys: Keys) -> None:
+    """Every key decodes to 32 bytes: a wrong one would only show as silence on the socket."""
+    from zmq.utils import z85
+
+    try:
+        given = [getattr(keys, name) for name in keys.__struct_fields__ if name != "run_key"]
+        right = all(len(z85.decode(text)) == 32 for text in given if text) and len(bytes.fromhex(keys.run_key)) == 32
+    except (ValueError, KeyError, ArithmeticError, LookupError, TypeError):
+        right = False
+    if not right or not all((keys.server_public, keys.join_public, keys.join_secret)):
+        raise ConfigError(
+            "config.network", "key file: its keys are damaged", where=str(path),
+            remedy="copy it again from where it was made",
+        )  # fmt: skip

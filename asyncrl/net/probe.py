@@ -1,0 +1,89 @@
+"""Looks at addresses and Redis servers with plain sockets, without importing redis.
+
+Called by `asyncrl.preflight.check`. Guarantees: every look ends within `CONNECT_TIMEOUT_S` per step; nothing stays open; a
+password never stands in an answer.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+CONNECT_TIMEOUT_S = 3.0
+
+
+def bind_problem(address: str) -> tuple[str, str] | None:
+    """Code and message where a `tcp://host:port` cannot be listened on."""
+    parsed = urlparse(address)
+    try:
+        port = parsed.port
+    except ValueError:
+        port = None
+    if port is None or not parsed.hostname:
+        return "config.network", "it is not tcp://host:port"
+    host = "0.0.0.0" if parsed.hostname == "*" else parsed.hostname
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except socket.gaierror as error:
+            return "config.network", f"unknown host: {error.strerror}"
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return "net.port_in_use", "another process listens there"
+            return "config.network", f"cannot listen there: {error.strerror}"
+    return None
+
+
+def redis_problem(url: str) -> str:
+    """Why Redis at `url` cannot be used; empty where it answers PING. The password never stands in the answer."""
+    parsed = urlparse(url)
+    if parsed.scheme not in ("redis", "rediss", "unix"):
+        return f"scheme {parsed.scheme!r} is not redis, rediss or unix"
+    shown = parsed.path if parsed.scheme == "unix" else f"{parsed.hostname or 'localhost'}:{parsed.port or 6379}"
+    try:
+        with _redis_socket(parsed) as connection:
+            if parsed.password:
+                words = [unquote(word) for word in (parsed.username, parsed.password) if word]
+                answer = _ask(connection, "AUTH", *words)
+                if not answer.startswith(b"+"):
+                    return f"Redis at {shown} refused the password: {answer.decode(errors='replace')}"
+            answer = _ask(connection, "PING")
+    except (OSError, ValueError) as error:
+        return f"no Redis at {shown}: {error}"
+    return "" if answer.startswith(b"+PONG") else f"Redis at {shown} answered {answer.decode(errors='replace')!r}"
+
+
+def _redis_socket(parsed: Any) -> socket.socket:
+    if parsed.scheme == "unix":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            connection.connect(parsed.path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host = parsed.hostname or "localhost"
+    connection = socket.create_connection((host, parsed.port or 6379), timeout=CONNECT_TIMEOUT_S)
+    if parsed.scheme == "rediss":
+        import ssl
+
+        return ssl.create_default_context().wrap_socket(connection, server_hostname=host)
+    return connection
+
+
+def _ask(connection: socket.socket, *words: str) -> bytes:
+    """One command in the protocol of Redis and the first line of its answer."""
+    parts = [f"*{len(words)}\r\n".encode()]
+    for word in words:
+        data = word.encode()
+        parts.append(b"$%d\r\n%s\r\n" % (len(data), data))
+    connection.sendall(b"".join(parts))
+    answer = b""
+    while b"\r\n" not in answer and (piece := connection.recv(4096)):  # bounded: CONNECT_TIMEOUT_S
+        answer += piece
+    return answer.split(b"\r\n")[0]

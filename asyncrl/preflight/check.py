@@ -1,0 +1,123 @@
+"""Looks at everything a configuration names before anything is started, and reports all mistakes at once.
+
+Called by `asyncrl check` and by `asyncrl launch`, which starts nothing where this finds a mistake. Guarantees:
+1. every mistake is found in one pass, each with file and line, what is wrong, what was probably meant and what to do;
+2. code of the user (rewards, prompt sources) is imported in another process with a time limit, never in this one;
+3. nothing is written, bound for longer than the look, or left running;
+4. the derived numbers are shown with their arithmetic, and what each role needs of memory.
+It does not load the model and does not import torch or redis. The parts: `check_files`, `check_code`, `check_machine`,
+`derived`, `memory_estimate`; the text and the JSON: `check_text`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import Config, load_all
+from asyncrl.config.locations import Places, path_of
+from asyncrl.config.reader import beside
+from asyncrl.config.sections.mode import roles_of
+from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
+from asyncrl.preflight import trackers as check_trackers
+from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, import_problem
+from asyncrl.preflight.companion_models import model_json
+from asyncrl.preflight.derived import Finding, Starting, derived, notes_on, starting, what_starts
+from asyncrl.preflight.files import check_data, check_keys, check_model, count_rows, data_notes, first_row, settled
+from asyncrl.preflight.machine import Machine, check_ports, check_store, machine_of, missing
+from asyncrl.preflight.memory import RoleMemory, estimate
+from asyncrl.preflight.render import render
+from asyncrl.process_plan import device_assignment as devices
+from asyncrl.process_plan import interpreters as engine_env
+from asyncrl.process_plan.plan import TARGETS
+
+__all__ = [
+    "Checked", "Finding", "check", "check_data", "check_files_of", "check_plugins", "count_rows", "derived",
+    "first_row", "import_problem", "render", "settled", "what_starts",
+]  # fmt: skip
+
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """All mistakes, all derived numbers, and what would start where."""
+
+    errors: list[AsyncRLError]
+    findings: list[Finding]
+    notes: list[str]
+    starting: list[Starting] = []
+    memory: list[RoleMemory] = []
+    missing: list[str] = []  # what this machine does not have
+
+
+def check(
+    config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: bool = False, places: Places | None = None,
+    machine: Machine | None = None,
+) -> Checked:  # fmt: skip
+    """Everything that can be known before the start. `joining`: the services and their store live elsewhere."""
+    checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
+        ({"producer", "learner"}, check_model),
+        ({"producer"}, check_data),
+        ({"reward"}, check_rewards),
+        ({"producer", "learner"}, check_plugins),
+        ({"buffer"}, check_store),
+        ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
+        ({"learner"}, check_algorithm),
+        ({"learner"}, check_trackers.check_trackers),
+    ]
+    errors: list[AsyncRLError] = []
+    for wanted_by, look in checks:
+        if wanted_by & set(roles):
+            errors += look(config)
+    errors += check_keys(config, joining=joining or "buffer" not in roles)
+    findings = derived(config, roles)
+    if "producer" in roles:
+        wrong, has, python = engine_env.look(config, env=environment())
+        errors += engine_env.url_problems(config) + wrong
+        findings += [Finding("engine", has, python)] if has else []
+    accelerators = devices.found()
+    wrong_places = devices.problems(config, roles, accelerators)
+    errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
+    taken = devices.placed(config, roles, accelerators)
+    text = devices.shown(taken, accelerators)
+    findings += [Finding("devices", text)] if text else []
+    notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
+    notes += data_notes(config) if "producer" in roles else ()
+    here = machine or machine_of(config.run_dir)
+    memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
+    return Checked(
+        [placed(error, places) for error in errors] if places else errors, findings,
+        [*notes_on(config, roles, cores=here.cores), *notes], starting(config, roles), memory,
+        list(missing(config, roles, here, memory)),
+    )  # fmt: skip
+
+
+def check_files_of(
+    paths: Path | Sequence[Path], overrides: Sequence[str] = (), target: str = "all", *, joining: bool = False,
+) -> tuple[Config | None, Checked]:  # fmt: skip
+    """Read and check the files; the mistakes of both at once. No configuration where they leave nothing to look at."""
+    loaded = load_all(paths, overrides)
+    if loaded.config is None:
+        return None, Checked(loaded.errors, [], [])
+    config, errors = loaded.config, list(loaded.errors)
+    try:
+        config = settled(config)
+    except ConfigErrors as error:
+        errors += [placed(one, loaded.places) for one in error.errors]
+    roles = roles_of(TARGETS[target], config) if target == "all" else TARGETS[target]
+    checked = check(config, roles, joining=joining, places=loaded.places)
+    errors += beside(checked.errors, loaded.doubtful)
+    return config, msgspec.structs.replace(checked, errors=errors)
+
+
+def placed(error: AsyncRLError, places: Places) -> AsyncRLError:
+    """The error with file and line of the setting that its `where` begins with."""
+    key = _KEY.match(error.where)
+    if key is None or key[0].partition(".")[0].partition("[")[0] not in Config.__struct_fields__:
+        return error
+    where = places.where(path_of(key[0]))
+    return error_for(error.code, f"{error.where}: {error.message}", where=where, remedy=error.remedy,
+                     suggestion=error.suggestion)  # fmt: skip

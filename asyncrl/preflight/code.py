@@ -1,0 +1,164 @@
+"""Whether the code that a configuration names can be used: rewards, sources, engines, backends, algorithms, packages.
+
+Called by `asyncrl.preflight.check` and `asyncrl.preflight.files`. Guarantees:
+1. code of the user and of plugins is imported in a process of its own, for `IMPORT_TIMEOUT_S` at most, never here;
+2. a package that an optional part needs is looked for without being imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from asyncrl.config import Config, dump
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.judge_models import check_models
+from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl.plugins import BUILT_IN
+
+IMPORT_TIMEOUT_S = 60.0
+#: Packages of backends that are extras.
+BACKEND_PACKAGES = {"megatron": "megatron"}
+
+# Run in a process of its own: user code may hang, print or exit.
+_IMPORT = """
+import importlib, sys
+module, _, name = sys.argv[1].partition(":")
+try:
+    found = importlib.import_module(module)
+except BaseException as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+for part in name.split("."):
+    if not hasattr(found, part):
+        sys.exit(f"module {module} has no {part!r}")
+    found = getattr(found, part)
+if not callable(found):
+    sys.exit("it is not callable")
+"""
+
+
+def import_problem(dotted: str) -> str:
+    """Why 'module:function' cannot be used, empty where it can. Tried in another process from this folder."""
+    return _problem([sys.executable, "-c", _IMPORT, dotted])
+
+
+def check_rewards(config: Config) -> Iterator[AsyncRLError]:
+    """Every reward function can be imported and takes arguments that reward workers know how to give."""
+    validator = "producers.rewards.functions"
+    known = (_package_root() / "producers" / "rewards" / "functions.py").exists()
+    yield from check_models(config)
+    for index, reward in enumerate(config.reward):
+        if not reward.function:  # its judge is a model
+            continue
+        if known:
+            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function,
+                                "--args", json.dumps(reward.args, default=str),
+                                "--sandbox", config.sandbox.kind])  # fmt: skip
+        else:
+            problem = import_problem(reward.function)
+        if problem:
+            yield ConfigError("config.reward", problem, where=f"reward[{index}].function = {reward.function!r}")
+
+
+def _package_root() -> Path:
+    return Path(__file__).resolve().parents[2]
+
+
+def _problem(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=environment(),
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    meant = next((line for line in reversed(lines) if not line.lstrip().startswith("->")), "")
+    return re.sub(r"^error\[[\w.]+\] \S+: ", "", meant.strip()) or f"its check ended with code {done.returncode}"
+
+
+def environment() -> dict[str, str]:
+    """That of this process, with this folder and the package on the path."""
+    env = dict(os.environ)
+    places = [os.getcwd(), str(_package_root()), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    return env
+
+
+def check_plugins(config: Config) -> Iterator[AsyncRLError]:
+    """Engine and backend are known names."""
+    for key, group, name in (
+        ("producers.engine", "asyncrl.engines", config.producers.engine),
+        ("learner.backend", "asyncrl.backends", config.learner.backend),
+    ):
+        known = set(BUILT_IN.get(group, {})) | {point.name for point in entry_points(group=group)}
+        if name not in known:
+            near = (difflib.get_close_matches(name, known, n=1) or [""])[0]
+            hint = f"; did you mean {near!r}?" if near else ""
+            what = f"{name!r} is not known: one of {', '.join(sorted(known))}{hint}"
+            yield ConfigError("config.type", what, where=key, suggestion=near)
+    package = BACKEND_PACKAGES.get(config.learner.backend, "")
+    if package and importlib.util.find_spec(package) is None:
+        what = f"backend {config.learner.backend!r} needs the package {package}, which this environment lacks"
+        remedy = f"pip install 'asyncrl[{config.learner.backend}]'"
+        yield ConfigError("config.extra", what, where="learner.backend", remedy=remedy)
+    yield from check_extras(config)
+    python = config.producers.python
+    if python and not shutil.which(python):
+        yield ConfigError("config.type", f"no interpreter {python!r}", where="producers.python")
+
+
+def check_extras(config: Config) -> Iterator[AsyncRLError]:
+    """The packages of adapters, optimizers and kernels that are extras are installed."""
+    if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
+        what = "adapters need the package peft, which this environment lacks"
+        yield ConfigError("config.extra", what, where="learner.lora.rank", remedy="pip install 'asyncrl[lora]'")
+    if config.learner.liger and importlib.util.find_spec("liger_kernel") is None:
+        yield ConfigError("config.extra", "learner.liger needs the package liger-kernel, which this environment lacks",
+                          where="learner.liger", remedy="pip install 'asyncrl[cuda]'")  # fmt: skip
+    for name in ("optim", "critic", "process_reward"):
+        if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            what = f"learner.{name}.name = 'adamw_8bit' needs the package torchao, which this environment lacks"
+            remedy = "pip install 'asyncrl[optim-8bit]'"
+            yield ConfigError("config.extra", what, where=f"learner.{name}.name", remedy=remedy)
+
+
+def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
+    """Estimators, losses and corrections of plugins can be imported and have the options that are set.
+
+    In a process of its own, with torch; built-in ones are known without it (`asyncrl.config.sections.algorithm_catalogue`).
+    """
+    algorithm = config.learner.algorithm
+    names = {kind: algorithms.chosen(algorithm, kind) for kind in algorithms.TABLES}
+    if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
+        return
+    if any(name not in algorithms.known(kind) for kind, name in names.items()):
+        return  # `asyncrl.config` has said so
+    command = [sys.executable, "-m", "learners.algorithms.registry"]
+    try:
+        done = subprocess.run(
+            command, input=dump(config), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=environment(),
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        yield ConfigError("config.extra", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s",
+                          where="learner.algorithm")  # fmt: skip
+        return
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            code, message, where = json.loads(line)
+            yield error_for(code, message, where=where)
+    if done.returncode:
+        last = (done.stderr.strip() or f"its check ended with code {done.returncode}").splitlines()[-1]
+        yield ConfigError("config.extra", last, where="learner.algorithm")

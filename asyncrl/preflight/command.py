@@ -1,0 +1,31 @@
+"""`asyncrl check`: reads, looks at everything, says it.
+
+Called by `asyncrl.cli`. Guarantees: 0 where nothing is wrong, else the exit code of the first mistake; with `--json`
+everything comes as one JSON object on stdout, mistakes as well.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.errors import ConfigErrors
+from asyncrl.preflight import check as checks
+from asyncrl.preflight.render import as_json
+
+
+def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json_text: bool = False) -> int:
+    """Print what there is to say."""
+    _, checked = checks.check_files_of(paths, overrides)
+    if as_json_text:
+        print(json.dumps(as_json(checked), indent=2))
+        return checked.errors[0].exit_code if checked.errors else 0
+    if text := checks.render(checked):
+        print(text)
+    if checked.errors:
+        sys.stdout.flush()
+        raise ConfigErrors(checked.errors)
+    print(f"{' + '.join(map(str, paths))}: no mistakes found")
+    return 0

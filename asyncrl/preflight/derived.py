@@ -1,0 +1,156 @@
+"""The numbers that follow from a configuration, with their arithmetic; and which processes start where.
+
+Called by `asyncrl.preflight.check` and `asyncrl.launcher.launch`. Pure but for counting the rows of files.
+
+Example: `pipeline_depth = 4`, `batch_groups = 32`: "max in flight  160 groups = (pipeline_depth 4 + 1) x batch_groups
+32".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from asyncrl.config import Config, algorithm_notes
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections import checkpoint as checkpoint_config
+from asyncrl.config.sections import evaluation as evaluation_config
+from asyncrl.config.sections.judge import judges_of
+from asyncrl.config.sections.mode import bound_of, is_paired, longest_row, streams
+from asyncrl.evaluation.ids import MAX_ROWS, is_due
+from asyncrl.preflight.files import count_rows, data_paths
+from asyncrl.process_plan.plan import MODULES, SERVICES, TARGETS, names_of, restarts_of, threads_of
+from asyncrl.runtime.run_dir import endpoint
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One derived number: what it is, its value and how it comes about."""
+
+    name: str
+    value: str
+    arithmetic: str = ""
+
+
+class Starting(msgspec.Struct, frozen=True):
+    """Processes of one role: a row of the table of what starts where."""
+
+    role: str
+    count: int
+    module: str
+    device: str  # empty: it needs none
+    threads: int
+    restarts: int  # in 10 minutes
+    where: str  # the address of a service, the interpreter or server of an engine, the launcher of a gang
+
+
+def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Finding]:
+    """The numbers that follow from the settings, with their arithmetic."""
+    buffer, sampling, learner = config.buffer, config.sampling, config.learner
+    group_size, slots = sampling.group_size, config.producers.slots
+    asked = sampling.asked_samples
+    held = config.producers.groups_in_flight(asked)
+    per_group = f"group_size {group_size}" if asked == group_size else f"(group_size + over_issue) {asked}"
+    per_producer = (
+        "producers.max_groups_in_flight" if config.producers.max_groups_in_flight
+        else f"ceil(2 x slots {slots} / {per_group}), fewer where the K/V holds fewer"
+    )  # fmt: skip
+    row = longest_row(config)
+    findings = [
+        Finding("lag at most", f"{bound_of(config)} steps", "the whole run: rows have no age" if streams(config)
+                else "max_staleness; the bound holds for every token"),
+        Finding("max in flight", f"{buffer.max_in_flight_groups} groups",
+                f"(pipeline_depth {buffer.depth} + 1) x batch_groups {buffer.batch_groups}"),
+        Finding("samples per step", str(buffer.batch_groups * group_size),
+                f"batch_groups {buffer.batch_groups} x group_size {group_size}"),
+        Finding("total groups", str(config.total_groups),
+                f"steps {learner.steps} x batch_groups {buffer.batch_groups}"),
+        Finding("groups per producer", str(held), per_producer),
+        Finding("longest sample", f"{row} tokens",
+                f"max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
+                f"{', twice for a pair' if is_paired(config) else ''}; "
+                f"a packed row holds {learner.micro_batch_tokens}"),
+    ]  # fmt: skip
+    rows = [count_rows(path) for path in data_paths(config.data.path)]
+    if rows and all(rows):
+        count = sum(number for number in rows if number)
+        findings.append(Finding("epochs", f"{config.total_groups / count:.2f}",
+                                f"total groups {config.total_groups} / rows {count}"))  # fmt: skip
+    findings += _evaluation_findings(config)
+    if learner.mode == "rl":
+        findings.append(Finding("algorithm", algorithms.explain(learner.algorithm)))
+    findings.append(Finding("what starts", what_starts(config, roles)))
+    return findings
+
+
+def _evaluation_findings(config: Config) -> list[Finding]:
+    """How often which prompts are evaluated."""
+    evaluation, asked = config.evaluation, config.sampling.asked_samples
+    if not evaluation.enabled:
+        return []
+    times = sum(is_due(config, step) for step in range(config.learner.steps + 1))
+    rows = [count_rows(path) for path in data_paths(config.evaluation.path)]
+    prompts = "all held-out prompts"
+    if rows and all(rows):
+        count = min(sum(number for number in rows if number), evaluation.max_prompts or MAX_ROWS)
+        prompts = f"{count} prompts"
+    held = evaluation.held_groups(training_samples=config.producers.groups_in_flight(asked) * asked)
+    how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
+    return [Finding("evaluations", str(times), f"{prompts} x {evaluation.samples} samples, {how}, at most "
+                    f"{evaluation.timeout_s:g} s each; a producer holds up to {held} beside its training")]  # fmt: skip
+
+
+def what_starts(config: Config, roles: Sequence[str]) -> str:
+    """`1 buffer (sqlite), 1 weightsync, 2 producers (hf), 1 reward worker, 1 learner x 1 rank = 6 processes`."""
+    words = {
+        "buffer": f"1 buffer ({config.buffer.store})",
+        "weightsync": f"1 weightsync ({config.weightsync.transport})",
+        "producer": f"{_many(config.producers.count, 'producer')} ({config.producers.engine})",
+        "reward": _reward_workers(config),
+        "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
+    }
+    chosen = [role for role in TARGETS["all"] if role in roles]
+    total = sum(len(names_of(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
+    return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
+
+
+def _reward_workers(config: Config) -> str:
+    """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`."""
+    judges = judges_of(config)
+    of = f" ({', '.join(f'{judge.count} {judge.shown}' for judge in judges)})" if len(judges) > 1 else ""
+    return _many(sum(judge.count for judge in judges), "reward worker") + of
+
+
+def _many(count: int, word: str, ending: str = "s") -> str:
+    return f"{count} {word}{'' if count == 1 else ending}"
+
+
+def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
+    """The table of what starts, in the order in which it does."""
+    producers, rows = config.producers, []
+    devices = {"producer": "" if streams(config) else producers.device, "learner": config.learner.device}
+    servers = f"generates on {', '.join(producers.url)}" if producers.url else ""
+    where = {
+        **{role: f"listens on {endpoint(config, role)}" for role in sorted(SERVICES)},
+        "producer": servers or (f"in {producers.python}" if producers.python else ""),
+        "learner": f"torchrun, backend {config.learner.backend}",
+    }
+    for role in (role for role in TARGETS["all"] if role in roles):
+        count = config.learner.ranks if role == "learner" else len(names_of(role, config))
+        rows.append(Starting(role, count, MODULES[role], devices.get(role, ""), threads_of(role, config),
+                             restarts_of(role, config), where.get(role, "")))  # fmt: skip
+    return rows
+
+
+def notes_on(config: Config, roles: Sequence[str], *, cores: int) -> list[str]:
+    """Settings that work and may surprise."""
+    notes = []
+    threads = sum(row.count * row.threads for row in starting(config, roles) if row.role not in SERVICES)
+    if threads > 2 * cores:
+        notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
+    notes += algorithm_notes.notes(config)
+    notes += (*evaluation_config.notes(config), *checkpoint_config.notes(config))
+    minibatches = config.learner.algorithm.minibatches
+    if minibatches > 1:
+        notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")
+    return notes

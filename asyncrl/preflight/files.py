@@ -1,0 +1,233 @@
+"""Whether the files that a configuration names are there and hold what the run needs: model, rows, keys.
+
+Called by `asyncrl.preflight.check`, `asyncrl.launcher.launch` (`settled`) and `asyncrl.preflight.derived` (`count_rows`). Guarantees:
+1. of a model config.json and names of files are looked at, of rows the first one of every file (all lines are counted
+   in files up to `COUNT_LIMIT_BYTES`);
+2. nothing is written, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.sections import parallel
+from asyncrl.config.sections.mode import is_paired, streams, with_epochs
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
+from asyncrl.evaluation.ids import data_of
+from asyncrl.net.sockets import read_keys
+from asyncrl.preflight.code import import_problem
+from asyncrl.preflight.companion_models import check_companions
+from asyncrl.runtime.data_files import KINDS, count_arrow, files_of, look, parts_of, unknown_kind
+
+COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
+#: Columns that hold the prompt in known data sets, the likeliest first.
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
+HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
+ON_THE_HUB = "nothing is fetched by itself; if it is a name of the Hugging Face hub"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def check_model(config: Config) -> Iterator[AsyncRLError]:
+    """The model folder has a configuration, weights and a tokenizer; models beside it the first two."""
+    yield from check_companions(config)
+    folder = Path(config.model.path)
+    where = f"model.path = {config.model.path!r}"
+    if not folder.is_dir():
+        name = config.model.path
+        remedy = f"{ON_THE_HUB}: hf download {name} --local-dir models/{folder.name}, and name that folder"
+        yield ConfigError(
+            "config.model", "no such folder", where=where, remedy=remedy if HUB_NAME.fullmatch(name) else ""
+        )
+        return
+    if not (folder / "config.json").is_file():
+        yield ConfigError("config.model", "it has no config.json", where=where)
+    if not list(folder.glob("*.safetensors")):
+        yield ConfigError("config.model", "it has no *.safetensors (weights)", where=where)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        yield ConfigError("config.tokenizer", f"it has none of {', '.join(TOKENIZERS)}", where=where)
+    yield from check_layout(config, folder / "config.json")
+
+
+def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
+    """Heads and experts of the model divide by `[learner.parallel]`."""
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, *UNREADABLE):  # said where the model is loaded
+        return
+    if isinstance(model, dict):
+        for code, message, key in parallel.model_problems(config, model):
+            yield error_for(code, message, where=".".join(key))
+
+
+def data_paths(paths: str) -> list[Path]:
+    """The files of a `data.path`; of a part that names none the part itself, of which `check_data` says so."""
+    found: list[Path] = []
+    for part in parts_of(paths):
+        try:
+            found += files_of(part)
+        except ConfigError:
+            found.append(Path(part))
+    return found
+
+
+def check_data(config: Config, section: str = "data") -> Iterator[AsyncRLError]:
+    """The first row of every file has the prompt column; a source can be imported."""
+    if section == "data" and config.evaluation.enabled:
+        held_out = msgspec.structs.replace(config, data=data_of(config))
+        yield from check_data(held_out, "evaluation")
+    if config.data.source:
+        problem = import_problem(config.data.source)
+        if problem:
+            yield ConfigError("config.data", problem, where=f"{section}.source = {config.data.source!r}")
+    for part in parts_of(config.data.path):
+        try:
+            paths = files_of(part)
+        except ConfigError as error:
+            yield ConfigError("config.data", error.message, where=f"{section}.path = {part!r}", remedy=error.remedy)
+            continue
+        for path in paths:
+            yield from _check_file(config, path, where=f"{section}.path = {str(path)!r}")
+
+
+def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLError]:
+    """The first row has the columns."""
+    if not path.exists():
+        fetch = f"hf download {path} --repo-type dataset --local-dir data/{path.name}"
+        remedy = f"{ON_THE_HUB}: {fetch}, and name its files" if HUB_NAME.fullmatch(str(path)) else ""
+        yield ConfigError("config.data", "no such file", where=where, remedy=remedy if path.suffix not in KINDS else "")
+        return
+    try:
+        row = first_row(path)
+    except (OSError, ValueError) as error:
+        yield ConfigError("config.data", getattr(error, "strerror", None) or str(error), where=where)
+        return
+    if row is None:
+        yield ConfigError("config.data", "it has no rows", where=where)
+        return
+    wanted = {"prompt_key": config.data.prompt_key, **answer_columns(config, row)}
+    for setting, column in wanted.items():
+        if column not in row:
+            columns = ", ".join(sorted(row)) or "none"
+            message = f"no column {column!r} (data.{setting}); it has: {columns}"
+            likely = next((name for name in PROMPT_COLUMNS if name in row), "") if setting == "prompt_key" else ""
+            yield ConfigError("config.data", message, where=where,
+                              remedy=f"set data.prompt_key = {json.dumps(likely)}" if likely else "")  # fmt: skip
+
+
+def prompt_column(paths: Sequence[Path]) -> str:
+    """The column with the prompts: `prompt`, or the likeliest that the rows have."""
+    try:
+        row = first_row(paths[0]) or {} if paths else {}
+    except (OSError, ValueError):  # the check says so
+        row = {}
+    return next((column for column in PROMPT_COLUMNS if column in row), "prompt")
+
+
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer of a model folder has a chat template, as far as its files say."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        tree = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, *UNREADABLE):
+        return False
+    return isinstance(tree, dict) and bool(tree.get("chat_template"))
+
+
+def has_texts(paths: Sequence[Path], column: str) -> bool:
+    """Whether the prompts of the first file are plain texts."""
+    try:
+        row = first_row(paths[0]) if paths else None
+    except (OSError, ValueError):  # `check_data` says so
+        return False
+    return isinstance((row or {}).get(column), str)
+
+
+def data_notes(config: Config) -> Iterator[str]:
+    """Plain texts for a model that was made for chat: they never see its template."""
+    data = config.data
+    if data.as_chat or not data.chat_template or not config.environment.is_single_turn:
+        return
+    if has_template(Path(config.model.path)) and has_texts(data_paths(config.data.path), data.prompt_key):
+        yield ("the prompts are plain text, which the model's chat template does not touch; "
+               "data.as_chat = true makes a message of the user of each")  # fmt: skip
+
+
+def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
+    """Setting and name of the answer columns that the rows must have; none where a conversation ends in its answer."""
+    if not streams(config):
+        return {}
+    if is_paired(config):
+        return {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
+    conversation = not isinstance(row.get(config.data.prompt_key), str)
+    return {} if conversation else {"response_key": config.data.response_key}
+
+
+def settled(config: Config) -> Config:
+    """The configuration with `learner.steps` from `data.epochs`, where that is set."""
+    if not config.data.epochs:
+        return config
+    if not all(path.exists() for path in data_paths(config.data.path)):
+        return config  # `check_data` says so
+    counts = [count_rows(path) for path in data_paths(config.data.path)]
+    try:
+        return with_epochs(config, sum(filter(None, counts)) if counts and all(counts) else None)
+    except ConfigError as error:
+        raise ConfigErrors([error]) from None
+
+
+def first_row(path: Path) -> dict[str, Any] | None:
+    """The first row of a file, None without rows; of .parquet and .arrow with empty texts, and None for the others."""
+    if path.suffix in (".parquet", ".arrow"):
+        columns, rows = look(path)
+        return None if rows == 0 else columns
+    if path.suffix not in KINDS:
+        raise ValueError(unknown_kind(path))
+    with path.open(encoding="utf-8") as file:
+        if path.suffix == ".json":
+            rows_of = json.load(file)
+            if not isinstance(rows_of, list):
+                raise ValueError("it is not a list of rows")
+            row = rows_of[0] if rows_of else None
+        else:
+            line = next((line for line in file if line.strip()), "")
+            row = json.loads(line) if line else None
+    if row is not None and not isinstance(row, dict):
+        raise ValueError("its first row is not an object")
+    return row
+
+
+def count_rows(path: Path) -> int | None:
+    """Rows of a file; None where counting would take long or the file cannot be read."""
+    try:
+        if path.stat().st_size > COUNT_LIMIT_BYTES:
+            return None
+        if path.suffix == ".parquet":
+            return look(path)[1]
+        if path.suffix == ".arrow":
+            return count_arrow(path)
+        if path.suffix == ".json":
+            return len(json.loads(path.read_text(encoding="utf-8")))
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    except (OSError, ValueError, ImportError):  # the number is a courtesy; mistakes in the file are check_data's
+        return None
+
+
+def check_keys(config: Config, *, joining: bool) -> Iterator[AsyncRLError]:
+    """The key file can be read and is private; the owner of the buffer may still have to make it."""
+    path = Path(config.network.key_file)
+    if not config.network.key_file or (not joining and not path.exists() and path.parent.is_dir()):
+        return
+    try:
+        read_keys(path)
+    except AsyncRLError as error:
+        where = f"network.key_file = {config.network.key_file!r}"
+        yield error_for(error.code, error.message, where=where, remedy=error.remedy)

@@ -1,0 +1,141 @@
+"""Whether this machine has what a configuration asks for: free ports, a store, cores, memory, accelerators, disk.
+
+Called by `asyncrl.preflight.check`. Guarantees:
+1. ports are bound no longer than the look takes, Redis is asked with plain sockets within seconds;
+2. the machine is read from /proc, /sys, /dev and the file system: no driver and no torch is loaded. `asyncrl doctor`
+   looks closer;
+3. what may be right on another machine (cores, memory, devices) is said as missing here, and is no mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.redis_url import with_password
+from asyncrl.errors import AsyncRLError, ConfigError, error_for
+from asyncrl.net.probe import bind_problem, redis_problem
+from asyncrl.preflight.memory import RoleMemory, shown
+from asyncrl.runtime.run_dir import RunDir
+
+REDIS_SERVERS = ("redis-server", "valkey-server")
+#: Device type -> nodes under /dev, one per device.
+DEVICE_NODES = {"cuda": r"nvidia\d+", "npu": r"davinci\d+"}
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What this machine has, as far as files say."""
+
+    cores: int
+    memory_bytes: int  # of the machine, or of this container
+    devices: dict[str, int]  # accelerators by type
+    disk_free_bytes: int  # where the run folder is
+    shm_free_bytes: int
+
+    @property
+    def accelerator(self) -> str:
+        """The type of its accelerators; empty without one."""
+        return next((kind for kind, count in self.devices.items() if count), "")
+
+
+def machine_of(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = Path("/proc/meminfo")) -> Machine:
+    """This machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    names = [node.name for node in dev.iterdir()] if dev.is_dir() else []
+    devices = {kind: sum(bool(re.fullmatch(node, name)) for name in names) for kind, node in DEVICE_NODES.items()}
+    return Machine(cores, _memory(meminfo), devices, _free(run_dir), _free(dev / "shm"))
+
+
+def _memory(meminfo: Path) -> int:
+    limits = []
+    try:
+        limits.append(int(meminfo.read_text().split("MemTotal:")[1].split()[0]) * 1024)
+    except (OSError, ValueError, IndexError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
+
+
+def _free(path: Path) -> int:
+    """Bytes free where the folder is or will be."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequence[RoleMemory]) -> Iterator[str]:
+    """What the configuration asks for and this machine does not have."""
+    wants = {"learner": ("learner.device", config.learner.device, config.learner.ranks),
+             "producer": ("producers.device", config.producers.device, config.producers.count)}  # fmt: skip
+    for role, (key, device, _) in wants.items():
+        kind, _, number = device.partition(":")
+        count = machine.devices.get(kind, 0)
+        if role in roles and kind in DEVICE_NODES and count <= int(number if number.isdigit() else 0):
+            yield f"{key} = {device!r}: this machine shows {count or 'no'} {kind} device{'s' * (count != 1)}"
+    kind = machine.accelerator
+    called = {"learner": "rank", "producer": "producer"}
+    asked = [f"{count} {called[role]}{'s' * (count != 1)}" for role, (_, device, count) in wants.items()
+             if role in roles and device.partition(":")[0] in ("auto", kind)
+             and not (role == "producer" and config.producers.engine not in ("hf", "vllm"))]  # fmt: skip
+    total = sum(int(words.split()[0]) for words in asked)
+    if kind and total > machine.devices[kind]:
+        yield f"{' and '.join(asked)} share {machine.devices[kind]} {kind} device{'s' * (machine.devices[kind] != 1)}"
+    needs = {place: sum(one.total_bytes * one.count for one in memory if one.place == place) for place in ("host",)}
+    if needs["host"] > machine.memory_bytes:
+        yield f"about {shown(needs['host'])} of host memory: this machine has {shown(machine.memory_bytes)}"
+    staged = sum(part.bytes for one in memory for part in one.parts if part.name == "staged versions")
+    if staged > machine.shm_free_bytes:
+        yield (f"about {shown(staged)} of /dev/shm for staged weights: {shown(machine.shm_free_bytes)} are free there "
+               "(the rest goes to the run folder, slower)")  # fmt: skip
+    kept = sum(part.bytes for one in memory for part in one.parts if part.name == "checkpoints")
+    if kept > machine.disk_free_bytes:
+        yield f"about {shown(kept)} of disk for checkpoints: {shown(machine.disk_free_bytes)} are free there"
+
+
+def check_ports(config: Config, roles: Sequence[str]) -> Iterator[AsyncRLError]:
+    """`tcp://` addresses of the services that start here are free."""
+    seen: dict[str, str] = {}
+    for service in ("buffer", "weightsync"):
+        address = str(getattr(config.network, service))
+        if service not in roles or not address.startswith("tcp://"):
+            continue
+        if address in seen and not address.endswith(":0"):
+            yield ConfigError("config.conflict", f"the same address as network.{seen[address]}",
+                              where=f"network.{service} = {address!r}")  # fmt: skip
+            continue
+        seen[address] = service
+        problem = bind_problem(address)
+        if problem is not None:
+            yield error_for(*problem, where=f"network.{service} = {address!r}")
+
+
+def check_store(config: Config) -> Iterator[AsyncRLError]:
+    """Redis answers where a URL is given; a server is on the PATH where one is to be started."""
+    buffer = config.buffer
+    if buffer.store == "sqlite":
+        return
+    if buffer.redis_url:
+        try:
+            problem = redis_problem(with_password(buffer.redis_url, RunDir(config.run_dir).store))
+        except ConfigError as error:
+            yield error
+            return
+        if problem:
+            yield error_for("store.unreachable", problem, where="buffer.redis_url")
+    elif buffer.store == "redis" and not any(shutil.which(name) for name in REDIS_SERVERS):
+        yield error_for("store.no_server", f"none of {', '.join(REDIS_SERVERS)} is on the PATH", where="buffer.store")

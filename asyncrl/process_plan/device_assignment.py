@@ -1,0 +1,111 @@
+"""Which accelerator of a host each process of `asyncrl launch` gets. Pure, but for `found`, which looks.
+
+Called by `asyncrl.launcher.launch` and `asyncrl.preflight.check`. A rank of the learner takes the device of its number (the learner sees
+all of them, since its ranks speak to each other); a producer sees those that are its own and no other, by the variable
+of its kind of device: engines that start processes of their own keep to it as well. Guarantees:
+1. nobody shares a device while there is a free one; who shares is said in a note;
+2. what the configuration says wins: `producers.device = "cpu"` or `"cuda:1"` is left alone, and so is what a scheduler
+   already hides (`CUDA_VISIBLE_DEVICES`): places are numbers within it;
+3. torch is not imported: devices are files of the host.
+
+Example: 4 devices, 2 ranks, 3 producers: ranks 0 and 1, producers 2, 3 and 2 again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncrl.runtime.device import TABLE
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+#: Kind of device -> what its files below /dev are called.
+FILES = {"cuda": re.compile(r"nvidia\d+"), "npu": re.compile(r"davinci\d+")}
+Conflict = tuple[str, str, tuple[str, ...]]
+
+
+class Devices(NamedTuple):
+    """The devices of a host that this process may use: their kind, and what the variable of that kind calls them."""
+
+    kind: str = "cpu"
+    ids: tuple[str, ...] = ()
+
+
+class Placed(NamedTuple):
+    """Device numbers: of the learner's ranks, and of each producer of this launcher."""
+
+    learner: tuple[int, ...] = ()
+    producers: tuple[int, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        """Whether two processes have one device."""
+        taken = [*self.learner, *self.producers]
+        return len(set(taken)) < len(taken)
+
+
+def found(*, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")) -> Devices:
+    """The accelerators of this host; those that its variable names, where it is set."""
+    env = os.environ if environment is None else environment
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        names = []
+    for kind, pattern in FILES.items():
+        here = sorted((name for name in names if pattern.fullmatch(name)), key=lambda name: (len(name), name))
+        given = env.get(TABLE[kind].visible_env)
+        if here and given is not None:
+            return Devices(kind, tuple(word.strip() for word in given.split(",") if word.strip()))
+        if here:
+            return Devices(kind, tuple(str(number) for number in range(len(here))))
+    return Devices()
+
+
+def placed(config: Config, roles: Sequence[str], devices: Devices) -> Placed:
+    """Who gets which. Nothing where there is no accelerator, or devices are not given out."""
+    count = len(devices.ids)
+    if not count or config.cluster.devices == "share":
+        return Placed()
+    ranks = config.learner.ranks if "learner" in roles and _given_out(config.learner.device, devices) else 0
+    learner = tuple(rank % count for rank in range(ranks))
+    if "producer" not in roles or not _given_out(config.producers.device, devices):
+        return Placed(learner)
+    free = [number for number in range(count) if number not in learner] or list(range(count))
+    return Placed(learner, tuple(free[number % len(free)] for number in range(config.producers.count)))
+
+
+def _given_out(setting: str, devices: Devices) -> bool:
+    return setting in ("auto", devices.kind)
+
+
+def environment_of(number: int, placed_: Placed, devices: Devices) -> dict[str, str]:
+    """What producer `number` sees."""
+    if number >= len(placed_.producers):
+        return {}
+    return {TABLE[devices.kind].visible_env: devices.ids[placed_.producers[number]]}
+
+
+def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator[Conflict]:
+    """Too few devices for what was asked."""
+    found_ = placed(config, roles, devices)
+    count = len(devices.ids)
+    if found_.learner and config.learner.ranks > count:
+        yield ("config.conflict", f"learner.ranks = {config.learner.ranks}, and this host has {count} {devices.kind} "
+               "devices: every rank needs one", ("learner", "ranks"))  # fmt: skip
+    elif config.cluster.devices == "own" and found_.shared:
+        yield ("config.conflict", f"cluster.devices = 'own': {len(found_.learner)} ranks and {len(found_.producers)} "
+               f"producers on {count} {devices.kind} devices", ("cluster", "devices"))  # fmt: skip
+
+
+def shown(placed_: Placed, devices: Devices) -> str:
+    """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without any."""
+    parts = [
+        f"{name}: {devices.kind} {', '.join(devices.ids[number] for number in numbers)}"
+        for name, numbers in (("learner", placed_.learner), ("producers", placed_.producers)) if numbers
+    ]  # fmt: skip
+    return "; ".join(parts)

@@ -1,0 +1,166 @@
+"""Which interpreter a producer runs in, and which server is its own: engines have environments of their own.
+
+Called by `asyncrl.launcher.launch` (the plan), `asyncrl.preflight.check`, `producers.main`, and by reward workers for a judge's engine
+(`python_with`). Guarantees:
+1. `producers.python` wins; else this interpreter, if it has the engine's package; else `.venv-ENGINE` beside the
+   environment of this one, which `make ENGINE` makes; else an error that says so;
+2. `look` runs that interpreter at most once, within `LOOK_S`; it imports asyncrl there, and vLLM itself only where
+   `producers.engine_args` are to be checked;
+3. with several servers the producer with number i has the i-th, so each server gets its weights from one producer.
+Nothing is imported here that an engine needs.
+
+Example: `engine = "vllm"` under `/home/me/asyncrl/.venv/bin/python` without vLLM:
+`/home/me/asyncrl/.venv-vllm/bin/python`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import Config, dump
+from asyncrl.errors import AsyncRLError, ConfigError, error_for
+
+#: Engines whose package pins its own torch, with that package.
+PACKAGES = {"vllm": "vllm"}
+#: Engines behind HTTP.
+SERVED = ("vllm_http", "sglang")
+LOOK_S = 120.0
+
+_LOOK = """
+import importlib.metadata, importlib.util, json, platform, sys
+engine, package, entry = sys.argv[1:4]
+try:
+    import asyncrl, asyncrl.plugins
+    asyncrl.plugins.find("asyncrl.engines", engine)
+except Exception as error:  # another environment: whatever its packages raise is the answer
+    sys.exit(f"it cannot import asyncrl: {type(error).__name__}: {error}")
+if importlib.util.find_spec(package) is None:
+    sys.exit(f"it has no package {package}")
+of = importlib.metadata.packages_distributions().get(package) or [package]
+points = [point.name for point in importlib.metadata.entry_points(group=entry)] if entry else []
+print(json.dumps({"package": f"{of[0]} {importlib.metadata.version(of[0])}", "asyncrl": asyncrl.__version__,
+                  "python": platform.python_version(), "points": points}))
+"""
+
+
+def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
+    """The interpreter of the producers; empty for this one.
+
+    Raises:
+        ConfigError: `config.extra`: there is no environment with the engine's package.
+    """
+    engine, set_one = config.producers.engine, config.producers.python
+    return set_one or python_with(engine, where="producers.engine", prefix=prefix, has=has)
+
+
+def python_with(
+    engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None
+) -> str:  # fmt: skip
+    """An interpreter with the engine's package; empty for this one. Raises as `python_of`; `where`: the setting."""
+    package = PACKAGES.get(engine, "")
+    found = has or (lambda name: importlib.util.find_spec(name) is not None)
+    if not package or found(package):
+        return ""
+    beside = Path(prefix).parent / f".venv-{engine}" / "bin" / "python"
+    if beside.exists():
+        return str(beside)
+    own = f", or set producers.python to an interpreter that has {package} and asyncrl" * (where == "producers.engine")
+    raise ConfigError(
+        "config.extra", f"engine {engine} needs the package {package}: this environment does not have it, and there is "
+        f"no {beside}", where=where, remedy=f"`make {engine}` makes one{own}",
+    )  # fmt: skip
+
+
+def with_python(config: Config) -> Config:
+    """The configuration with the interpreter of its producers."""
+    python = python_of(config)
+    if python == config.producers.python:
+        return config
+    return msgspec.structs.replace(config, producers=msgspec.structs.replace(config.producers, python=python))
+
+
+def own_url(config: Config, name: str) -> Config:
+    """The configuration of the producer with this name, whose number ends it: with its own server alone."""
+    number, urls = name.rpartition("-")[2], config.producers.url
+    if len(urls) < 2 or not number.isdigit():
+        return config
+    mine = (urls[int(number) % len(urls)],)
+    return msgspec.structs.replace(config, producers=msgspec.structs.replace(config.producers, url=mine))
+
+
+def url_problems(config: Config) -> list[AsyncRLError]:
+    """What does not fit about the servers."""
+    producers = config.producers
+    if producers.engine in ("hf", "dataset", *PACKAGES) and producers.url:
+        return [ConfigError("config.conflict", f"engine {producers.engine} has no server", where="producers.url")]
+    if producers.engine not in SERVED:
+        return []
+    if not producers.url:
+        return [ConfigError("config.missing", f"engine {producers.engine} needs the address of its server",
+                            where="producers.url", remedy="set it to http://host:port")]  # fmt: skip
+    if len(producers.url) != producers.count:
+        what = f"{len(producers.url)} servers for producers.count = {producers.count}: each producer has its own"
+        return [ConfigError("config.conflict", what, where="producers.url")]
+    return []
+
+
+def look(config: Config, *, env: Mapping[str, str] | None = None) -> tuple[list[AsyncRLError], str, str]:
+    """Errors, what the producers' environment has, and its interpreter; nothing of both where nothing was to see."""
+    engine = config.producers.engine
+    package = PACKAGES.get(engine, "")
+    if not package:
+        return [], "", ""
+    try:
+        python = python_of(config) or sys.executable
+    except ConfigError as error:
+        return [error], "", ""
+    entry = "vllm.general_plugins" if engine == "vllm" else ""
+    code, out, err = _run([python, "-c", _LOOK, engine, package, entry], "", env)
+    if code:
+        return [_unfit(python, err or out or f"code {code}", engine)], "", ""
+    says = json.loads(out.splitlines()[-1])
+    words = f"{says['package']}, asyncrl {says['asyncrl']}, Python {says['python']}"
+    errors: list[AsyncRLError] = []
+    if entry and "asyncrl" not in says["points"]:
+        errors.append(ConfigError(
+            "config.extra", f"asyncrl is not installed in {python}, so vLLM's processes do not find it",
+            where="producers.python", remedy="python -m pip install --no-deps -e . there (make vllm does)",
+        ))  # fmt: skip
+    if engine == "vllm" and config.producers.engine_args:
+        errors += _argument_problems(config, python, env)
+    return errors, words, python
+
+
+def _unfit(python: str, said: str, engine: str) -> AsyncRLError:
+    last = ([line for line in said.splitlines() if line.strip()] or ["it ended without a word"])[-1]
+    remedy = f"`make {engine}` makes one that fits"
+    return ConfigError("config.extra", f"{python}: {last}", where="producers.python", remedy=remedy)
+
+
+def _argument_problems(config: Config, python: str, env: Mapping[str, str] | None) -> list[AsyncRLError]:
+    code, out, err = _run([python, "-m", "producers.engines.vllm.args"], dump(config), env)
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    if code:
+        return [_unfit(python, err, config.producers.engine)]
+    return [error_for(code, message, where=where) for code, message, where in found]
+
+
+def _run(command: list[str], text: str, env: Mapping[str, str] | None) -> tuple[int, str, str]:
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=LOOK_S, check=False,
+            env=dict(env if env is not None else os.environ),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 1, "", f"no answer within {LOOK_S:g} s"
+    except OSError as error:
+        return 1, "", str(error.strerror)
+    return done.returncode, done.stdout, done.stderr

@@ -1,0 +1,210 @@
+"""Which processes a run consists of: a pure function from the configuration to commands.
+
+Called by `asyncrl.launcher.launch`, `asyncrl.preflight.check` and tests. Guarantees:
+1. the same arguments give the same plan; nothing is started, looked up or written here;
+2. services come first, the learner last: the order in which they are started;
+3. secrets never stand in a command: keys travel as the path of their file;
+4. onlookers (trackers) come last and go with the learner: what is launched without one has none.
+
+Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
+reward-0, learner (and torchrun around the learner's rank). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.config.sections.judge import DEFAULT, judge_of, judges_of
+from asyncrl.net.sockets import LOOPBACK
+from asyncrl.process_plan.device_assignment import Devices, environment_of, placed
+from asyncrl.runtime.run_dir import endpoint
+
+#: What `asyncrl launch TARGET` starts, in order.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "all": ("buffer", "weightsync", "producer", "reward", "learner"),
+    "services": ("buffer", "weightsync"),
+    "buffer": ("buffer",),
+    "weightsync": ("weightsync",),
+    "producers": ("producer",),
+    "rewards": ("reward",),
+    "learner": ("learner",),
+}
+NO_DEVICES = Devices()
+SERVICES = frozenset({"buffer", "weightsync"})
+WORKERS = frozenset({"producer", "reward"})  # they join, and never lead
+MODULES = {
+    "buffer": "buffers.main",
+    "weightsync": "weightsync.main",
+    "producer": "producers.main",
+    "reward": "producers.rewards.main",
+    "learner": "learners.main",
+}
+#: Processes that look on: a run goes on without them (`asyncrl.launcher.supervisor`).
+ONLOOKER = "tracker"
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process: what to run, with what in its environment, and how often to try again in ten minutes."""
+
+    role: str
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # on top of the launcher's own
+    restarts: int = 0
+    gang: bool = False  # started by torchrun: signals go to its workers, exit codes are read from its report
+    ready: str = ""  # address that answers once a service is up
+    judge: str = ""  # whom a reward worker scores for
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How processes reach the services of a run that lives elsewhere."""
+
+    connect: str = ""  # address of the buffer; empty: from the configuration
+    key: str = ""
+    worker_key: str = ""  # for producers and reward workers; empty: `key`
+    takeover: bool = False
+    node_rank: int = 0  # of this host in a gang of several
+    head: str = ""  # host:port where such a gang meets: its first host
+    tag: str = ""  # makes names unique where another launcher already works for the run
+    judge: str | None = None  # reward workers of this judge alone
+
+
+def plan(
+    config: Config, roles: Sequence[str], *, config_path: Path, joining: Joining | None = None,
+    python: str = sys.executable, python_path: Sequence[str] = (), devices: Devices = NO_DEVICES,
+) -> list[ProcessPlan]:  # fmt: skip
+    """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
+    how = joining or Joining()
+    places = placed(config, roles, devices)
+    plans = []
+    for role in (role for role in TARGETS["all"] if role in roles):
+        for number, (name, judge) in enumerate(_members(role, config, how)):
+            own = environment_of(number, places, devices) if role == "producer" else {}
+            interpreter = config.producers.python if role == "producer" and config.producers.python else python
+            plans.append(
+                ProcessPlan(
+                    role=role,
+                    name=name,
+                    argv=_command(
+                        interpreter, role, name, config=config, config_path=config_path, how=how, judge=judge
+                    ),
+                    env=environment(threads_of(role, config), python_path) | interfaces(config) | own,
+                    restarts=restarts_of(role, config, judge=judge),
+                    gang=role == "learner",
+                    ready=endpoint(config, role) if role in SERVICES else "",
+                    judge=judge,
+                )
+            )
+    if "learner" in roles:
+        plans += onlookers(config, config_path=config_path, python=python, python_path=python_path)
+    return plans
+
+
+def onlookers(
+    config: Config, *, config_path: Path, python: str = sys.executable, python_path: Sequence[str] = ()
+) -> list[ProcessPlan]:
+    """Online trackers and the exporter for Prometheus, each a process of its own."""
+    modules = {f"tracker-{name}": "learners.trackers.main" for name in config.trackers.use}
+    if config.trackers.prometheus_port:
+        modules["tracker-prometheus"] = "asyncrl.monitor.prometheus"
+    return [
+        ProcessPlan(
+            role=ONLOOKER, name=name, argv=(python, "-m", module, "--config", str(config_path), "--name", name),
+            env=environment(1, python_path), restarts=config.learner.restarts,
+        )
+        for name, module in modules.items()
+    ]  # fmt: skip
+
+
+def names_of(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
+    """`producer-0`, `producer-1`, ...; roles that exist once have the name of their role."""
+    return [name for name, _ in _members(role, config, Joining(tag=tag, judge=judge))]
+
+
+def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
+    """The processes of a role: name, and the judge of a reward worker."""
+    middle = f"-{how.tag}" if how.tag else ""
+    if role == "producer":
+        return [(f"{role}{middle}-{number}", "") for number in range(config.producers.count)]
+    if role != "reward":
+        return [(role, "")]
+    return [
+        (f"{role}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
+        for judge in judges_of(config) if how.judge in (None, judge.name) for number in range(judge.count)
+    ]  # fmt: skip
+
+
+def threads_of(role: str, config: Config) -> int:
+    """CPU threads of one process of the role."""
+    return {"producer": config.producers.threads, "learner": config.learner.threads}.get(role, 1)
+
+
+def restarts_of(role: str, config: Config, *, judge: str = DEFAULT) -> int:
+    """Restarts in ten minutes: the role's own setting, or the judge's; services share the learner's.
+
+    A gang of several hosts has none: all its hosts have to begin again together, which their scheduler sees to.
+    """
+    if role == "learner" and config.cluster.learner_hosts > 1:
+        return 0
+    if role == "reward" and (found := judge_of(config, judge)) is not None:
+        return found.restarts
+    own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
+    return own.get(role, config.learner.restarts)
+
+
+def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
+    """Variables that every role gets. Idle OpenMP workers must not spin: on a shared CPU that halves the speed."""
+    env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    env |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if python_path:
+        env["PYTHONPATH"] = os.pathsep.join(python_path)
+    return env
+
+
+def _meeting(config: Config, how: Joining) -> list[str]:
+    """torchrun and where its hosts meet. One host meets nobody: in the memory of its torchrun, so that nothing listens
+    and the same command restarts as it is. Several meet at the head, by torchrun's static rendezvous, which keeps no
+    pickles as its elastic one does."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1:
+        return ["learners.gang.local_gang"]
+    host, _, port = how.head.rpartition(":")
+    place = ["--nnodes", str(hosts), "--node-rank", str(how.node_rank), "--master-addr", host, "--master-port", port]
+    return ["torch.distributed.run", "--rdzv-backend", "static", *place]
+
+
+def interfaces(config: Config) -> dict[str, str]:
+    """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
+
+    They take whatever the host's name resolves to otherwise, and have no authentication.
+    """
+    alone = config.weightsync.collective_host in LOOPBACK and config.cluster.learner_hosts == 1
+    if not alone or not sys.platform.startswith("linux"):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def _command(
+    python: str, role: str, name: str, *, config: Config, config_path: Path, how: Joining, judge: str
+) -> tuple[str, ...]:
+    words = [python, "-m", MODULES[role], "--config", str(config_path), "--name", name]
+    words += ["--judge", judge] if judge else []
+    if how.connect and role not in SERVICES:
+        words += ["--connect", how.connect]
+    key = (how.worker_key if role in WORKERS else "") or how.key
+    if key:
+        words += ["--key", key]
+    if role != "learner":
+        return tuple(words)
+    if how.takeover:
+        words.append("--takeover")
+    gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
+    gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
+    return (*gang, "--no-python", python, "-m", "asyncrl.launcher.parent_guard", "--parent", "0", "--", *words)

@@ -1,1 +1,0 @@
-"""Ready-made tasks and data for demonstrations and tests; imports nothing heavy."""

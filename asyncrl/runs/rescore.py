@@ -1,0 +1,259 @@
+"""`asyncrl rescore`: the archived samples of a finished or a running run, scored again: what would have changed?
+
+Called by `asyncrl.cli`. This module plans and reports; the functions run in the children of `python -m
+producers.rewards.rescore`, a process of its own, with the limits of the run's reward workers. Guarantees:
+1. nothing is written into the run: the scores go to a file of their own (`asyncrl.runs.score_file`);
+2. `--reward` stands in for the functions of `--judge`, the parts of other judges stay as they were recorded; without
+   `--judge` it stands in for all; without `--reward` the run's own functions are asked again, as they are now;
+3. a sample that cannot be scored keeps no made-up reward: it is counted with its reason, and the exit code is 1;
+4. it waits for its process as long as that makes progress, `run.hang_timeout_s` at most.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config, RewardFunctionConfig, dump, load
+from asyncrl.config.sections.judge import judges_of, named
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.launcher.launch import python_path
+from asyncrl.metrics import read_lines
+from asyncrl.process_plan.host_facts import kill_group
+from asyncrl.process_plan.plan import environment
+from asyncrl.runs import batch_file
+from asyncrl.runs.score_file import GroupScores, Head, write_scores
+from asyncrl.runtime.run_dir import RunDir, write_atomic
+
+MODULE = "producers.rewards.rescore"
+PLAN, LINES, VERSIONS = "plan.json", "groups.jsonl", "versions.json"
+POLL_S = 0.2
+SHOWN_GROUPS = 20
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the scoring process does. `kept`: label -> weight of the recorded parts that stay in the reward."""
+
+    run: str
+    steps: tuple[int, ...]
+    kept: dict[str, float] = {}
+
+
+class Rescored(msgspec.Struct, frozen=True):
+    """The report. Means are over samples that were scored again; a changed group has a changed sample."""
+
+    run: str
+    file: str
+    functions: tuple[str, ...]
+    steps: int
+    groups: int
+    samples: int
+    changed_groups: int
+    changed_samples: int
+    mean_before: float | None
+    mean_after: float | None
+    failed: dict[str, int]  # reason -> samples
+    versions: dict[str, str]
+    recorded: dict[str, int]
+    changed: tuple[GroupScores, ...]
+    wall_s: float
+
+
+def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Path | None, as_json: bool) -> int:
+    """Score again and report; 0 where every sample could be scored."""
+    started = time.monotonic()
+    run = RunDir(folder).require()
+    config, plan = planned(run, rewards=rewards, judge=judge)
+    path = (out or run.root.with_name(f"{run.root.name}-scores.jsonl")).resolve()
+    if run.root in path.parents:
+        raise ConfigError("usage", "scores go outside of the run that they are of", where=str(path))
+    say: Callable[[str], None] = (lambda _: None) if as_json else _print
+    say(f"rescore of {run.root}: {len(plan.steps)} archived steps")
+    groups, versions = _run(config, plan, say)
+    head = Head(
+        run=str(run.root), functions=tuple(reward.function or reward.label for reward in config.reward),
+        judge=named(judge) if judge else None, versions=versions, recorded=recorded_versions(run), t=time.time(),
+    )  # fmt: skip
+    write_scores(path, head, groups)
+    found = summary(head, groups, path=path, wall_s=time.monotonic() - started)
+    print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else render(found))
+    return 1 if found.failed else 0
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config, Plan]:
+    """The configuration to score with, and what of which steps."""
+    config = load(run.config)
+    steps = tuple(batch_file.steps_in(run.archive))
+    if not steps:
+        raise ConfigError("replay.missing", "no step is archived: was log.archive = true?", where=str(run.archive))
+    known = {one.name: one for one in judges_of(config)}
+    if judge and named(judge) not in known:
+        names = ", ".join(one.shown for one in known.values()) or "none"
+        raise ConfigError("reward.judge", f"{judge!r}: this run has {names}", where="--judge")
+    kept = {} if not judge else {one.label: one.weight for one in config.reward if one.judge != named(judge)}
+    mine = tuple(one for one in config.reward if not judge or one.judge == named(judge))
+    replace = msgspec.structs.replace
+    if rewards:
+        if len(set(rewards)) < len(rewards):
+            raise ConfigError("usage", f"a function is there twice: {', '.join(rewards)}", where="--reward")
+        config = replace(
+            config, reward=_functions(rewards, kept), judge=(), reward_workers=_limits(config, known.get(named(judge)))
+        )
+    else:
+        config = replace(
+            config, reward=mine, judge=tuple(one for one in config.judge if not judge or one.name == judge)
+        )
+    if not config.reward:
+        raise ConfigError("usage", "this run has no reward function: name one with --reward", where="--reward")
+    return config, Plan(str(run.root), steps, kept)
+
+
+def _functions(rewards: Sequence[str], kept: Container[str]) -> tuple[RewardFunctionConfig, ...]:
+    """New functions by their short names, by `module:name` where a short one is taken."""
+    short = Counter(RewardFunctionConfig(function=function).label for function in rewards)
+    plain = [RewardFunctionConfig(function=function) for function in rewards]
+    return tuple(
+        msgspec.structs.replace(one, name=one.function) if short[one.label] > 1 or one.label in kept else one
+        for one in plain
+    )
+
+
+def _limits(config: Config, judge: Any) -> Any:
+    """`[reward_workers]` with the limits of the judge that new functions stand in for."""
+    if judge is None:
+        return config.reward_workers
+    return msgspec.structs.replace(
+        config.reward_workers, count=judge.count, timeout_s=judge.timeout_s, retries=judge.retries,
+        batch_samples=judge.batch_samples, memory_bytes=judge.memory_bytes,
+    )  # fmt: skip
+
+
+def recorded_versions(run: RunDir) -> dict[str, int]:
+    """The reward versions in the history, and how many answers are of each."""
+    counts: Counter[str] = Counter()
+    for line in read_lines(run.history):
+        if line.get("e") in ("score", "judged") and "version" in line:
+            counts[line["version"]] += 1
+    return dict(counts)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def _run(config: Config, plan: Plan, say: Callable[[str], None]) -> tuple[list[GroupScores], dict[str, str]]:
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-rescore-"))
+    try:
+        write_atomic(folder / PLAN, msgspec.json.encode(plan))
+        own = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder)))
+        write_atomic(folder / "config.toml", dump(own).encode())
+        _score(config, folder, say)
+        groups = [msgspec.convert(line, GroupScores, strict=False) for line in read_lines(folder / LINES)]
+        return groups, msgspec.json.decode((folder / VERSIONS).read_bytes(), type=dict[str, str])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _score(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Start the process and wait for its end."""
+    log = folder / "rescore.log"
+    words = [
+        sys.executable,
+        "-m",
+        "asyncrl.launcher.parent_guard",
+        "--parent",
+        str(os.getpid()),
+        "--",
+        sys.executable,
+        "-m",
+        MODULE,
+    ]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*words, "--config", str(folder / "config.toml"), "--name", "rescore"], stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment(1, python_path())},
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        code = _wait(process, folder / LINES, limit_s=config.run.hang_timeout_s, say=say)
+    finally:
+        if process.poll() is None:
+            kill_group(process.pid)
+    if code:
+        said = log.read_text(errors="replace").strip()
+        raise AsyncRLError("role.failed", f"scoring ended with code {code}:\n{said[-2000:]}", where="rescore",
+                           remedy="correct the reward function")  # fmt: skip
+
+
+def _wait(process: subprocess.Popen[bytes], lines: Path, *, limit_s: float, say: Callable[[str], None]) -> int:
+    """The exit code. Progress is more in the file; without any for `limit_s` the process is ended."""
+    seen, moved = 0, time.monotonic()
+    while True:
+        try:
+            return process.wait(timeout=POLL_S)
+        except subprocess.TimeoutExpired:
+            size = lines.stat().st_size if lines.exists() else 0
+        if size > seen:
+            seen, moved = size, time.monotonic()
+            say(f"  {len(read_lines(lines))} groups")
+        if time.monotonic() - moved > limit_s:
+            raise AsyncRLError("hang", f"no step was scored within {limit_s:g} s", where="rescore")
+
+
+# ---------------------------------------------------------------- the report
+
+
+def summary(head: Head, groups: Sequence[GroupScores], *, path: Path, wall_s: float) -> Rescored:
+    """The figures."""
+    pairs = [(one.before[index], reward) for one in groups for index, reward in one.rewards.items()]
+    changed = tuple(one for one in groups if one.changed)
+    failed = Counter(why.split(":")[0] for one in groups for why in one.failed.values())
+    return Rescored(
+        run=head.run, file=str(path), functions=head.functions, steps=len({one.step for one in groups}),
+        groups=len(groups), samples=sum(len(one.before) for one in groups), changed_groups=len(changed),
+        changed_samples=sum(len(one.changed) for one in changed),
+        mean_before=fmean(old for old, _ in pairs) if pairs else None,
+        mean_after=fmean(new for _, new in pairs) if pairs else None, failed=dict(failed), versions=head.versions,
+        recorded=head.recorded, changed=changed, wall_s=round(wall_s, 3),
+    )  # fmt: skip
+
+
+def render(found: Rescored) -> str:
+    """The text of a report."""
+    lines = [
+        f"{found.samples} samples of {found.groups} groups in {found.steps} steps, scored by "
+        f"{', '.join(found.functions)} in {found.wall_s:.1f} s",
+        f"changed     {found.changed_samples} samples in {found.changed_groups} groups",
+    ]
+    if found.mean_before is not None:
+        lines.append(f"mean        {found.mean_before:.4f} -> {found.mean_after:.4f}")
+    told = ", ".join(f"{version or 'none'} ({count} scores)" for version, count in sorted(found.recorded.items()))
+    lines.append(f"version     {told or 'none'} in the log, {', '.join(found.versions.values())} now")
+    if found.changed_samples and set(found.versions.values()) <= found.recorded.keys():
+        lines.append("note: the files of the functions are those of the run: they are not deterministic, or what they "
+                     "import or read has changed")  # fmt: skip
+    for one in found.changed[:SHOWN_GROUPS]:
+        before, after = (fmean(side[index] for index in one.rewards) for side in (one.before, one.rewards))
+        lines.append(f"  group {one.group:>6} of step {one.step:>5}: {before:.4f} -> {after:.4f}, "
+                     f"{len(one.changed)} of {len(one.before)} samples")  # fmt: skip
+    if len(found.changed) > SHOWN_GROUPS:
+        lines.append(f"  and {len(found.changed) - SHOWN_GROUPS} more groups: see the file")
+    lines += [f"failed      {count} samples: {reason}" for reason, count in sorted(found.failed.items())]
+    return "\n".join([*lines, f"scores      {found.file}"])
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,115 @@
+"""Follows the metrics of a run as its roles write them: the newest numbers of everybody, and a point per step.
+
+Called by `learners.trackers.main` (points for trackers) and `asyncrl.monitor.prometheus` (the newest numbers). Guarantees:
+1. it reads files of the run folder and nothing else: no role notices, whatever becomes of the reader;
+2. lines of one look are taken in the order of their time, so a point holds what was known when its step ended;
+3. `positions` say how far it has read: a reader that starts with them repeats at most what it did not finish.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from asyncrl.metrics import CATALOGUE, OPEN, JsonTail, Position
+from asyncrl.metrics.pages import tag_of
+from asyncrl.runtime.run_dir import RunDir
+
+FILES = ("learner", "buffer", "roles", "weightsync", "evaluation")
+WORKER_S = 10.0  # a heartbeat older than this says nothing about a step
+
+
+class Point(NamedTuple):
+    """The numbers of a step, by tag."""
+
+    step: int
+    values: dict[str, float]
+
+
+class Heard(NamedTuple):
+    """The newest line of somebody."""
+
+    t: float
+    values: dict[str, float]
+    waiting_for: str
+
+
+class Following:
+    """The newest of everybody (`newest`, by role and name) and, from `poll`, a point for every step."""
+
+    def __init__(self, run: RunDir, *, positions: Mapping[str, Position] | None = None) -> None:
+        known = positions or {}
+        self._tails = {
+            name: JsonTail(run.metrics / f"{name}.jsonl", from_end=False, position=known.get(name)) for name in FILES
+        }
+        self.newest: dict[tuple[str, str], Heard] = {}
+
+    @property
+    def positions(self) -> dict[str, Position]:
+        """How far each file was read."""
+        return {name: tail.position for name, tail in self._tails.items()}
+
+    @property
+    def behind_bytes(self) -> int:
+        """What is written and not read."""
+        return sum(tail.behind_bytes for tail in self._tails.values())
+
+    @property
+    def damaged(self) -> int:
+        """Lines that could not be read."""
+        return sum(tail.damaged for tail in self._tails.values())
+
+    def poll(self) -> list[Point]:
+        """Take what is new; the points of the steps and evaluations that ended."""
+        new = [(_time(line), name, line) for name, tail in self._tails.items() for line in tail.poll()]
+        new.sort(key=lambda item: item[0])
+        points: list[Point] = []
+        for t, name, line in new:
+            values = numbers(line)
+            role, who = (str(line.get("role", "?")), str(line.get("name", "?"))) if name == "roles" else (name, name)
+            if role in ("buffer", "learner") and (role, who) in self.newest:
+                # Not every line has every number: a heartbeat has a few of those of a step.
+                values = {**self.newest[role, who].values, **values}
+            self.newest[role, who] = Heard(t, values, str(line.get("waiting_for", "")))
+            step = line.get("step")
+            if name == "learner" and isinstance(step, int):
+                points.append(Point(step, self._point(t, numbers(line))))
+            elif name == "evaluation" and isinstance(step, int):
+                points.append(Point(step, {tag_of(key): value for key, value in values.items() if key != "step"}))
+        return points
+
+    def _point(self, t: float, learner: dict[str, float]) -> dict[str, float]:
+        """The learner's numbers, and beside them what the others said last."""
+        values: dict[str, float] = {}
+        for service in ("weightsync", "buffer"):
+            heard = self.newest.get((service, service))
+            values |= {tag_of(key): value for key, value in heard.values.items()} if heard is not None else {}
+        workers: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for (role, _), heard in self.newest.items():
+            if role in ("producer", "reward") and t - heard.t <= WORKER_S:
+                for key, value in heard.values.items():
+                    workers[role, key].append(value)
+        values |= {tag_of(key, role=role): statistics.fmean(some) for (role, key), some in workers.items()}
+        values |= {tag_of(key): value for key, value in learner.items()}
+        return {key: value for key, value in values.items() if not key.endswith("/step")}
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for tail in self._tails.values():
+            tail.close()
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a line: what the catalogue knows."""
+    return {
+        key: float(value) for key, value in line.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        and (key in CATALOGUE or key.startswith(OPEN))
+    }  # fmt: skip
+
+
+def _time(line: Mapping[str, Any]) -> float:
+    t = line.get("t", 0.0)
+    return float(t) if isinstance(t, int | float) else 0.0

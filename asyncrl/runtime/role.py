@@ -1,0 +1,136 @@
+"""The outermost loop of every role process: arguments, signals, exit codes.
+
+Called by the `main` of each role. Guarantees:
+1. SIGTERM or SIGINT asks for a graceful stop; the second one ends the process at once (exit code 130);
+2. the process ends with its parent (Linux), so a killed launcher leaves no orphan;
+3. SIGUSR1 prints the stacks of all threads to the log;
+4. an `AsyncRLError` ends the process with its text and exit code, without a traceback; anything else is a bug: exit 70;
+5. files that it writes are readable by their owner alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.config import Config, load
+from asyncrl.errors import EXIT_INTERNAL, AsyncRLError
+from asyncrl.net.sockets import Keys, read_keys
+from asyncrl.runtime.failpoints import arm
+from asyncrl.runtime.run_dir import RunDir
+
+PR_SET_PDEATHSIG = 1
+
+
+class Stop:
+    """Whether, and why, this process should end. Safe in signal handlers and between threads."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._event = threading.Event()
+
+    def set(self, reason: str) -> None:
+        """Ask for the end; the first reason stays."""
+        self.reason = self.reason or reason
+        self._event.set()
+
+    def is_set(self) -> bool:
+        """True once the end was asked for."""
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s`; True once the end was asked for."""
+        return self._event.wait(timeout_s)
+
+
+class RoleArgs(argparse.Namespace):
+    """What every role is started with."""
+
+    config: Path
+    name: str
+    connect: str  # buffer address; empty: from the configuration
+    key: str
+    takeover: bool
+    judge: str  # of a reward worker: whom it scores for; empty: the default judge
+
+
+def arguments(role: str, argv: Sequence[str] | None) -> RoleArgs:
+    """The command line of a role process (the front door builds it)."""
+    parser = argparse.ArgumentParser(prog=role)
+    parser.add_argument("--config", type=Path, required=True, help="resolved TOML")
+    parser.add_argument("--name", default=role)
+    parser.add_argument("--connect", default="", help="address of the buffer")
+    parser.add_argument("--key", default="", help="key file")
+    parser.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
+    parser.add_argument("--judge", default="", help="of a reward worker: the judge that it scores for")
+    return parser.parse_args(argv, namespace=RoleArgs())
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent dies (Linux only; elsewhere nothing)."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def install_signals(stop: Stop) -> None:
+    """SIGTERM and SIGINT set `stop`; the second one ends the process. SIGUSR1 dumps stacks."""
+
+    def handle(number: int, _frame: object) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def key_of(args: RoleArgs, config: Config) -> Keys | None:
+    """The run's keys from `--key`, else from the configuration."""
+    path = args.key or config.network.key_file
+    return read_keys(Path(path)) if path else None
+
+
+def join_key_of(args: RoleArgs, config: Config) -> Keys | None:
+    """The same for a worker, which never leads: whatever the file holds, it keeps what joining needs."""
+    keys = key_of(args, config)
+    return keys and keys.for_joining()
+
+
+def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:
+    """Run a role to its end and return its exit code."""
+    args = arguments(role, argv)
+    os.umask(0o077)  # what a role writes is its owner's, also where the run folder was made for everybody
+    die_with_parent()
+    stop = Stop()
+    install_signals(stop)
+    started = time.monotonic()
+    try:
+        arm()
+        config = load(args.config)
+        RunDir(config.run_dir).create().record_process(role, args.name)
+        body(args, config, stop)
+    except AsyncRLError as error:
+        print(error.render(), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print(f"error[internal] {role}: see the traceback above", file=sys.stderr, flush=True)
+        return EXIT_INTERNAL
+    print(f"{role} {args.name}: ended after {time.monotonic() - started:.1f} s {stop.reason}", flush=True)
+    return 0

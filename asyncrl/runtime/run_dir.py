@@ -1,0 +1,151 @@
+"""The folder of a run: where everything lies, who works on it, and the addresses of its services.
+
+Called by every role and by the tools that look at a run. Guarantees:
+1. one layout, here; nobody else joins paths of a run;
+2. a file that others read is written under a temporary name, synced and renamed;
+3. a role that must exist once (buffer, weight sync) holds a lock on its file: a second one is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlparse
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from asyncrl.net.sockets import Keys, ipc_address, read_keys, write_keys
+
+WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: nobody can connect to it by that name
+
+
+class RunDir:
+    """Paths of a run. Making the object touches nothing; `create` makes the folder (0700)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.config = self.root / "config.toml"  # resolved; what every role reads
+        self.processes = self.root / "processes.jsonl"  # one line per process that started: role, name, pid, host
+        self.history = self.root / "history.jsonl"  # the buffer's log of transitions: what audit and trace read
+        self.samples = self.root / "samples.jsonl"  # a few samples per step, for the report
+        self.evaluations = self.root / "evaluations"  # every scored sample of held-out prompts, one file per step
+        self.metrics = self.root / "metrics"  # learner, roles, buffer, weightsync, evaluation: .jsonl
+        self.tensorboard = self.root / "tensorboard"
+        self.trackers = self.root / "trackers"  # of online trackers: their own files, and how far each is
+        self.logs = self.root / "logs"  # one file per process
+        self.alive = self.root / "alive"  # signs of life: one small file per role
+        self.sockets = self.root / "sockets"
+        self.store = self.root / "store"  # index.sqlite or the private Redis
+        self.segments = self.root / "segments"
+        self.dead = self.root / "dead"  # dead letters: what was refused as poison, one file each
+        self.archive = self.root / "archive"  # the batch of every step, where `log.archive` is set
+        self.checkpoints = self.root / "checkpoints"
+        self.service = self.root / "service.epoch"  # the newest epoch of a buffer service
+        self.learner = self.root / "learner.json"  # the highest learner epoch and who has it
+        self.export = self.root / "export"  # the final weights, Hugging Face format
+        self.report = self.root / "report.html"
+        self.result = self.root / "result.json"  # how the run ended
+
+    def create(self) -> RunDir:
+        """Make the folder and those inside it."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.metrics, self.logs, self.alive, self.sockets, self.store, self.segments, self.checkpoints):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return self
+
+    def require(self) -> RunDir:
+        """Raise `run.missing` where this is not the folder of a run."""
+        if not self.config.exists():
+            raise ConfigError("run.missing", "no config.toml in it", where=str(self.root))
+        return self
+
+    def lock(self, role: str) -> IO[str]:
+        """Hold the role's lock until the file is closed. Raises `service.duplicate` naming the holder."""
+        file = (self.root / f"{role}.lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            raise AsyncRLError("service.duplicate", f"{role} already runs ({holder})", where=str(self.root)) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        return file
+
+    def record_process(self, role: str, name: str) -> None:
+        """Note that this process works for the run (the report lists them)."""
+        line = {"t": time.time(), "role": role, "name": name, "pid": os.getpid(), "host": socket.gethostname()}
+        with self.processes.open("ab", buffering=0) as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace the file: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file, empty where there is none."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def endpoint(config: Config, service: str) -> str:
+    """Address of `buffer` or `weightsync`: the setting, or a socket in the run folder where it says auto."""
+    address = str(getattr(config.network, service))
+    return ipc_address(RunDir(config.run_dir).sockets, service) if address == "auto" else address
+
+
+def beside(address: str, connect: str) -> str:
+    """The address of a service as somebody elsewhere reaches it, who reached the other one at `connect`.
+
+    >>> beside("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
+    'tcp://10.0.0.7:5556'
+    """
+    listens, reached = urlparse(address), urlparse(connect)
+    if listens.scheme != "tcp" or listens.hostname not in WILDCARDS or reached.scheme != "tcp" or not reached.hostname:
+        return address
+    host = f"[{reached.hostname}]" if ":" in reached.hostname else reached.hostname
+    return f"tcp://{host}:{listens.port}"
+
+
+def run_keys(config: Config, *, make: bool = False) -> Keys | None:
+    """The CURVE keys of `network.key_file`, None without one. With `make` a missing file is made."""
+    if not config.network.key_file:
+        return None
+    path = Path(config.network.key_file)
+    if make and not path.exists():
+        return write_keys(path)
+    return read_keys(path)
+
+
+def run_id(config: Config) -> str:
+    """The identity of a run on the wire: its name and folder."""
+    return f"{config.run.name}@{RunDir(config.run_dir).root}"
+
+
+def describe(value: Any) -> str:
+    """Compact JSON text of a builtin value, for messages that carry one."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,83 @@
+"""The words of a group, from the archived batch of a step that claimed it: prompt, responses, and what was taken out.
+
+Called by `asyncrl.trace.story` where the run has an archive. Guarantees:
+1. a file that is damaged or missing gives a sentence, never an error: the rest of the story does not depend on it;
+2. text where the model folder has a `tokenizer.json`, else token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import WireError
+from asyncrl.runs import batch_file
+from asyncrl.runtime.run_dir import RunDir
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Words(msgspec.Struct):
+    """What the archive holds of a group. `problem` says why there is nothing, where there is nothing."""
+
+    step: int = 0
+    prompt: str = ""
+    responses: dict[int, str] = {}
+    turns: dict[int, list[tuple[int, float]]] = {}  # (a turn's last token, its reward, not 0), by sample
+    finish: dict[int, str] = {}  # stop | length | abort, by sample
+    tuning: str = ""  # settings of the learner that were tuned for the step
+    quarantined: str = ""  # why the learner took the group out of the step
+    problem: str = ""
+
+
+def words_of(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
+    """From the newest archived step that holds the group; None where the run keeps no archive of them."""
+    archived = set(batch_file.steps_in(run.archive))
+    problem = ""
+    for step in sorted(archived.intersection(steps), reverse=True):
+        try:
+            found = _words(run, config, group, step)
+        except (WireError, OSError) as error:
+            problem = problem or f"the archived batch of step {step} cannot be read: {error}"
+            continue
+        if found is not None:
+            found.quarantined = batch_file.quarantined(run.archive).get(step, {}).get(group, "")
+            return found
+    return Words(problem=problem) if problem else None
+
+
+def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
+    from buffers.client.client import claimed
+
+    file = batch_file.read(batch_file.path_of(run.archive, step))
+    batch = claimed(file.batch, file.payloads)
+    if group in batch.invalid:
+        return Words(step, problem=f"it does not pass validation: {batch.invalid[group]}")
+    for data in batch.groups:
+        if data.group == group:
+            decode = decoder(Path(config.model.path))
+            return Words(
+                step, decode(data.prompt_ids.tolist()),
+                {sample.index: decode(sample.response.tolist()) for sample in data.samples},
+                {sample.index: list(sample.turns) for sample in data.samples if sample.turns},
+                {sample.index: sample.finish for sample in data.samples}, batch.tuning,
+            )  # fmt: skip
+    return None
+
+
+def decoder(folder: Path) -> Decode:
+    """Token ids to text by the model's tokenizer; the ids as text where it cannot be used."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the package raises plain Exception for a file that is missing or damaged
+        return lambda ids: " ".join(map(str, ids))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode

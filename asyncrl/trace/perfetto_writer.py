@@ -1,0 +1,231 @@
+"""Perfetto's own trace format, as far as a run needs it: slices on tracks, flows between them, marks, curves.
+
+Called by `asyncrl.trace.perfetto`. Guarantees:
+1. a file is there whole or not at all, gzipped, and is written packet by packet;
+2. slices that overlap are given lanes of their own; a lane that is free again is used again; the lanes of a name are
+   one track to the eye, which unfolds;
+3. roles and tracks are introduced by name where they first appear; the tracks of a role stand in a fixed order.
+It knows nothing of a run. The format: protobuf messages of perfetto/protos/perfetto/trace (`TracePacket`,
+`TrackDescriptor`, `TrackEvent`, `DebugAnnotation`), whose numbers stand below. Chrome's JSON would be simpler, but the
+trace processor sorts its processes by size and shows every lane as a row. Written by hand: three kinds of field are
+less than the library with Perfetto's 200 messages; `make test-trackers` reads it with Perfetto's trace processor.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+
+# ---------------------------------------------------------------- protobuf
+
+#: Numbers of fields. Of a packet:
+PACKET, TIMESTAMP, SEQUENCE, EVENT, DESCRIPTOR = 1, 8, 10, 11, 60
+#: Of a track: itself, its name, the one that it lies in, whether it is a curve, its children's order, its own place.
+UUID, NAME, PARENT, CURVE, ORDER_BY, RANK, UNIT_NAME = 1, 2, 5, 8, 11, 12, 6
+#: Of an event: annotations, what it is, its track, its category and name, its number (of a curve), the flows it is in.
+NOTE, TYPE, TRACK, CATEGORY, EVENT_NAME, NUMBER, FLOW = 4, 9, 11, 22, 23, 44, 47
+#: Of an annotation, by the type of its value.
+NOTE_BOOL, NOTE_INT, NOTE_DOUBLE, NOTE_TEXT, NOTE_NAME, NOTE_ENTRIES = 2, 4, 5, 6, 10, 11
+BEGIN, END, INSTANT, COUNT = 1, 2, 3, 4
+EXPLICIT = 3  # children in the order of their ranks
+#: Ranks within a role: what happened there, its curves, and what may need many lanes.
+EVENTS_RANK, STEPS_RANK, CURVES_RANK, LANES_RANK = 1, 2, 10, 100
+
+
+def whole(number: int, value: int) -> bytes:
+    """A field with a whole number (varint).
+
+    >>> whole(1, 300).hex()
+    '08ac02'
+    """
+    return _varint(number << 3) + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def real(number: int, value: float) -> bytes:
+    """A field with a double."""
+    return _varint(number << 3 | 1) + struct.pack("<d", value)
+
+
+def fixed(number: int, value: int) -> bytes:
+    """A field with 8 bytes."""
+    return _varint(number << 3 | 1) + struct.pack("<Q", value)
+
+
+def sized(number: int, value: bytes | str) -> bytes:
+    """A field with a text or a message."""
+    data = value.encode(errors="replace") if isinstance(value, str) else value
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def note(name: str, value: object, *, number: int = NOTE) -> bytes:
+    """An annotation: numbers and texts as they are, a dictionary with its entries, anything else as JSON."""
+    if isinstance(value, bool):
+        held = whole(NOTE_BOOL, int(value))
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        held = whole(NOTE_INT, value)
+    elif isinstance(value, float):
+        held = real(NOTE_DOUBLE, value)
+    elif isinstance(value, dict):
+        held = b"".join(note(str(key), one, number=NOTE_ENTRIES) for key, one in value.items())
+    else:
+        held = sized(NOTE_TEXT, value if isinstance(value, str) else msgspec.json.encode(value))
+    return sized(number, sized(NOTE_NAME, name) + held)
+
+
+class Out:
+    """The file: packets one by one. A context; nothing is left where it fails."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._file = gzip.GzipFile(self._temporary, "wb", compresslevel=5)
+        self.events = 0
+
+    def put(self, packet: bytes) -> None:
+        """One packet."""
+        self._file.write(sized(PACKET, packet))
+        self.events += 1
+
+    def __enter__(self) -> Out:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        self._file.close()
+        if kind is None:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- tracks
+
+ALONE = -1  # the number of a lane that is all of its track
+
+
+class Lane(NamedTuple):
+    """Where slices lie one after the other: a role's process, the name of the track there, which lane of it."""
+
+    process: str
+    track: str
+    number: int = ALONE
+
+
+class Lanes:
+    """Which lane of a track is free from when on."""
+
+    def __init__(self) -> None:
+        self._free_at: list[float] = []
+
+    def take(self, start: int) -> int:
+        """The first lane that is free at `start`; it is taken until `give`."""
+        for lane, free in enumerate(self._free_at):
+            if free <= start:
+                self._free_at[lane] = float("inf")
+                return lane
+        self._free_at.append(float("inf"))
+        return len(self._free_at) - 1
+
+    def give(self, lane: int, end: int) -> None:
+        """It is free again from `end` on."""
+        self._free_at[lane] = end
+
+
+class Slice(msgspec.Struct):
+    """Something that is under way: where it is drawn, since when (microseconds), and the flows that pass it."""
+
+    lane: Lane
+    start: int
+    name: str
+    args: dict[str, Any] = {}
+    flows: list[int] = []
+
+
+class Drawing:
+    """Events of a run as slices, flows and marks. `zero` is the wall time (s) of its first event."""
+
+    def __init__(self, out: Out, *, zero: float) -> None:
+        self._out = out
+        self._zero = zero
+        self._uuids: dict[tuple[str, str, int], int] = {}
+        self._lanes: dict[tuple[str, str], Lanes] = {}
+
+    def at(self, t: float) -> int:
+        """Microseconds since the start."""
+        return max(0, round((t - self._zero) * 1e6))
+
+    def _put(self, at: int, kind: int, message: bytes) -> None:
+        self._out.put(whole(TIMESTAMP, 1000 * at) + whole(SEQUENCE, 1) + sized(kind, message))
+
+    def _new(self, key: tuple[str, str, int], name: str, more: bytes) -> int:
+        """A track is introduced, once."""
+        uuid = self._uuids[key] = len(self._uuids) + 1
+        self._put(0, DESCRIPTOR, whole(UUID, uuid) + sized(NAME, name) + more)
+        return uuid
+
+    def _role(self, process: str) -> int:
+        """Roles have no rank: the viewer sorts tracks that lie in no other by their names."""
+        key = (process, "", 0)
+        return self._uuids.get(key) or self._new(key, process, whole(ORDER_BY, EXPLICIT))
+
+    def _track(self, lane: Lane, rank: int, more: bytes = b"") -> int:
+        if lane in self._uuids:
+            return self._uuids[lane]
+        return self._new(lane, lane.track, whole(PARENT, self._role(lane.process)) + whole(RANK, rank) + more)
+
+    def _event(self, at: int, kind: int, track: int, *more: bytes) -> None:
+        self._put(at, EVENT, whole(TYPE, kind) + whole(TRACK, track) + b"".join(more))
+
+    # ------------------------------------------------------------ what is drawn
+
+    def begin(self, process: str, track: str, t: float, name: str, *, flows: Iterable[int] = (), **args: Any) -> Slice:
+        """Something begins, on a lane of its own while it lasts."""
+        start = self.at(t)
+        number = self._lanes.setdefault((process, track), Lanes()).take(start)
+        return Slice(Lane(process, track, number), start, name, args, list(flows))
+
+    def end(self, one: Slice, t: float, **args: Any) -> int:
+        """It ends; its end on the timeline."""
+        end = max(self.at(t), one.start + 1)
+        self._lanes[one.lane.process, one.lane.track].give(one.lane.number, end)
+        one.args |= args
+        self.slice(one, end)
+        return end
+
+    def slice(self, one: Slice, end: int, *, inside: Iterable[tuple[Slice, int]] = ()) -> None:
+        """A slice of known length, and those `inside` of it, in order. Times are equal where one follows the other: the
+        order of the packets says which end and which beginning come first."""
+        rank = STEPS_RANK if one.lane.number == ALONE else LANES_RANK
+        track = self._track(one.lane, rank)
+        notes = [note(name, value) for name, value in one.args.items() if value is not None]
+        flows = [fixed(FLOW, flow) for flow in one.flows]
+        self._event(one.start, BEGIN, track, sized(CATEGORY, "run"), sized(EVENT_NAME, one.name), *flows, *notes)
+        for part, part_end in inside:
+            self.slice(part, part_end)
+        self._event(end, END, track)
+
+    def mark(self, process: str, t: float, name: str, **args: Any) -> None:
+        """Something that happened at one time."""
+        track = self._track(Lane(process, "events"), EVENTS_RANK)
+        notes = [note(key, value) for key, value in args.items() if value not in (None, "")]
+        self._event(self.at(t), INSTANT, track, sized(CATEGORY, "event"), sized(EVENT_NAME, name), *notes)
+
+    def count(self, process: str, t: float, name: str, value: float, *, unit: str = "") -> None:
+        """A number as a curve."""
+        curve = sized(CURVE, sized(UNIT_NAME, unit) if unit else b"")
+        track = self._track(Lane(process, name), CURVES_RANK, curve)
+        self._event(self.at(t), COUNT, track, real(NUMBER, float(value)))

@@ -1,0 +1,124 @@
+"""A claimed batch as arrays: what the learner gets of the wire form.
+
+Called by `buffers.client.client` (claims) and by who reads archived batches. Guarantees:
+1. arrays are read-only views into the payloads, nothing is copied;
+2. every record is validated again; a group that fails is named in `invalid` and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncrl import wire
+from asyncrl.errors import UNREADABLE, WireError
+from asyncrl.versions import Runs
+from asyncrl.wire import Buffer, FloatArray, IntArray
+
+
+class SampleData(msgspec.Struct, frozen=True, gc=False):
+    """One sample of a claimed group: `response` i4 `[T]`, `logprobs` f4 `[T]`, `mask` u1 `[T]` or None
+    (all sampled).
+    """
+
+    index: int
+    response: IntArray
+    logprobs: FloatArray
+    mask: Any  # NDArray[uint8] | None
+    runs: Runs
+    finish: str
+    reward: float
+    parts: dict[str, float]
+    digests: dict[int, str]
+    rows: tuple[tuple[int, int], ...] = ()  # as in `wire.SampleHead`
+    turns: tuple[tuple[int, float], ...] = ()
+
+
+class GroupData(msgspec.Struct, frozen=True, gc=False):
+    """One claimed group: `prompt_ids` i4 `[P]`, the samples sorted by index."""
+
+    group: int
+    bound: int
+    row: dict[str, Any]
+    prompt_ids: IntArray
+    samples: tuple[SampleData, ...]
+    times: dict[str, float]
+
+
+class Frames(NamedTuple):
+    """A claimed batch in wire form: what an archive keeps. One payload per record, in the order of the groups."""
+
+    batch: wire.Batch
+    payloads: tuple[Buffer, ...]
+
+
+class ClaimedBatch(msgspec.Struct, frozen=True):
+    """The batch of a step. `invalid` are groups that fail validation here (reason), left out of `groups`."""
+
+    step: int
+    version: int
+    replayed: bool
+    groups: tuple[GroupData, ...]
+    ledger: dict[str, int]
+    invalid: dict[int, str] = {}
+    lengths: dict[str, float] = {}  # mean lengths so far, by metric (the bias alarm)
+    tuning: str = ""  # JSON object: settings of the learner that were tuned, in force for this step
+    frames: Frames | None = None  # as it came
+
+
+def row_of(text: str) -> dict[str, Any]:
+    """The row of a prompt; it came from a peer, so it may be anything."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except UNREADABLE as error:
+        raise WireError("wire.decode", f"row: {error}") from None
+
+
+def claimed(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:
+    """A batch in wire form (from the service, or from an archive) as arrays: views into the payloads."""
+    groups: list[GroupData] = []
+    invalid: dict[int, str] = {}
+    place = 0
+    for head in batch.groups:
+        mine = payloads[place : place + len(head.records)]
+        place += len(head.records)
+        try:
+            groups.append(group_data(head, mine))
+        except WireError as error:
+            invalid[head.group] = error.message
+    return ClaimedBatch(
+        batch.step, batch.version, batch.replayed, tuple(groups), batch.ledger, invalid,
+        lengths=batch.lengths, tuning=batch.tuning, frames=Frames(batch, tuple(payloads)),
+    )  # fmt: skip
+
+
+def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
+    """Views into the payloads. Where two records hold the same sample the first one counts, as it did at the buffer."""
+    samples: dict[int, SampleData] = {}
+    prompt: Any = None
+    row, rewards, parts = head.row, head.rewards, head.parts
+    for record, payload in zip(head.records, payloads, strict=True):
+        message = wire.decode_samples(record)
+        row = row or message.row
+        arrays, why = wire.checked_arrays(message, payload, group_size=1 << 20)
+        if why:
+            raise WireError("wire.decode", why)
+        prompt = arrays["prompt"] if prompt is None else prompt
+        response, logprobs, mask = arrays["response"], arrays["logprobs"], arrays.get("mask")
+        start = 0
+        for item in message.samples:
+            place = slice(start, start + item.length)
+            start += item.length
+            index = item.index
+            if index in samples or index not in rewards:
+                continue
+            samples[index] = SampleData(
+                index, response[place], logprobs[place], None if mask is None else mask[place], item.runs, item.finish,
+                rewards[index], parts.get(index, {}), message.digests, item.rows, item.turns,
+            )  # fmt: skip
+    if prompt is None or samples.keys() != rewards.keys():
+        raise WireError("wire.decode", "samples are missing")
+    ordered = tuple(samples[index] for index in sorted(samples))
+    return GroupData(head.group, head.bound, row_of(row), prompt, ordered, head.times)

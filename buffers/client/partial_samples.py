@@ -1,0 +1,75 @@
+"""Pieces of samples under way, as producers see them: what they send of their own, what they get of others'.
+
+Called by `buffers.client.client.ProducerClient`. It packs and unpacks and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from asyncrl import wire
+from asyncrl.errors import WireError
+from asyncrl.versions import Runs
+from asyncrl.wire import Buffer, FloatArray, IntArray
+
+
+class PieceData(msgspec.Struct, frozen=True):
+    """Tokens of a sample from its token `start` on: `token_ids` i4 `[n]`, `logprobs` f4 `[n]`, `runs` over these."""
+
+    index: int
+    start: int
+    token_ids: IntArray
+    logprobs: FloatArray
+    runs: Runs
+
+
+class BegunSample(msgspec.Struct, frozen=True):
+    """The first tokens of a sample, made by other producers: `token_ids` i4 `[k]`, `logprobs` f4 `[k]`, `runs` over
+    `[0, k)`, and the digests of the weights that made them by version.
+    """
+
+    index: int
+    token_ids: IntArray
+    logprobs: FloatArray
+    runs: Runs
+    digests: dict[int, str]
+
+
+#: What was begun of the samples of a lease, by (group, token).
+BegunOf = Mapping[tuple[int, int], tuple[BegunSample, ...]]
+
+
+def packed(
+    name: str, lease: wire.Lease, pieces: Sequence[PieceData], digests: Mapping[int, str]
+) -> tuple[wire.Pieces, bytes]:
+    """The message with some pieces of a leased group, and its payload."""
+    fields, payload = wire.pack_arrays(
+        {
+            "response": np.concatenate([piece.token_ids for piece in pieces]).astype(np.int32),
+            "logprobs": np.concatenate([piece.logprobs for piece in pieces]).astype(np.float32),
+        }
+    )
+    heads = tuple(wire.Piece(piece.index, piece.start, len(piece.token_ids), piece.runs) for piece in pieces)
+    used = sorted({version for piece in pieces for version, _ in piece.runs})
+    known = {version: digests[version] for version in used if version in digests}
+    return wire.Pieces(name, lease.group, lease.token, heads, known, fields), payload
+
+
+def unpacked(answer: wire.Leases, payloads: Sequence[Buffer]) -> BegunOf:
+    """What was begun of the leases of an answer. Raises `WireError` where head and payload disagree."""
+    tokens = {lease.group: lease.token for lease in answer.leases}
+    if len(payloads) != len(answer.begun) or any(head.group not in tokens for head in answer.begun):
+        raise WireError("wire.decode", f"{len(answer.begun)} samples were begun, {len(payloads)} payloads came")
+    found: dict[tuple[int, int], tuple[BegunSample, ...]] = {}
+    for head, payload in zip(answer.begun, payloads, strict=True):
+        arrays = wire.unpack_arrays(head.fields, payload)
+        response, logprobs = arrays.get("response"), arrays.get("logprobs")
+        if response is None or logprobs is None or not len(response) == len(logprobs) == head.length:
+            raise WireError("wire.decode", f"what was begun of group {head.group} is not {head.length} tokens")
+        key = head.group, tokens[head.group]
+        sample = BegunSample(head.index, response, logprobs, head.runs, head.digests)
+        found[key] = (*found.get(key, ()), sample)
+    return found

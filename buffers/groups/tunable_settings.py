@@ -1,0 +1,193 @@
+"""Tuning of a running system, as values: which settings, what is valid, what was changed, the depth that is found.
+
+Called by `buffers.groups.tunable` (the state machine's layer that applies it). Guarantees:
+1. a value is checked by the type of its configuration field and against the other settings in force (`tune.refused`);
+2. `Tuning` is the persisted row: the overrides in force, those after every earlier change, the plan of batch sizes;
+3. `DepthController` is pure: the same observations give the same depth.
+It changes nothing by itself, and it does not know what a learner does with `learner.algorithm`.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import AlgorithmConfig, BufferConfig, ProducersConfig, Section
+from asyncrl.config.sections.algorithm_catalogue import overridden
+from asyncrl.errors import AsyncRLError
+
+ALGORITHM = "learner.algorithm."
+_BUFFER = ("max_staleness", "pipeline_depth", "on_late", "late_timeout_s", "batch_groups", "max_reuse")
+#: Short form -> dotted key of what can be changed; beside these everything under `learner.algorithm.`.
+SHORT = {**{name: f"buffer.{name}" for name in _BUFFER}, "max_groups_in_flight": "producers.max_groups_in_flight"}
+KEPT_CHANGES = 256  # that can be undone
+
+
+class Tuning(msgspec.Struct, array_like=True):
+    """The row `tuning`: what was changed and is in force."""
+
+    number: int = 0  # of the last change
+    values: dict[str, Any] = {}  # dotted key -> value in force instead of the configuration's
+    depth: int = -1  # chosen by pipeline_depth = "auto"; -1: not yet
+    plan: tuple[tuple[int, int], ...] = ()  # (first step, batch_groups); empty: never changed
+    past: dict[int, dict[str, Any]] = {}  # the overrides after each change, newest KEPT_CHANGES
+    author: str = ""  # of the last change
+
+    def learner(self) -> str:
+        """The overrides that concern the learner, as the JSON that goes with a batch; empty without any."""
+        mine = {key: value for key, value in sorted(self.values.items()) if key.startswith(ALGORITHM)}
+        return msgspec.json.encode(mine).decode() if mine else ""
+
+
+def refused(message: str) -> AsyncRLError:
+    """The error of a change that cannot be made."""
+    return AsyncRLError("tune.refused", message)
+
+
+def dotted(key: str) -> str:
+    """The full key of a short form. Raises `tune.refused` for what cannot be changed while the system runs.
+
+    >>> dotted("max_staleness"), dotted("learner.algorithm.tis_cap")
+    ('buffer.max_staleness', 'learner.algorithm.tis_cap')
+    """
+    full = SHORT.get(key, key)
+    if full in SHORT.values() or (full.startswith(ALGORITHM) and _is_setting(full[len(ALGORITHM) :])):
+        return full
+    raise refused(f"{key} cannot be changed while the system runs; what can: {', '.join(SHORT)}, {ALGORITHM}*")
+
+
+def checked(key: str, value: Any) -> Any:
+    """The value of a dotted key, converted to the type of its field. Raises `tune.refused` where it does not fit.
+
+    >>> checked("buffer.late_timeout_s", 5)
+    5.0
+    """
+    if key.startswith(ALGORITHM):
+        hint = _hint(key[len(ALGORITHM) :])
+    else:
+        section, name = key.rsplit(".", 1)
+        hint = _fields(BufferConfig if section == "buffer" else ProducersConfig)[name]
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise refused(f"{key} = {value!r}: {error}") from None
+
+
+def _is_setting(key: str) -> bool:
+    """Whether a key below `learner.algorithm.` can be changed: `clip_low`, `kl.coeff`, `loss_options.beta`."""
+    try:
+        hint = _hint(key)
+    except KeyError:
+        return False
+    return key != "preset" and not (isinstance(hint, type) and issubclass(hint, Section))
+
+
+def _hint(key: str) -> Any:
+    """The type of a key below `learner.algorithm.`; KeyError where there is none. Options have any type here."""
+    table, _, leaf = key.partition(".")
+    hint = _fields(AlgorithmConfig)[table]
+    if not leaf:
+        return hint
+    if table.endswith("_options") and "." not in leaf:
+        return Any
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return _fields(hint)[leaf]
+    raise KeyError(key)
+
+
+def flat(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the algorithm with those of its sections as `kl.coeff`; option tables as they are.
+
+    >>> flat({"loss": "ppo", "kl": {"coeff": 0.1}, "loss_options": {}})
+    {'loss': 'ppo', 'kl.coeff': 0.1, 'loss_options': {}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in algorithm.items():
+        if isinstance(value, dict) and not name.endswith("_options"):
+            found |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+        elif name != "preset":
+            found[name] = value
+    return found
+
+
+def judged(values: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Raise `tune.refused` where the settings of the algorithm then contradict each other.
+
+    `values`: dotted key -> value of all that is in force; `base`: the algorithm of the configuration.
+    """
+    mine = {key.removeprefix(ALGORITHM): value for key, value in values.items() if key.startswith(ALGORITHM)}
+    try:
+        overridden(msgspec.convert(base, AlgorithmConfig), mine)
+    except ValueError as error:
+        raise refused(str(error)) from None
+
+
+@functools.cache  # reading them takes longer than all the rest
+def _fields(kind: type[Any]) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+class DepthController:
+    """The smallest depth with which the learner waits for less than `target` of its time.
+
+    Fed with one observation per step; it changes the depth by one at a time, up when the share of the last steps is
+    above the target, down when it is below half of it. A depth that was found too small is not tried again for
+    `PATIENCE` steps, twice as long each time. Where no depth helps (the producers are too slow) it ends at the limit;
+    little is outstanding then anyway, so the lag stays small.
+
+    >>> control = DepthController(target=0.1)
+    >>> depth = 1
+    >>> for step in range(40):
+    ...     depth = control.observe(idle_s=0.5 if depth < 3 else 0.0, step_s=1.0, depth=depth, limit=4)
+    >>> depth
+    3
+    """
+
+    WINDOW = 8  # steps that are judged together
+    HASTE = 4  # steps after which a share above twice the target is enough to act
+    PATIENCE = 32
+    LONGEST = 2048
+
+    def __init__(self, target: float) -> None:
+        self.target = target
+        self._idle_s = self._total_s = 0.0
+        self._steps = 0  # in the window
+        self._count = 0
+        self._settling = 0  # steps to leave out: they still show the depth before
+        self._blocked: dict[int, int] = {}  # depth -> count until which it is not tried
+        self._patience: dict[int, int] = {}
+
+    def observe(self, *, idle_s: float, step_s: float, depth: int, limit: int) -> int:
+        """The learner waited `idle_s` of a step of `step_s` seconds with this depth; the depth from now on."""
+        self._count += 1
+        if self._settling > 0:
+            self._settling -= 1
+            return depth
+        self._idle_s += idle_s
+        self._total_s += max(idle_s, step_s)
+        self._steps += 1
+        share = self._idle_s / self._total_s if self._total_s > 0 else 0.0
+        wanted = depth
+        if share > self.target and (
+            self._steps >= self.WINDOW or (self._steps >= self.HASTE and share > 2 * self.target)
+        ):
+            wanted = min(depth + 1, limit)
+            if wanted > depth:
+                self._block(depth)
+        elif share < self.target / 2 and self._steps >= self.WINDOW:
+            wanted = depth - 1 if depth > 1 and self._blocked.get(depth - 1, 0) <= self._count else depth
+        elif self._steps < self.WINDOW:
+            return depth
+        self._idle_s = self._total_s = 0.0
+        self._steps = 0
+        self._settling = wanted + 1 if wanted != depth else 0
+        return wanted
+
+    def _block(self, depth: int) -> None:
+        patience = min(self.LONGEST, 2 * self._patience.get(depth, self.PATIENCE // 2))
+        self._patience[depth] = patience
+        self._blocked[depth] = self._count + patience

@@ -1,0 +1,117 @@
+"""The bytes of checkpoints: pieces of samples under way on their way into the segments, and back with a lease.
+
+Called by `buffers.service.service`. Guarantees:
+1. a piece is checked like a finished sample before it is kept: lengths, runs, indices, log-probs, versions, and that it
+   ends within `sampling.max_new_tokens`;
+2. pieces lie in the segment files like samples and their places in the group's row, so a kill -9 of the service loses
+   none that was answered;
+3. what does not fit into an answer, or is damaged, is not handed out: these samples start anew.
+It decides nothing about ages and weights: `buffers.groups.underway` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl import wire
+from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.wire import Buffer
+from buffers.groups.machine import Groups
+from buffers.groups.records import Record, Underway
+from buffers.payloads.record_format import checksum_of
+from buffers.payloads.segments import Segments
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+_WANTED = {"response": "i4", "logprobs": "f4"}
+
+
+def checked(
+    head: wire.Pieces, payload: Buffer, *, group_size: int, max_tokens: int, newest_version: int
+) -> tuple[Arrays, str]:
+    """The arrays of some pieces (read-only views), and why they may not be kept; empty where they may."""
+    try:
+        arrays = wire.unpack_arrays(head.fields, payload)
+    except WireError as error:
+        return {}, f"layout: {error.message}"
+    if {field.name: field.dtype for field in head.fields} != _WANTED:
+        return {}, "layout: the fields are response i4 and logprobs f4"
+    total = sum(item.count for item in head.samples)
+    if not head.samples or any(array.size != total for array in arrays.values()):
+        return {}, f"length: the arrays do not hold the {total} tokens of {len(head.samples)} pieces"
+    if len({item.index for item in head.samples}) < len(head.samples):
+        return {}, "index: a sample stands there twice"
+    reasons = (_wrong_head(item, group_size, max_tokens, newest_version) for item in head.samples)
+    reason = next(filter(None, reasons), "")
+    logprobs = arrays["logprobs"]
+    if not reason and not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):
+        reason = "logprobs: not finite or above 0"
+    return arrays, reason
+
+
+def _wrong_head(item: wire.Piece, group_size: int, max_tokens: int, newest_version: int) -> str:
+    if not 0 <= item.index < group_size:
+        return f"index: sample {item.index} of a group of {group_size}"
+    if item.start < 0 or item.count < 1 or item.start + item.count > max_tokens:
+        return f"length: tokens {item.start} .. {item.start + item.count} of at most {max_tokens}"
+    if any(count < 1 or version < 0 for version, count in item.runs):
+        return f"runs: sample {item.index} has an empty run or a negative version"
+    if sum(count for _, count in item.runs) != item.count:
+        return f"length: the runs of sample {item.index} do not cover {item.count} tokens"
+    newest = max(version for version, _ in item.runs)
+    if newest > newest_version:
+        return f"version: {newest} was never published (newest {newest_version})"
+    return ""
+
+
+def stored(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segments) -> Record:
+    """Queue one piece for the segment file."""
+    start = 0
+    for other in head.samples:
+        if other.index == item.index:
+            break
+        start += other.count
+    fields, payload = wire.pack_arrays({name: arrays[name][start : start + item.count] for name in _WANTED})
+    message = wire.Pieces(head.producer, head.group, head.token, (item,), head.digests, fields)
+    header = wire.encode_header(message)
+    return segments.append(header, payload, checksum_of(header, payload), again=False)
+
+
+def begun_of(
+    leases: Sequence[wire.Lease], groups: Groups, segments: Segments, *, max_bytes: int
+) -> tuple[tuple[wire.Begun, ...], list[Buffer], set[Record]]:
+    """What was begun of the missing samples of these leases, a payload for each, and the records that are damaged."""
+    heads: list[wire.Begun] = []
+    payloads: list[Buffer] = []
+    damaged: set[Record] = set()
+    room = max_bytes // 2  # the rest of the answer is small
+    for lease in leases:
+        for index, found in sorted(groups.groups[lease.group].underway.items()):
+            if found.length * 8 > room:
+                continue
+            try:
+                fields, payload = _joined(found, segments)
+            except AsyncRLError:
+                damaged.update(found.pieces)
+                continue
+            room -= len(payload)
+            heads.append(wire.Begun(lease.group, index, found.length, found.runs, found.digests, fields))
+            payloads.append(payload)
+    return tuple(heads), payloads, damaged
+
+
+def _joined(found: Underway, segments: Segments) -> tuple[tuple[wire.Field, ...], bytes]:
+    parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _WANTED}
+    for record in found.pieces:
+        header, payload = segments.read(record)
+        message = wire.decode_header(header)
+        for name, array in wire.unpack_arrays(message.fields, payload).items():
+            parts[name].append(array)
+    fields, data = wire.pack_parts({name: (_WANTED[name], arrays) for name, arrays in parts.items()})
+    if any(field.count != found.length for field in fields):
+        raise WireError("store.corrupt", f"the pieces hold {fields[0].count} tokens, not {found.length}")
+    return fields, data

@@ -1,0 +1,139 @@
+"""Answers of the buffer that carry payloads or a report: batches, reward work, the status.
+
+Called by `buffers.service.service`. It reads the state machine and the segments and changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.wire import Batch, Buffer, GroupHead, Place, RewardItem, decode_samples, pack_arrays, unpack_arrays
+from buffers.groups.machine import Groups, waited_s
+from buffers.groups.records import Group, State
+from buffers.groups.scoring import ToScore
+from buffers.groups.training import Claimed
+from buffers.payloads.segments import Segments
+
+
+def batch_by_place(claimed: Claimed, groups: Groups) -> Batch:
+    """The batch with places instead of payloads, for a learner that reads the segment files itself."""
+    members = [groups.groups[number] for number in claimed.batch.groups]
+    heads = tuple(_group_head(group, [b""] * len(group.records), "") for group in members)
+    places = tuple(
+        Place(r.segment, r.offset, r.header_bytes, r.payload_bytes, r.checksum)
+        for group in members
+        for r in group.records
+    )
+    batch = claimed.batch
+    return Batch(
+        batch.step, batch.version, heads, claimed.replayed, groups.ledger_counts(), places, tuning=batch.tuning
+    )
+
+
+def batch_reply(claimed: Claimed, groups: Groups, segments: Segments) -> tuple[Batch, list[Buffer], list[int]]:
+    """The batch with one payload per record, and the groups whose bytes are damaged: then it is not to be sent."""
+    heads: list[GroupHead] = []
+    payloads: list[Buffer] = []
+    damaged: list[int] = []
+    for number in claimed.batch.groups:
+        group = groups.groups[number]
+        try:
+            parts = [segments.read(record) for record in group.records]
+        except AsyncRLError:
+            damaged.append(number)
+            continue
+        headers = [bytes(header) for header, _ in parts]
+        row = next((row for row in (decode_samples(header).row for header in headers) if row), "")
+        heads.append(_group_head(group, headers, row))
+        payloads.extend(payload for _, payload in parts)
+    batch = claimed.batch
+    reply = Batch(
+        batch.step, batch.version, tuple(heads), claimed.replayed, groups.ledger_counts(), tuning=batch.tuning
+    )
+    return reply, payloads, damaged
+
+
+def _group_head(group: Group, headers: list[bytes], row: str) -> GroupHead:
+    return GroupHead(
+        group=group.id, bound=group.bound, row=row, records=tuple(headers),
+        rewards={index: float(sample.reward or 0.0) for index, sample in group.samples.items()},
+        parts={index: sample.parts for index, sample in group.samples.items() if sample.parts},
+        times={"issued": group.issued, "unscored": group.unscored, "ready": group.ready, "claimed": group.claimed},
+    )  # fmt: skip
+
+
+def reward_reply(
+    items: list[ToScore], groups: Mapping[int, Any], segments: Segments
+) -> tuple[tuple[RewardItem, ...], list[Buffer], list[int]]:
+    """The samples to score, each with a payload of its own, and the groups whose bytes are damaged.
+
+    `groups`: groups of training and prompts of an evaluation, by id.
+    """
+    work: list[RewardItem] = []
+    payloads: list[Buffer] = []
+    damaged: set[int] = set()
+    for item in items:
+        group = groups[item.group]
+        sample = group.samples[item.index]
+        try:
+            header, payload = segments.read(group.records[sample.record])
+            head = decode_samples(header)
+            row = head.row or _row_of(group, segments)
+        except AsyncRLError:
+            damaged.add(item.group)
+            continue
+        arrays = unpack_arrays(head.fields, payload)
+        start = 0
+        rows: tuple[tuple[int, int], ...] = ()
+        for part in head.samples:
+            if part.index == item.index:
+                rows = part.rows
+                break
+            start += part.length
+        names = [name for name in ("response", "mask") if name in arrays]
+        fields, data = pack_arrays(
+            {"prompt": arrays["prompt"]} | {name: arrays[name][start : start + sample.length] for name in names}
+        )
+        work.append(
+            RewardItem(item.group, item.index, item.token, item.attempt, row, sample.finish, fields, item.judge, rows)
+        )
+        payloads.append(data)
+    return tuple(work), payloads, sorted(damaged)
+
+
+def _row_of(group: Any, segments: Segments) -> str:
+    rows = (decode_samples(segments.read(record)[0]).row for record in group.records)
+    return next((row for row in rows if row), "")
+
+
+def status_json(groups: Groups, now: float, extra: dict[str, Any]) -> str:
+    """The status of the buffer as JSON text."""
+    name, pid, host = groups.meta.learner
+    learner = groups.workers.get(("learner", name))
+    counts = groups.ledger_counts()
+    status = {
+        "role": "buffer", "service_epoch": groups.service_epoch, "ledger": counts,
+        "by_state": {state.name: counts[state.name.lower()] for state in State},
+        "dropped": groups.reasons(State.DROPPED), "dead": groups.reasons(State.DEAD),
+        "version": groups.meta.version, "step": groups.meta.version, "outstanding": groups.outstanding,
+        "total_groups": groups.settings.total_groups, "done": groups.meta.done, "epoch": groups.meta.epoch,
+        "fault": None if groups.fault is None else {"code": groups.fault[0], "message": groups.fault[1]},
+        "learner": None if not name else {
+            "name": name, "pid": pid, "host": host, "age_s": round(now - learner.seen, 3) if learner else None,
+            "waiting_for": learner.waiting_for if learner else "",
+            "waiting_s": waited_s(learner, now) if learner else 0.0, "stats": learner.stats if learner else {},
+        },
+        "tuning": {
+            "number": groups.tuning.number, "author": groups.tuning.author, "changed": groups.tuning.values,
+            "settings": groups.tuned(), "depth": groups.settings.depth,
+            "batch_groups": groups.plan.size(groups.frontier + 1),
+        },
+        "producers": groups.workers_of("producer", now), "rewards": groups.workers_of("reward", now),
+        "judges": groups.judges_now(now),
+        "waiting_for": groups.diagnosis(now) if groups.asked_since else "", **extra,
+    }  # fmt: skip
+    return msgspec.json.encode(status).decode()

@@ -1,0 +1,254 @@
+"""LoRA adapters on a policy that FSDP2 shards: added by peft, trained alone, published, exported, told apart.
+
+Called by `fsdp2` where `learner.lora.rank` is set. `W = W0 + s B A` with A `[r, in]`, B `[out, r]` and s = alpha / r
+(arXiv 2106.09685, equation 3) or alpha / sqrt(r) (arXiv 2312.03732, equation 4). Guarantees:
+1. adapters alone have gradients, optimizer states and a place in checkpoints; the base is in `model.dtype` (its compute
+   precision, so nothing is rounded twice), adapters are float32;
+2. every rank draws the same A from `run.seed`; B is 0: the start weights are those of `model.path`;
+3. `off` gives the base alone, bit by bit, without a second model;
+4. what leaves is what was computed with: adapters in `model.dtype`, and merged weights are `W0 + s B A` in float32,
+   rounded once, as an engine that takes adapters makes them;
+5. a checkpoint says for which weights (a digest of the files of `model.path`) and in which form its adapters are:
+   others are refused.
+Only linear layers inside the decoder layers get adapters: no embeddings, no head, no fused experts. Dropout is on where
+gradients are computed and nowhere else.
+
+Example: Qwen3 with 2 layers and rank 8: 14 pairs; checkpoints hold `model/...q_proj.lora_A.default.weight`, its two
+moments and step count, and likewise B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, ConfigError
+from learners.backends.base import WeightSpec
+from learners.backends.fsdp2.sharded_module import OWN, Sharded
+from learners.gang.gang import Gang
+from learners.models.logprobs import whole_of
+from weightsync.encoding.adapter import A, AdapterConfig, B, added, config_text, saved_name
+
+FOLDER = "adapter"  # below that of the merged export
+_NAME = "default"  # as peft calls an adapter that has no name
+_BASE = ".base_layer."  # what peft puts into the names of weights under an adapter
+
+
+class Lora:
+    """The adapters in a model. `modules`: names of the linear layers, sorted; `identity`: what a checkpoint is for."""
+
+    def __init__(self, hf: Any, layers: Sequence[nn.Module], config: Config, gang: Gang) -> None:
+        """Add adapters to a model with float32 weights, on the host. Collective.
+
+        Raises:
+            ConfigError: `config.model`, where it has no such layers; `config.extra` without peft.
+        """
+        wanted = config.learner.lora
+        targets = targets_of(hf, layers, wanted.target_modules)
+        self.settings = AdapterConfig(wanted.rank, wanted.alpha, targets, wanted.rslora)
+        self._peft = _inject(hf, self.settings, dropout=wanted.dropout, seed=config.run.seed)
+        found = {name: layer for name, layer in hf.named_modules() if hasattr(layer, A)}
+        self.modules = tuple(sorted(found))
+        self._layers = list(found.values())
+        self._freeze(hf, config.model.dtype)
+        folder = Path(config.model.path)
+        base = gang.share(digest_of(folder).encode() if gang.lead else None).decode()
+        self.identity = json.dumps({"base": base, "adapter": config_text(self.settings)}, sort_keys=True)
+
+    def _freeze(self, hf: Any, dtype: str) -> None:
+        from learners.backends.fsdp2.backend import DTYPES
+
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(_is_adapter(name))
+            parameter.data = parameter.data.to(torch.float32 if _is_adapter(name) else DTYPES[dtype][1])
+
+    def quiet(self) -> None:
+        """No dropout from now on, until the model is told to train."""
+        for layer in self._layers:
+            layer.lora_dropout.eval()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The base alone. Not by peft's own switch, which also freezes the adapters."""
+        self._switch(off=True)
+        try:
+            yield
+        finally:
+            self._switch(off=False)
+
+    def _switch(self, *, off: bool) -> None:
+        layers: Sequence[Any] = self._layers
+        for layer in layers:
+            layer._disable_adapters = off
+
+    # ------------------------------------------------------------ what leaves
+
+    def pairs(self) -> Iterator[str]:
+        """The names of the adapters' parameters in the model, in the order in which they leave."""
+        for module in self.modules:
+            yield from (f"{module}.{half}.{_NAME}.weight" for half in (A, B))
+
+    def check(self, said: str) -> None:
+        """Raise `learner.checkpoint` where a checkpoint is of other adapters, or for another base."""
+        check(said, self.identity)
+
+    def save_settings(self, folder: Path, base: str) -> None:
+        """peft's `adapter_config.json`."""
+        self._peft.base_model_name_or_path, self._peft.inference_mode = base, True
+        self._peft.save_pretrained(str(folder))
+
+
+class Leaving:
+    """The weights of a model with adapters under the names of one without (`sharded.View`)."""
+
+    def __init__(self, lora: Lora, *, merged: bool) -> None:
+        """`merged`: with the adapters added, else the base alone."""
+        self._scaling = lora.settings.scaling if merged else None
+
+    def name(self, own: str) -> str:
+        """By which a parameter leaves; empty: it does not."""
+        return "" if _is_adapter(own) else own.removeprefix(OWN).replace(_BASE, ".")
+
+    def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
+        """What leaves for a parameter; others of its unit are whole as well."""
+        if self._scaling is None or not own.endswith(f"{_BASE}weight"):
+            return tensor
+        module = own.removesuffix(f"{_BASE}weight")
+        a, b = (parameter(f"{module}.{half}.{_NAME}.weight").detach().float() for half in (A, B))
+        return added(a, b, scaling=self._scaling).add_(tensor).to(tensor.dtype)
+
+
+class Adapters:
+    """See `learners.backends.base.Adapters`."""
+
+    def __init__(self, lora: Lora, sharded: Sharded, config: Config, gang: Gang) -> None:
+        from learners.backends.fsdp2.backend import DTYPES, sent_dtype
+
+        self.settings = lora.settings
+        self._lora = lora
+        self._sharded = sharded
+        self._gang = gang
+        self._dtype = DTYPES[config.model.dtype][1]
+        self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
+        self._model = config.model.path
+        self._base = Leaving(lora, merged=False)
+
+    def specs(self) -> list[WeightSpec]:
+        """What `iter_weights` gives, in its order."""
+        return [
+            WeightSpec(saved_name(name), self._sent_name, tuple(self._sharded.root.get_parameter(OWN + name).shape))
+            for name in self._lora.pairs()
+        ]
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """peft's names and whole tensors, in the precision that is computed with. Collective."""
+        self._sharded.reshard()
+        for name in self._lora.pairs():
+            parameter = self._sharded.root.get_parameter(OWN + name).detach()
+            # Offloaded ones are on the host, where the group of a mesh may have no transport.
+            yield saved_name(name), whole_of(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
+
+    def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Name and bytes as `specs` says, on rank 0; the others take part and get nothing."""
+        from learners.backends.fsdp2.backend import bytes_of
+
+        for name, tensor in self.tensors():
+            if self._gang.lead:
+                yield name, bytes_of(tensor, self._sent_dtype, lend=False)
+
+    def iter_base(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """As `iter_hf_weights`, without the adapters."""
+        from learners.backends.fsdp2.backend import bytes_of
+
+        for name, tensor in self._sharded.whole(settle, view=self._base):
+            if self._gang.lead:
+                yield name, bytes_of(tensor, self._sent_dtype, lend=settle is not None)
+
+    def export(self, folder: Path) -> None:
+        """Write the adapter in peft's format, by rank 0. Collective."""
+        from safetensors.torch import save_file
+
+        whole = {name: tensor.to(device="cpu", copy=True).contiguous() for name, tensor in self.tensors()}
+        if self._gang.lead:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            self._lora.save_settings(folder, str(Path(self._model).absolute()))
+        self._gang.barrier()  # bounded: the timeout of the group
+
+
+def check(said: str, wanted: str) -> None:
+    """Raise `learner.checkpoint` where a checkpoint's identity (empty: of all weights) is not the wanted one."""
+    if said == wanted:
+        return
+    if not said or not wanted:
+        other = "of adapters (learner.lora.rank)" if said else "of all weights"
+        raise AsyncRLError("learner.checkpoint", f"the checkpoint is {other}, this run is not", where="learner.lora")
+    theirs, ours = json.loads(said), json.loads(wanted)
+    if theirs["base"] != ours["base"]:
+        why = f"its adapters are for weights {theirs['base'][:12]}, those of model.path are {ours['base'][:12]}"
+    else:
+        why = f"its adapters are {theirs['adapter']}, those of this run {ours['adapter']}"
+    raise AsyncRLError("learner.checkpoint", why, where="learner.lora")
+
+
+def digest_of(folder: Path) -> str:
+    """blake3 of the weight files of a model folder, in the order of their names."""
+    from blake3 import blake3
+
+    digest = blake3(max_threads=blake3.AUTO)
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update_mmap(path)
+    return digest.hexdigest(length=16)
+
+
+def targets_of(hf: Any, layers: Sequence[nn.Module], wanted: Sequence[str]) -> tuple[str, ...]:
+    """Last parts of the names of the linear layers that get an adapter, sorted.
+
+    Raises:
+        ConfigError: `config.model`, where there are none, or some of that name lie outside the decoder layers.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    linear = {name: id(module) in inside for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    known = sorted({name.rpartition(".")[2] for name, is_inside in linear.items() if is_inside})
+    if unknown := sorted(set(wanted) - set(known)):
+        what = f"no linear layer of its decoder layers is called {unknown[0]!r}"
+        raise ConfigError("config.model", f"{what}: there are {', '.join(known) or 'none'}", where="learner.lora")
+    targets = tuple(sorted(set(wanted) or known))
+    outside = [name for name, is_inside in linear.items() if not is_inside and name.rpartition(".")[2] in targets]
+    if not targets or outside:
+        why = f"{outside[0]} lies outside the decoder layers" if outside else "its decoder layers have no linear layer"
+        raise ConfigError("config.model", f"{type(hf).__name__}: {why}", where="learner.lora.target_modules")
+    return targets
+
+
+def _inject(hf: Any, settings: AdapterConfig, *, dropout: float, seed: int) -> Any:
+    """Put peft's layers into the model, in place; peft's settings."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("config.extra", f"learner.lora.rank needs peft: {error}", where="learner.lora") from error
+    alpha: Any = settings.lora_alpha  # other readers of the file want a whole number where it is one
+    made = LoraConfig(
+        r=settings.r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=dropout,
+        target_modules=list(settings.target_modules), use_rslora=settings.use_rslora, bias="none",
+        task_type=settings.task_type,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(made, hf)
+    made.target_modules = list(settings.target_modules)  # sorted, where peft has a set
+    return made
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((f".{A}.{_NAME}.weight", f".{B}.{_NAME}.weight"))

@@ -1,0 +1,62 @@
+"""The process reward model of PRIME (arXiv 2502.01456): a language model beside the policy, and its frozen reference.
+
+Made by `FSDP2Backend` where the estimator in force needs process rewards. Guarantees:
+1. it begins as `learner.process_reward.model` (the start weights of the policy where it is empty);
+2. its reference is `learner.process_reward.reference` (its own start weights where it is empty), whatever was trained
+   since, also after a restart; where these are `model.path` the run's reference model serves, none is made;
+3. both give log-probs at temperature 1: before the first update they are equal, and all process rewards are 0;
+4. packed rows are compared with single sequences at the start, as for the policy;
+5. its export is a language model: it loads back where `learner.process_reward.model` names it.
+What it shares with other models beside the policy (updates, checkpoints under `process_reward/`) is in `companion`. The
+arithmetic of process rewards is not here: `learners.algorithms.prime`.
+
+Example: log-prob -1 here and -2 under the reference, beta 0.05: process reward 0.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from asyncrl.config import Config
+from learners.backends.fsdp2.companion import Companion
+from learners.backends.fsdp2.reference import Reference
+from learners.batch.assembly import MicroBatch
+from learners.gang.gang import Gang
+from learners.models.logprobs import PolicyModel
+
+PREFIX = "process_reward/"
+TEMPERATURE = 1.0
+
+Logprobs = Callable[[Sequence[MicroBatch]], list[Tensor]]
+
+
+class ProcessRewardModel(Companion):
+    """One rank's part. See `learners.backends.base.ProcessRewardModel`. `reference`: that of the run."""
+
+    def __init__(self, config: Config, gang: Gang, *, reference: Logprobs) -> None:
+        from learners.backends.fsdp2.backend import load_model
+
+        settings = config.learner.process_reward
+        start = settings.model or config.model.path
+        model = PolicyModel(
+            load_model(config, gang.device, path=start), temperature=TEMPERATURE,
+            chunk_tokens=config.learner.logprob_chunk_tokens,
+        )  # fmt: skip
+        super().__init__(model, settings, config, gang, prefix=PREFIX)
+        frozen = settings.reference or start
+        same = Path(frozen).resolve() == Path(config.model.path).resolve()
+        self.reference_logprobs: Logprobs = reference
+        if not same or config.sampling.temperature != TEMPERATURE:
+            self.reference_logprobs = Reference(config, gang, path=frozen, temperature=TEMPERATURE).logprobs
+
+
+def wants_process_rewards(config: Config) -> bool:
+    """Whether the estimator in force needs process rewards."""
+    if config.learner.mode != "rl":
+        return False
+    from learners.algorithms.registry import needs_of
+
+    return "process" in needs_of(config.learner.algorithm)

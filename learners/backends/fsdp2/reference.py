@@ -1,0 +1,65 @@
+"""A frozen copy of the start weights beside the policy: what KL penalties and DPO compare with.
+
+Made by `FSDP2Backend.reference_logprobs` when it is first asked for, and by the process reward model where it starts
+from other weights than the policy. Guarantees:
+1. it is the language model of `model.path` (or `path`) in the run's dtype, whatever was trained since, also after a
+   restart;
+2. it is sharded like the policy, has no gradients and no optimizer state, and is in no checkpoint and no export;
+3. with `learner.reference_offload` its parameters lie in host memory between passes;
+4. packing, chunks and (unless given) temperature are those of the policy: before the first update both give the same
+   log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from learners.backends.base import to_device
+from learners.batch.assembly import MicroBatch
+from learners.gang.gang import Gang
+
+
+def waits_on_host(config: Config) -> bool:
+    """Whether the reference model leaves the device between its passes; with `cpu_offload` it never is there whole."""
+    learner = config.learner
+    return (learner.reference_offload or learner.offload_idle) and not learner.cpu_offload
+
+
+class Reference:
+    """One rank's part of it."""
+
+    def __init__(self, config: Config, gang: Gang, *, path: str = "", temperature: float | None = None) -> None:
+        from learners.backends.fsdp2.backend import load_model, shard
+        from learners.models.logprobs import PolicyModel
+
+        self._device = gang.device
+        self._waits_on_host = waits_on_host(config)
+        self._policy = PolicyModel(
+            load_model(config, gang.device, path=path),
+            temperature=config.sampling.temperature if temperature is None else temperature,
+            chunk_tokens=config.learner.logprob_chunk_tokens,
+        )  # fmt: skip
+        self._policy.requires_grad_(False)
+        self._units: list[Any] = shard(self._policy, config, gang)[0]
+        self._policy.eval()
+
+    @torch.no_grad()
+    def logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch. Collective."""
+        found = []
+        if self._waits_on_host:
+            self._policy.to(self._device.torch_device)
+        for piece in micro:
+            t = to_device(piece, self._device.torch_device)
+            found.append(self._policy(t.input_ids, t.position_ids, t.positions, t.targets, whole=False)[0])
+        for unit in self._units:
+            unit.reshard()
+        if self._waits_on_host:
+            self._policy.to("cpu")
+            self._device.empty_cache()
+        return found

@@ -1,0 +1,217 @@
+"""Training with Megatron-core: matrices split over tensor places, layers over pipeline stages, batches over shares.
+
+Called by `learners.loop` through `asyncrl.plugins` (`learner.backend = "megatron"`, needs the extra `megatron`).
+Guarantees, beside those of `base`:
+1. master weights and optimizer states are float32 and divided over the shares; compute runs in `model.dtype`; gradients
+   are summed in float32;
+2. the pipeline schedule is this backend's: `train` gets micro-batches and a loss and runs them through all stages;
+3. log-probs, losses and metrics are there on every rank: the last stage computes them with gradients, the other stages
+   run the loss on the numbers that it sends them, so that logs have the same names everywhere;
+4. packed rows are compared with single sequences at the start (`self_check`);
+5. checkpoints load at any other layout, also on one rank, and in the backend fsdp2; its checkpoints load here.
+On a machine without CUDA Megatron-core runs with stand-ins (`megatron_on_cpu`). It trains no critic, no process reward
+model and no reward model; mixture-of-experts models and context parallelism are refused.
+
+Example: 4 ranks, tensor = 2, pipeline = 2: one share; ranks 2 and 3 compute the losses, rank 2's sums count, rank 0
+publishes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, ConfigError
+from learners.backends.base import LossFunction, Snapshot, UpdateInfo, WeightSpec
+from learners.backends.fsdp2.backend import DTYPES, PACKING_LIMIT, sent_dtype, toys
+from learners.backends.hf_folder import write_folder
+from learners.backends.megatron import model as models
+from learners.backends.megatron.checkpoint import HostShard, Store, pieces
+from learners.backends.megatron.cpu_shim import without_cuda
+from learners.backends.megatron.mapping import Local, check_layout, facts_of, locals_of, shapes_of, sources_of
+from learners.backends.megatron.optimizer import Optimizer, wrap
+from learners.backends.megatron.stages import Stages
+from learners.backends.megatron.weights import Folder, assembled, leaving
+from learners.batch.assembly import MicroBatch, packed_row, padded_rows
+from learners.gang.gang import Gang, waiting_s
+from learners.models.logprobs import TokenNumbers, check_head
+
+
+class MegatronBackend:
+    """See `learners.backends.base.Backend`."""
+
+    critic = None
+    process_reward = None
+    adapters = None  # all weights are trained
+
+    def __init__(self, config: Config, gang: Gang) -> None:
+        from transformers import AutoConfig, GenerationConfig
+
+        self._config, self._gang, self._device, self._place = config, gang, gang.device, gang.topology
+        models.require()
+        models.refuse(config, self._place, self._device)
+        path = config.model.path
+        try:
+            self._hf = AutoConfig.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError("config.model", f"{path}: {error}") from error
+        generation = Path(path) / "generation_config.json"
+        self._generation = GenerationConfig.from_pretrained(path) if generation.exists() else None
+        check_head(self._hf)
+        self._facts = facts_of(self._hf.to_dict())
+        check_layout(self._facts, self._place)
+        self._fused = models.has_engine(self._device)
+        self._locals = {local.name: local for local in locals_of(self._facts, self._place, fused=self._fused)}
+        self._sent_name, self._sent_dtype = DTYPES[sent_dtype(config)]
+        self._reference: Any = None  # made when it is first asked for
+        with without_cuda(self._device):
+            minutes = math.ceil(waiting_s(config) / 60)
+            models.join_groups(self._place, seed=config.run.seed + models.SEED_OFFSET, minutes=minutes)
+            self._settings, self._model = self._build()
+            self._ddp = wrap(self._model, self._settings)
+            self._optimizer = Optimizer(self._ddp, config.learner.optim, bf16=self._settings.bf16)
+        for parameter, whole in self._start(self._model):
+            self._optimizer.fill(parameter, {"model": whole}.__getitem__, states=False)
+        self._stages = Stages(self._facts, self._settings, config, self._place, self._device)
+
+    def _build(self) -> tuple[Any, Any]:
+        """Settings and model of this rank, whose parameters are checked against the mapping."""
+        settings = models.transformer_config(
+            self._facts, self._config, self._place, self._device, eps=float(self._hf.rms_norm_eps)
+        )  # fmt: skip
+        model = models.build(self._facts, self._hf, settings, self._place, self._device)
+        built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        planned = {name: local.shape for name, local in self._locals.items()}
+        if built != planned:
+            odd = sorted(name for name in built.keys() | planned.keys() if built.get(name) != planned.get(name))
+            raise AsyncRLError("internal", f"{odd[0]}: {built.get(odd[0])} is built, {planned.get(odd[0])} is mapped")
+        models.mark_split(model, {name: local.axis for name, local in self._locals.items()})
+        return settings, model
+
+    @torch.no_grad()
+    def _start(self, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every parameter with its weights of `model.path`, float32, on the host."""
+        folder = Folder(Path(self._config.model.path))
+        try:
+            for name, parameter in model.named_parameters():
+                yield parameter, assembled(self._locals[name], folder.read)
+        finally:
+            folder.close()
+
+    # ------------------------------------------------------------ forward and backward
+
+    def forward_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch."""
+        return [found.numbers.logprobs for found in self._stages.run(self._model, micro)]
+
+    def forward_numbers(self, micro: Sequence[MicroBatch], *, squares: bool = False) -> list[TokenNumbers]:
+        """Log-probs and entropies, and with `squares` sums of squares, `[N]` each, of each micro-batch."""
+        return [found.numbers for found in self._stages.run(self._model, micro, squares=squares)]
+
+    def reference_logprobs(self, micro: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs `[N]` of each micro-batch under the frozen start weights, in the same layout."""
+        if self._reference is None:
+            with without_cuda(self._device):
+                self._reference = self._build()[1]
+            for parameter, whole in self._start(self._reference):
+                parameter.requires_grad_(False).copy_(whole)
+        return [found.numbers.logprobs for found in self._stages.run(self._reference, micro)]
+
+    def train(self, micro: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+        """Forward and backward through all stages; gradients add up."""
+        sums: dict[str, Tensor] = {}
+        for found in self._stages.run(self._ddp, micro, loss):
+            for name, part in (("loss", found.value), *found.sums.items()):
+                join = torch.maximum if name.endswith("_max") else torch.add
+                sums[name] = join(sums[name], part) if name in sums else part
+        return {name: float(value) for name, value in sums.items()}  # here, so that the device is waited for once
+
+    def step(self, *, lr: float, max_norm: float) -> UpdateInfo:
+        """Clip by the global norm and update with AdamW."""
+        with without_cuda(self._device):
+            return self._optimizer.step(lr=lr, max_norm=max_norm)
+
+    def discard(self) -> float:
+        """Forget the gradients; their global norm."""
+        with without_cuda(self._device):
+            return self._optimizer.discard()
+
+    def self_check(self) -> None:
+        """Three toy sequences in one row (or padded rows) against each alone, through all stages."""
+        samples = toys(self._facts.vocab)
+        together = packed_row(samples) if self._config.learner.packing else padded_rows(samples)
+        rows, *singles = self.forward_logprobs([together, *(packed_row([sample]) for sample in samples)])
+        worst = float((rows - torch.cat(singles)).abs().max())
+        if not worst <= PACKING_LIMIT[self._config.model.dtype]:
+            raise AsyncRLError("learner.packing", f"log-probs of {self._hf.model_type} differ by {worst:.3g}")
+
+    # ------------------------------------------------------------ weights out
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What stands outside of the layers first, then layer by layer: the order of fsdp2."""
+        return [WeightSpec(name, self._sent_name, shape) for name, shape in shapes_of(self._facts).items()]
+
+    def _leaving(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        sources = sources_of(self._facts, self._place, fused=self._fused)
+        return leaving(dict(self._model.named_parameters()), sources, rank=self._gang.rank, dtype=dtype)
+
+    def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+        """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing. Nothing is lent."""
+        for name, whole in self._leaving(self._sent_dtype):
+            yield name, whole.view(-1).view(torch.uint8).numpy()
+
+    def export_hf(self, folder: Path) -> None:
+        """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0."""
+        write_folder(
+            self.whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=self._hf,
+            generation=self._generation, tokenizer=Path(self._config.model.path),
+        )  # fmt: skip
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by its Hugging Face name, in `model.dtype`, on rank 0. Collective: every rank exhausts it."""
+        return self._leaving(DTYPES[self._config.model.dtype][1])
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save(self, folder: Path) -> Path:
+        """One safetensors file per rank: its part of the weights and their states, and its generator states."""
+        return self.snapshot().save(folder)
+
+    def snapshot(self) -> Snapshot:
+        """A copy on the host of what `save` writes."""
+        self._device.synchronize()
+        boxes = []
+        for number, (name, parameter) in enumerate(self._model.named_parameters()):
+            states, local = self._optimizer.whole(parameter), self._locals[name]
+            if not local.copy and number % self._place.shares == self._place.share:  # of those that hold it one writes
+                boxes += pieces(local, states)
+        count = torch.tensor(self._optimizer.updates)
+        steps = {f"step/{name}": count.clone() for name in shapes_of(self._facts)}
+        return HostShard(boxes, self._gang.rank, self._device.rng_state(), steps)
+
+    def load(self, folder: Path) -> None:
+        """From the files of any layout; generator states where the number of ranks is the same."""
+        store = Store(folder)
+        try:
+            for name, parameter in self._model.named_parameters():
+                self._optimizer.fill(parameter, partial(_stored, store, self._locals[name]), states=True)
+            self._optimizer.updates = store.step(next(iter(shapes_of(self._facts))))
+            extra = store.extra(rank=self._gang.rank, ranks=self._gang.size)
+        finally:
+            store.close()
+        if extra:
+            self._device.set_rng_state(extra)
+
+
+def _stored(store: Store, local: Local, kind: str) -> Tensor:
+    """A whole parameter (`model`) or state of it as a checkpoint has it."""
+    return assembled(local, partial(store.read, kind))

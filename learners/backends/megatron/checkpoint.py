@@ -1,0 +1,157 @@
+"""The training state of a Megatron-core model in the files of `shards`: by Hugging Face names, for any layout.
+
+Called by `megatron`. Every rank writes the boxes that it holds of the weights and of each optimizer state, in float32,
+as if they were slabs of an FSDP2 model. Guarantees:
+1. a file holds plain tensors and text: reading it runs no code;
+2. every element is written by one rank, and reading fills every element or raises `learner.checkpoint`;
+3. the same layout reads back the same bits; so do another layout and the backend fsdp2, whose files are read here too:
+   boxes are cut and joined, never computed with;
+4. generator states come back only where the number of ranks is the same.
+It does not make the files durable or complete as a set: `learners.checkpoints.checkpoint` does.
+
+Example: written at tensor = 2, read at tensor = 4: rank 3 reads the lower half of what rank 1 wrote of `gate_proj`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from asyncrl.errors import UNREADABLE, AsyncRLError
+from learners.backends.megatron.mapping import Local, Part, joined, shared, slices, within
+from learners.backends.megatron.weights import open_tensors
+from learners.backends.sharded_checkpoint import Start, shard_path
+from weightsync.plan.layouts import Box, volume, whole
+
+_EXTRA, _STARTS = "extra/", "starts"
+
+
+def pieces(local: Local, states: Mapping[str, Tensor]) -> list[tuple[str, Box, Tensor]]:
+    """What a parameter with its states is to a file: name of the tensor, box in it, elements on the host."""
+    found = []
+    for name, box, parts in joined(local):
+        for kind, value in states.items():
+            rows = torch.cat([value.detach()[slices(part.local)] for part in parts])
+            found.append((f"{kind}/{name}", box, rows.to("cpu", copy=True).contiguous()))
+    return found
+
+
+class HostShard(NamedTuple):
+    """What a rank writes, on the host; the arguments of `write`."""
+
+    boxes: list[tuple[str, Box, Tensor]]
+    rank: int
+    extra: dict[str, Tensor]
+    steps: dict[str, Tensor]
+
+    def save(self, folder: Path) -> Path:
+        """Write the file; where."""
+        return write(folder, self.boxes, rank=self.rank, extra=self.extra, steps=self.steps)
+
+
+def write(
+    folder: Path, boxes: Sequence[tuple[str, Box, Tensor]], *, rank: int, extra: Mapping[str, Tensor],
+    steps: Mapping[str, Tensor],
+) -> Path:  # fmt: skip
+    """Write this rank's boxes, its own `extra` tensors and, on rank 0, step counts by name; the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = {_EXTRA + name: value for name, value in extra.items()}
+    starts: dict[str, Start] = {}
+    for name, box, value in boxes:
+        if value.numel():
+            tensors[name] = value
+            starts[name] = tuple(low for low, _ in box)
+    for name, value in steps.items() if rank == 0 else ():
+        tensors[name], starts[name] = value, 0
+    path = shard_path(folder, rank)
+    try:
+        save_file(tensors, path, metadata={_STARTS: msgspec.json.encode(starts).decode()})
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(str(error)) from error
+    return path
+
+
+class Store:
+    """The files of a checkpoint, open for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: list[Any] = []
+        self._boxes: dict[str, list[tuple[int, Box]]] = {}
+        try:
+            for path in sorted(folder.glob("shard_*.safetensors")):
+                self._open(path)
+        except BaseException:  # also an interruption: no file stays open; it is raised again
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError
+
+        try:
+            file = open_tensors(path)
+            self._files.append(file)
+            found = msgspec.json.decode((file.metadata() or {}).get(_STARTS, ""), type=dict[str, Start])
+            for name, start in found.items():
+                shape = file.get_slice(name).get_shape()
+                begin = (start, *[0] * len(shape))[: len(shape)] if isinstance(start, int) else start
+                box = tuple((low, low + side) for low, side in zip(begin, shape, strict=True))
+                self._boxes.setdefault(name, []).append((len(self._files) - 1, box))
+        except (OSError, SafetensorError, *UNREADABLE) as error:
+            raise AsyncRLError("learner.checkpoint", f"{path} cannot be read: {error}") from error
+
+    def names(self, kind: str) -> set[str]:
+        """Tensors of this kind (`model`, `critic/model`, ..) that the files hold parts of."""
+        start = f"{kind}/"
+        return {name.removeprefix(start) for name in self._boxes if name.startswith(start)}
+
+    def read(self, kind: str, part: Part) -> Tensor:
+        """The elements of a part, float32.
+
+        Raises:
+            AsyncRLError: `learner.checkpoint`, where some of them are in no file.
+        """
+        name = f"{kind}/{part.name}"
+        found = torch.empty([high - low for low, high in part.box], dtype=torch.float32)
+        missing = volume(part.box)
+        for number, box in self._boxes.get(name, ()):
+            common = shared(box, part.box)
+            if common is None:
+                continue
+            there = whole([high - low for low, high in box])
+            elements = self._files[number].get_slice(name)[slices(within(common, box, there))]
+            found[slices(within(common, part.box, whole(found.shape)))] = elements
+            missing -= volume(common)
+        if missing:
+            raise AsyncRLError("learner.checkpoint", f"{missing} elements of {name} are not in {self._folder}")
+        return found
+
+    def step(self, name: str) -> float:
+        """How many updates the states of a tensor have seen."""
+        if not (found := self._boxes.get(f"step/{name}")):
+            raise AsyncRLError("learner.checkpoint", f"step counts are not in {self._folder}")
+        return float(self._files[found[0][0]].get_tensor(f"step/{name}"))
+
+    def extra(self, *, rank: int, ranks: int) -> dict[str, Tensor]:
+        """This rank's own tensors, where as many ranks have written as there are now, else none."""
+        if len(self._files) != ranks:
+            return {}
+        file = self._files[rank]
+        names = [key for key in file.keys() if key.startswith(_EXTRA)]
+        return {key.removeprefix(_EXTRA): file.get_tensor(key) for key in names}
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.pop().__exit__(None, None, None)

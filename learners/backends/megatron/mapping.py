@@ -1,0 +1,294 @@
+"""Where the parts of Hugging Face tensors lie in the parameters of a Megatron-core model, for every rank. Pure.
+
+Called by `megatron`, `megatron_weights` and `megatron_checkpoint`. Reading, sending and checkpoints all follow from
+these parts: whoever holds a parameter knows which boxes of which Hugging Face tensors it is made of. Guarantees:
+1. the parts of all ranks cover every element of every Hugging Face tensor exactly once, leaving out parts that are
+   copies (`Local.copy`): parameters that every tensor place holds whole, and the head of a model with tied embeddings
+   on a pipeline's last stage;
+2. the parts of a parameter do not overlap; what they leave free is padding of the vocabulary, which stays zero; those
+   of one tensor follow each other row after row (`joined`);
+3. what cannot be mapped is refused by name (`facts_of`), never mapped wrongly.
+
+Layouts of Megatron-core: `linear_qkv` interleaves by key-value group (its query heads, its key head, its value head);
+`linear_fc1` of a tensor place is its rows of the gate, then its rows of the other projection; `linear_proj` and
+`linear_fc2` are split by columns; layers are numbered from 0 in every stage.
+
+Example: 4 query heads and 2 key-value heads of width 8 at tensor = 2: rows 0..16 of `linear_qkv` of place 1 are rows
+16..32 of `q_proj`, rows 16..24 are rows 8..16 of `k_proj`, rows 24..32 are rows 8..16 of `v_proj`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from asyncrl.errors import ConfigError
+from learners.gang.topology import Topology
+from weightsync.plan.layouts import Box, whole
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+#: Tensors of a layer, in the order of its modules in transformers.
+IN_LAYER = (
+    *(f"self_attn.{letter}_proj.{kind}" for letter in "qkvo" for kind in ("weight", "bias")),
+    "self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+    "mlp.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
+)  # fmt: skip
+ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not change with the length of a row
+
+
+class Facts(NamedTuple):
+    """What the layout of a dense decoder depends on."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    tied: bool = False  # the head is the embedding
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+    def padded(self, tensor: int) -> int:
+        """Rows of the embedding, so that every tensor place has equally many."""
+        return -(-self.vocab // tensor) * tensor
+
+
+class Part(NamedTuple):
+    """Elements `box` of the Hugging Face tensor `name` are the elements `local` of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    local: Box
+
+
+class Local(NamedTuple):
+    """One parameter of one rank. `axis`: that which tensor places split, None where each holds all of it. `copy`:
+    another rank holds the same and speaks for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    axis: int | None
+    copy: bool = False
+
+
+class Source(NamedTuple):
+    """Who sends a part of a Hugging Face tensor: a rank, its parameter, the part."""
+
+    rank: int
+    parameter: str
+    part: Part
+
+
+def facts_of(config: Mapping[str, Any]) -> Facts:
+    """The facts of a Hugging Face `config.json`.
+
+    Raises:
+        ConfigError: `config.model`, with what this backend cannot build.
+    """
+    kind = config.get("model_type", "")
+    if kind not in MODEL_TYPES:
+        raise _refused(kind, f"the backend megatron builds {', '.join(MODEL_TYPES)}")
+    for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+        if config.get(name, right) != right:
+            raise _refused(kind, f"{name} = {config[name]!r}")
+    if kind != "qwen2" and config.get("attention_bias", False):
+        raise _refused(kind, "attention_bias = true")
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise _refused(kind, "layer_types other than full_attention")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES:
+        raise _refused(kind, f"rope type {rope.get('rope_type', rope.get('type'))!r}")
+    heads = int(config["num_attention_heads"])
+    return Facts(
+        layers=int(config["num_hidden_layers"]), hidden=int(config["hidden_size"]), heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        mlp=int(config["intermediate_size"]), vocab=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", False)), qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
+    )  # fmt: skip
+
+
+def _refused(kind: str, why: str) -> ConfigError:
+    return ConfigError("config.model", f"model_type {kind!r}: {why}")
+
+
+def check_layout(facts: Facts, topology: Topology) -> None:
+    """Raise `config.conflict` where a model does not divide into a layout."""
+    tensor, pipeline = topology.tensor, topology.pipeline
+    for what, size in (
+        ("num_attention_heads", facts.heads), ("num_key_value_heads", facts.kv_heads), ("intermediate_size", facts.mlp),
+    ):  # fmt: skip
+        if size % tensor:
+            raise _unfit(f"{what} = {size} does not divide by learner.parallel.tensor = {tensor}")
+    if facts.layers < pipeline:
+        raise _unfit(f"num_hidden_layers = {facts.layers} are fewer than learner.parallel.pipeline = {pipeline}")
+
+
+def _unfit(why: str) -> ConfigError:
+    return ConfigError("config.conflict", why, where="learner.parallel")
+
+
+def layers_of(facts: Facts, place: Topology) -> range:
+    """The layers of a stage: equally many, the first stages one more where they do not divide."""
+    each, rest = divmod(facts.layers, place.pipeline)
+    start = place.stage * each + min(place.stage, rest)
+    return range(start, start + each + (place.stage < rest))
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def locals_of(facts: Facts, place: Topology, *, fused: bool = False) -> list[Local]:
+    """The parameters of a rank by the names of Megatron-core.
+
+    `fused`: norms are part of the projections behind them, as in the layers of TransformerEngine.
+    """
+    found: list[Local] = []
+    if place.stage == 0:
+        found.append(_vocabulary(facts, place, "embedding.word_embeddings.weight", "model.embed_tokens.weight"))
+    for number, layer in enumerate(layers_of(facts, place)):
+        found += _layer(facts, place, f"decoder.layers.{number}.", f"model.layers.{layer}.", fused=fused)
+    if place.stage == place.pipeline - 1:
+        found.append(_whole(place, "decoder.final_layernorm.weight", "model.norm.weight", (facts.hidden,)))
+        if not facts.tied:
+            found.append(_vocabulary(facts, place, "output_layer.weight", "lm_head.weight"))
+        elif place.pipeline > 1:
+            head = _vocabulary(facts, place, "output_layer.weight", "model.embed_tokens.weight")
+            found.append(head._replace(copy=True))
+    return found
+
+
+def _layer(facts: Facts, place: Topology, own: str, theirs: str, *, fused: bool) -> Iterator[Local]:
+    hidden, wide = facts.hidden, facts.heads * facts.head_dim
+    attention, mlp = own + "self_attention.", own + "mlp."
+    first = attention + "linear_qkv.layer_norm_weight" if fused else own + "input_layernorm.weight"
+    second = mlp + "linear_fc1.layer_norm_weight" if fused else own + "pre_mlp_layernorm.weight"
+    yield _whole(place, first, theirs + "input_layernorm.weight", (hidden,))
+    yield _qkv(facts, place, attention + "linear_qkv.weight", theirs + "self_attn.{}_proj.weight", (hidden,))
+    if facts.qkv_bias:
+        yield _qkv(facts, place, attention + "linear_qkv.bias", theirs + "self_attn.{}_proj.bias", ())
+    if facts.qk_norm:
+        for letter in "qk":
+            names = f"{attention}{letter}_layernorm.weight", f"{theirs}self_attn.{letter}_norm.weight"
+            yield _whole(place, *names, (facts.head_dim,))
+    yield _columns(place, attention + "linear_proj.weight", theirs + "self_attn.o_proj.weight", (hidden, wide))
+    yield _whole(place, second, theirs + "post_attention_layernorm.weight", (hidden,))
+    yield _gated(facts, place, mlp + "linear_fc1.weight", theirs + "mlp.{}_proj.weight")
+    yield _columns(place, mlp + "linear_fc2.weight", theirs + "mlp.down_proj.weight", (hidden, facts.mlp))
+
+
+def _whole(place: Topology, own: str, theirs: str, shape: tuple[int, ...]) -> Local:
+    return Local(own, shape, (Part(theirs, shape, whole(shape), whole(shape)),), None, place.tensor_place > 0)
+
+
+def _rows(name: str, total: int, rest: tuple[int, ...], *, start: int, at: int, count: int) -> Part:
+    """`count` rows from `start` on of a tensor of `total` rows, at row `at` of the parameter."""
+    return Part(
+        name, (total, *rest), ((start, start + count), *whole(rest)), ((at, at + count), *whole(rest))
+    )  # fmt: skip
+
+
+def _vocabulary(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
+    each = facts.padded(place.tensor) // place.tensor
+    start = each * place.tensor_place
+    count = max(0, min(each, facts.vocab - start))
+    return Local(
+        own, (each, facts.hidden), (_rows(theirs, facts.vocab, (facts.hidden,), start=start, at=0, count=count),), 0
+    )
+
+
+def _qkv(facts: Facts, place: Topology, own: str, theirs: str, rest: tuple[int, ...]) -> Local:
+    """`rest`: the axes behind the rows, (hidden,) of the weight, () of the bias."""
+    wide, groups = facts.head_dim, facts.kv_heads // place.tensor
+    queries = facts.heads // facts.kv_heads * wide  # rows of the query heads of one group
+    parts = []
+    for group in range(groups):
+        number, at = place.tensor_place * groups + group, group * (queries + 2 * wide)
+        starts = {"q": number * queries, "k": number * wide, "v": number * wide}
+        places = {"q": (at, queries), "k": (at + queries, wide), "v": (at + queries + wide, wide)}
+        for letter, (row, count) in places.items():
+            total = (facts.heads if letter == "q" else facts.kv_heads) * wide
+            parts.append(_rows(theirs.format(letter), total, rest, start=starts[letter], at=row, count=count))
+    return Local(own, (groups * (queries + 2 * wide), *rest), tuple(parts), 0)
+
+
+def _gated(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
+    each = facts.mlp // place.tensor
+    start, parts = each * place.tensor_place, []
+    for number, name in enumerate(("gate", "up")):
+        part = _rows(theirs.format(name), facts.mlp, (facts.hidden,), start=start, at=each * number, count=each)
+        parts.append(part)
+    return Local(own, (2 * each, facts.hidden), tuple(parts), 0)
+
+
+def _columns(place: Topology, own: str, theirs: str, shape: tuple[int, int]) -> Local:
+    rows, columns = shape
+    each = columns // place.tensor
+    box = ((0, rows), (each * place.tensor_place, each * (place.tensor_place + 1)))
+    return Local(own, (rows, each), (Part(theirs, shape, box, whole((rows, each))),), 1)
+
+
+def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
+    """The Hugging Face tensors of a parameter: name, box of all its elements, the parts that fill it row after row."""
+    parts: dict[str, list[Part]] = {}
+    for part in local.parts:
+        parts.setdefault(part.name, []).append(part)
+    return [
+        (name, ((some[0].box[0][0], some[-1].box[0][1]), *some[0].box[1:]), some) for name, some in parts.items()
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- all ranks
+
+
+def shapes_of(facts: Facts) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor and its shape, in the order in which they leave: that of the backend fsdp2."""
+    found = {part.name: part.shape for local in locals_of(facts, Topology()) for part in local.parts}
+    return {name: found[name] for name in sorted(found, key=_place_in_order)}
+
+
+def _place_in_order(name: str) -> tuple[int, int]:
+    """What stands outside of the layers first, then layer by layer, each in the order of its modules."""
+    layer = name.removeprefix("model.layers.")
+    if layer == name:
+        return -1, ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight").index(name)
+    number, _, inner = layer.partition(".")
+    return int(number), IN_LAYER.index(inner)
+
+
+def sources_of(facts: Facts, topology: Topology, *, fused: bool = False) -> dict[str, list[Source]]:
+    """Who sends which parts of every Hugging Face tensor, in the order of `shapes_of`: the ranks of share 0."""
+    found: dict[str, list[Source]] = {name: [] for name in shapes_of(facts)}
+    for place in map(topology.at, range(topology.size)):
+        if place.share or place.sequence_place:
+            continue
+        for local in locals_of(facts, place, fused=fused):
+            for part in local.parts if not local.copy else ():
+                found[part.name].append(Source(place.rank, local.name, part))
+    return found
+
+
+# ---------------------------------------------------------------- boxes
+
+
+def shared(one: Box, other: Box) -> Box | None:
+    """The elements that two boxes of a tensor have in common; None where there are none."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return found if all(low < high for low, high in found) else None
+
+
+def within(box: Box, outer: Box, at: Box) -> Box:
+    """A box inside `outer`, as it lies in what holds `outer` at `at`."""
+    return tuple(
+        (low - start + place, high - start + place)
+        for (low, high), (start, _), (place, _) in zip(box, outer, at, strict=True)
+    )
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """For indexing arrays and tensors."""
+    return tuple(slice(low, high) for low, high in box)

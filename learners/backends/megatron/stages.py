@@ -1,0 +1,129 @@
+"""Micro-batches through the pipeline stages of a Megatron-core model: schedule, log-probs, losses.
+
+Called by `megatron`. Guarantees:
+1. Megatron-core's schedule decides when which stage works (one forward, one backward); gradients are reduced once, by
+   `finalize_model_grads`, with the last backward: sums over shares, partial sums over tensor places, tied heads;
+2. the loss is computed with gradients on the last stage alone, by every tensor place; its numbers then go to the other
+   stages, which run the loss on them without gradient: what a loss returns and notes is the same on every rank;
+3. hidden states of a micro-batch are freed with its backward.
+
+Example: 2 stages, 3 micro-batches: stage 0 is one forward ahead of stage 1, and gets the three micro-batches' log-probs
+in one message at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.runtime.device import Device
+from learners.backends.base import LossFunction, Micro, to_device
+from learners.backends.megatron.cpu_shim import without_cuda
+from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
+from learners.backends.megatron.mapping import Facts
+from learners.backends.megatron.model import bounds, hidden_states
+from learners.batch.assembly import MicroBatch
+from learners.gang.topology import Topology
+from learners.models.logprobs import TokenNumbers
+
+
+class Found(NamedTuple):
+    """What came of a micro-batch; without a loss `value` is 0 and there are no sums."""
+
+    numbers: TokenNumbers  # detached
+    value: Tensor
+    sums: Mapping[str, Tensor]
+
+
+class Stages:
+    """The way of a micro-batch through all stages, as this rank takes part in it."""
+
+    def __init__(self, facts: Facts, settings: Any, config: Config, place: Topology, device: Device) -> None:
+        self._facts, self._settings, self._place, self._device = facts, settings, place, device
+        self._temperature = config.sampling.temperature
+        self._chunk = config.learner.logprob_chunk_tokens
+
+    def run(
+        self, model: Any, micro: Sequence[MicroBatch], loss: LossFunction | None = None, *, squares: bool = False
+    ) -> list[Found]:
+        """Forward, and with a loss backward (`model` is then that of `wrap`). Collective; the same on every rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        given = [to_device(piece, self._device.torch_device) for piece in micro]
+        multiple = self._place.tensor if self._settings.sequence_parallel else 1
+
+        def forward(numbers: Iterator[int], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            number = next(numbers)
+
+            def last(hidden: Tensor) -> tuple[Tensor, Tensor, Found]:
+                told = self._numbers(getattr(stage, "module", stage), hidden, given[number], squares=squares)
+                value, sums = _lost(loss, told, given[number], number)
+                found = Found(_detached(told), value.detach().clone(), sums)
+                return value, torch.zeros((), dtype=torch.int), found
+
+            return hidden_states(stage, given[number], bounds(micro[number], multiple=multiple)), last
+
+        with without_cuda(self._device), torch.set_grad_enabled(loss is not None):
+            found = get_forward_backward_func()(
+                forward_step_func=forward, data_iterator=iter(range(len(micro))), model=[model],
+                num_microbatches=len(micro), seq_length=1, micro_batch_size=1, forward_only=loss is None,
+            )  # fmt: skip
+        return found if self._place.pipeline == 1 else self._told(found, given, loss, squares=squares)
+
+    def _numbers(self, model: Any, hidden: Tensor, tensors: Micro, *, squares: bool) -> TokenNumbers:
+        """What the last stage says of a micro-batch; with gradients where they are on."""
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        if self._settings.sequence_parallel:  # not run
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        weight = model.shared_embedding_or_output_weight() if self._facts.tied else model.output_layer.weight
+        each = self._facts.padded(self._place.tensor) // self._place.tensor
+        start = each * self._place.tensor_place
+        group = parallel_state.get_tensor_model_parallel_group() if self._place.tensor > 1 else None
+        part = Slice(start, min(each, self._facts.vocab - start), group)
+        states, options = hidden[:, 0][tensors.positions], {"temperature": self._temperature}
+        if torch.is_grad_enabled():
+            told = sliced_logprobs(states, weight, tensors.targets, part, chunk_tokens=self._chunk, **options)
+            return TokenNumbers(*told, None)
+        return sliced_numbers(
+            states, weight, tensors.targets, part, chunk_tokens=self._chunk, squares=squares, **options
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _told(
+        self, found: list[Found], given: Sequence[Micro], loss: LossFunction | None, *, squares: bool
+    ) -> list[Found]:
+        """What the last stage found, on all stages."""
+        from megatron.core import parallel_state
+
+        sizes = [micro.targets.numel() for micro in given]
+        flat = torch.zeros(3 if squares else 2, sum(sizes), device=self._device.torch_device)
+        for one, room in zip(found, torch.split(flat, sizes, dim=1), strict=False):  # other stages found nothing
+            for row, numbers in zip(room, one.numbers, strict=False):
+                row.copy_(numbers)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        if found:
+            return found
+        every = []
+        for number, part in enumerate(torch.split(flat, sizes, dim=1)):
+            told = TokenNumbers(part[0], part[1], part[2] if squares else None)
+            every.append(Found(told, *_lost(loss, told, given[number], number)))
+        return every
+
+
+def _lost(
+    loss: LossFunction | None, told: TokenNumbers, tensors: Micro, number: int
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What the loss says; 0 and nothing without one."""
+    return (torch.zeros(()), {}) if loss is None else loss(told.logprobs, told.entropy, tensors, number)
+
+
+def _detached(told: TokenNumbers) -> TokenNumbers:
+    return TokenNumbers(told.logprobs.detach(), told.entropy.detach(), told.square_sums)

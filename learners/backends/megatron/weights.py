@@ -1,0 +1,133 @@
+"""Hugging Face weights into this rank's Megatron-core parameters, and out of all ranks to rank 0.
+
+Called by `megatron`; `megatron_checkpoint` assembles by it too. What lies where says `megatron_mapping`. Guarantees:
+1. a rank reads only the parts of the files that it holds, straight from safetensors: no pickle, no whole copy;
+2. a tensor that is missing or has another shape is `config.model`, by name;
+3. weights leave tensor by tensor in the order of `shapes_of`; rank 0 alone gets data, one tensor is whole at a time;
+   every rank takes part to the end.
+
+Example: at tensor = 2 `model.layers.0.mlp.down_proj.weight` comes to rank 0 as its own left half and, in one message,
+the right half of rank 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.errors import UNREADABLE, ConfigError
+from learners.backends.megatron.mapping import Local, Part, Source, slices
+from weightsync.plan.layouts import volume
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, open: what its `__exit__` closes."""
+    from safetensors import safe_open
+
+    file: Any = safe_open(path, framework="pt")
+    return file.__enter__()
+
+
+class Folder:
+    """The safetensors files of a Hugging Face folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, Any] = {}
+        self._where = _where(path)
+
+    def read(self, part: Part) -> Tensor:
+        """The elements of a part, in the dtype of the file.
+
+        Raises:
+            ConfigError: `config.model`, where the folder has no such tensor or one of another shape.
+        """
+        from safetensors import SafetensorError
+
+        name = self._where.get(part.name)
+        if name is None:
+            raise ConfigError("config.model", f"{self._path}: no tensor {part.name}")
+        try:
+            if name not in self._files:
+                self._files[name] = open_tensors(self._path / name)
+            found = self._files[name].get_slice(part.name)
+            if tuple(found.get_shape()) != part.shape:
+                why = f"{self._path}: {part.name} has shape {found.get_shape()}, config.json asks for {part.shape}"
+                raise ConfigError("config.model", why)
+            piece: Tensor = found[slices(part.box)]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError("config.model", f"{self._path / name}: {error}") from error
+        return piece
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popitem()[1].__exit__(None, None, None)
+
+
+def _where(path: Path) -> dict[str, str]:
+    """The file of every tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    index = path / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            found = msgspec.json.decode(index.read_bytes(), type=dict[str, Any])["weight_map"]
+            return msgspec.convert(found, dict[str, str])
+        with safe_open(path / "model.safetensors", framework="pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+    except (OSError, SafetensorError, KeyError, *UNREADABLE) as error:
+        raise ConfigError("config.model", f"{path}: no weights in safetensors files: {error}") from error
+
+
+def assembled(local: Local, read: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A whole parameter from `read(part)` of each of its parts, on the host; padding is zero."""
+    whole = torch.zeros(local.shape, dtype=dtype)
+    for part in local.parts:
+        if volume(part.box):
+            whole[slices(part.local)] = read(part).to(dtype)
+    return whole
+
+
+def leaving(
+    parameters: Mapping[str, Tensor], sources: Mapping[str, Sequence[Source]], *, rank: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor by name, whole, on the host of rank 0; the other ranks send and get nothing.
+
+    Collective: every rank must exhaust it. Waits are bounded by the timeout of the process group.
+    """
+    for name, parts in sources.items():
+        mine = [source for source in parts if source.rank == rank]
+        pieces = [
+            parameters[source.parameter].detach()[slices(source.part.local)].to(device="cpu", dtype=dtype)
+            for source in mine
+        ]
+        if rank:
+            if pieces:
+                dist.send(_bytes(torch.cat([piece.reshape(-1) for piece in pieces])), 0)
+            continue
+        whole = torch.empty(parts[0].part.shape, dtype=dtype)
+        for source, piece in zip(mine, pieces, strict=True):
+            whole[slices(source.part.box)] = piece
+        for sender in sorted({source.rank for source in parts} - {0}):
+            _receive(whole, [source.part for source in parts if source.rank == sender], sender)
+        yield name, whole
+
+
+def _receive(whole: Tensor, parts: Sequence[Part], sender: int) -> None:
+    sizes = [volume(part.box) for part in parts]
+    flat = torch.empty(sum(sizes), dtype=whole.dtype)
+    dist.recv(_bytes(flat), sender)  # bounded: the timeout of the group
+    for part, piece in zip(parts, torch.split(flat, sizes), strict=True):
+        whole[slices(part.box)] = piece.view([high - low for low, high in part.box])
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """The memory of a flat tensor: Gloo does not send every dtype."""
+    return flat.view(torch.uint8)

@@ -1,0 +1,121 @@
+"""The learner's archive: every claimed batch as a file, before its step trains.
+
+Called by `learners.rank_zero` on rank 0 where `log.archive` is set, and by `learners.replay`. Beside the batches lie the
+configurations they were trained under (`config-<digest>.toml`) and what was taken out (`quarantined.jsonl`).
+Guarantees:
+1. the batch of a step is on the disk, whole and synced, before the step trains; a file is never half written;
+2. a batch that comes back after a restart is compared with what is there: the same groups, samples and rewards leave
+   the file as it is; others are said aloud, and the file is written anew, as the weights will hold the new ones;
+3. a full disk costs the archive of that step, which is said and counted, and ends nothing;
+4. `recorded` gives a batch as `LearnerClient.claim` gave it, bit by bit.
+What it costs: about 8 bytes per token (ids and log-probs) and one fsync per step; nothing is ever removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncrl import wire
+from asyncrl.config import Config, dump
+from asyncrl.errors import WireError
+from asyncrl.runs import batch_file
+from asyncrl.runs.batch_file import BatchFile, Meta, Note
+from asyncrl.runtime.run_dir import RunDir, write_atomic
+from buffers.client.client import claimed
+
+if TYPE_CHECKING:
+    from buffers.client.client import ClaimedBatch
+
+Say = Callable[[str], None]
+
+
+class Archive:
+    """Writes. `lost` counts the steps that could not be written."""
+
+    def __init__(self, config: Config, *, say: Say) -> None:
+        self.folder = RunDir(config.run_dir).archive
+        self.lost = 0
+        self._say = say
+        text = dump(config)
+        self._config = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._text = text
+
+    def put(self, batch: ClaimedBatch, *, epoch: int) -> None:
+        """Record the batch as it was claimed, unless it is there."""
+        if batch.frames is None:  # made by hand, not claimed
+            return
+        try:
+            self._prepare()
+            path = batch_file.path_of(self.folder, batch.step)
+            if path.exists() and self._is_there(path, batch):
+                return
+            meta = Meta(config=self._config, epoch=epoch, t=time.time())
+            plain = msgspec.structs.replace(batch.frames.batch, places=(), replayed=False)
+            batch_file.write(path, plain, batch.frames.payloads, meta=meta)
+        except OSError as error:
+            self.lost += 1
+            self._say(f"ERROR: the batch of step {batch.step} is not archived ({self.lost} so far): {error}")
+
+    def bury(self, step: int, group: int, reason: str) -> None:
+        """A group of the step was taken out."""
+        try:
+            self._prepare()
+            with (self.folder / batch_file.NOTES).open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(Note(step, group, reason)) + b"\n")
+        except OSError as error:
+            self._say(f"ERROR: the archive does not know that group {group} was quarantined: {error}")
+
+    def _prepare(self) -> None:
+        path = batch_file.config_path(self.folder, self._config)
+        if not path.exists():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomic(path, self._text.encode())
+
+    def _is_there(self, path: Path, batch: ClaimedBatch) -> bool:
+        try:
+            found = batch_file.read(path)
+        except WireError as error:
+            self._say(f"warning: {path.name} is written again: {error.message}")
+            return False
+        out = batch_file.quarantined(self.folder).get(batch.step, {})
+        if why := differs(found, batch, out):
+            if batch.replayed:  # else it was made anew: the store had lost it, or an older checkpoint was taken
+                self._say(f"warning: the batch of step {batch.step} came back and is not the one in the archive: {why}")
+            return False
+        return found.meta.config == self._config
+
+
+def differs(found: BatchFile, batch: ClaimedBatch, out: dict[int, str]) -> str:
+    """How a claimed batch is not the recorded one, but for the groups `out` that were quarantined since."""
+    assert batch.frames is not None
+    recorded, claim = _contents(found.batch, found.payloads), _contents(batch.frames.batch, batch.frames.payloads)
+    expected = [number for number in recorded if number in claim or number not in out]
+    if expected != list(claim):
+        return f"its groups are {list(claim)[:8]}, recorded were {expected[:8]}"
+    changed = [number for number, content in claim.items() if content != recorded[number]]
+    if changed:
+        return f"group {changed[0]} has other samples or rewards"
+    return "" if found.batch.tuning == batch.frames.batch.tuning else "it has other tuned settings"
+
+
+def _contents(batch: wire.Batch, payloads: tuple[wire.Buffer, ...]) -> dict[int, object]:
+    """group -> what training sees of it."""
+    contents: dict[int, object] = {}
+    place = 0
+    for head in batch.groups:
+        mine = payloads[place : place + len(head.records)]
+        place += len(head.records)
+        contents[head.group] = (head.bound, head.records, head.rewards, [bytes(payload) for payload in mine])
+    return contents
+
+
+def recorded(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
+    """The batch of a step as it was claimed. Raises `WireError` where the file is damaged, OSError without one."""
+    found = batch_file.read(batch_file.path_of(folder, step))
+    return claimed(found.batch, found.payloads), found.meta

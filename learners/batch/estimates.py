@@ -1,0 +1,380 @@
+"""The whole batch `[S, T]` on rank 0: rewards shaped, advantages estimated, before it is cut into ranks and rows.
+
+Called by `learners.batch.assembly.assemble` and, with the model's numbers, by `learners.step.batch_passes`. Guarantees:
+1. everything that mixes rows is computed here, once: group statistics, whitening, weights by lag, resampling, and
+   corrections that look at all rows: no rank or micro-batch has statistics of its own;
+2. float64; the result depends on the batch, the settings and the seed alone;
+3. an estimator that needs the model (values of a critic, proximal log-probs, a KL penalty in the reward) gives zeros
+   before the model has run, and its advantages after it (`after_the_model`);
+4. rewards of single turns stand at their last tokens, so that estimators that look at places credit them there;
+5. rows cut by the length limit may be left out of the loss; they count in the statistics of their group.
+
+Example: two samples of a group with rewards 1 and 0 under GRPO: advantages 0.7071 and -0.7071 at every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from asyncrl.config import ProcessRewardConfig
+    from buffers.client.client import ClaimedBatch
+    from learners.algorithms.types import Estimate, Rollouts
+
+Array = npt.NDArray[Any]
+
+
+class Cut(NamedTuple):
+    """One sequence of the batch: the tokens `start .. stop` of a sample's response, behind the group's prompt or behind
+    the `prompt` tokens of the response before `start`. A sample is one sequence, or several (`SampleHead.rows`)."""
+
+    sample: int  # its place among the samples
+    start: int
+    stop: int
+    prompt: int = 0  # 0: the group's prompt
+
+
+class Whole(NamedTuple):
+    """The batch before it is cut: its samples in order, and what estimators see of them."""
+
+    samples: Sequence[Any]  # SampleData, S of them
+    rollouts: Rollouts
+    scores: Tensor  # float64 [S]: outcome scores after shaping
+    right: Tensor  # bool [S]
+    lags: tuple[Array, ...]  # i4 [T] of every sample
+    step: int
+    cuts: tuple[Cut, ...] = ()  # every sequence, in the order of the samples
+
+
+class Found(NamedTuple):
+    """What assembly takes of it, per sample."""
+
+    masks: tuple[Array, ...]  # u1 [T]: what the loss trains
+    advantages: tuple[Array, ...]  # f4 [T]
+    first: tuple[float, ...]  # advantage of the first trained token
+    lags: tuple[Array, ...]
+    scales: Array  # f8 [S]
+    right: Array
+    repeats: list[int]  # how often the sample is trained
+    stats: dict[str, float]
+
+
+class ModelNumbers(NamedTuple):
+    """Per sample, f4 `[T]` each, from the learner's forward passes; None where they were not asked for."""
+
+    proximal: Sequence[Array] | None = None
+    reference: Sequence[Array] | None = None
+    values: Sequence[Array] | None = None
+    after: Sequence[Array] | None = None  # [1] each: the value after the last token
+    square_sums: Sequence[Array] | None = None  # sum over the vocabulary of p^2
+    process: Sequence[Array] | None = None  # log-probs under the process reward model
+    process_reference: Sequence[Array] | None = None  # and under its frozen reference
+
+
+class Late(NamedTuple):
+    """What comes after the model has run, per sample; None where it is not needed."""
+
+    advantages: list[Array] | None = None
+    returns: list[Array] | None = None
+    weights: list[Array] | None = None
+    keep: list[Array] | None = None
+    first: tuple[float, ...] = ()
+    kl: float | None = None  # mean KL(proximal || reference) where it was a penalty
+
+
+def waits_for_the_model(algorithm: AlgorithmConfig) -> bool:
+    """Whether advantages can be estimated only after forward passes over the whole batch."""
+    from learners.algorithms.registry import needs_of
+
+    late = {"critic", "proximal", "values", "square_sums", "process"}
+    return algorithm.kl.where == "reward" or bool(late & set(needs_of(algorithm)))
+
+
+# ---------------------------------------------------------------- before the model
+
+
+def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping[int, float] | None = None) -> Whole:
+    """Masks, shaped rewards and groups of the batch."""
+    import torch
+
+    from learners.algorithms.tensors import place_outcomes
+    from learners.algorithms.types import Rollouts
+
+    pairs = [(group, sample) for group in batch.groups for sample in group.samples]
+    samples = [sample for _, sample in pairs]
+    numbers = {group.group: number for number, group in enumerate(batch.groups)}
+    owners = torch.tensor([numbers[group.group] for group, _ in pairs], dtype=torch.int64)
+    mask = torch.from_numpy(padded([_mask_of(sample).astype(bool) for sample in samples])).bool()
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    lengths = torch.tensor([length_of(sample) for sample in samples], dtype=torch.int64)
+    scores = _shaped(rewards, owners, lengths, algorithm)
+    parts = None
+    if names := sorted({name for sample in samples for name in sample.parts}):
+        parts = torch.tensor([[sample.parts.get(name, 0.0) for sample in samples] for name in names]).double()
+    greedy = None
+    if baselines is not None:
+        greedy = torch.tensor([baselines[group.group] for group, _ in pairs], dtype=torch.float64)
+    placed = place_outcomes(scores, mask)
+    if not algorithm.shaping.passk:  # which makes other scores of them
+        _credit_turns(placed, samples, mask)
+    rollouts = Rollouts(
+        placed, mask, owners, baselines=greedy, parts=parts, lengths=lengths,
+        behaviour=_behaviour(samples, mask),
+    )  # fmt: skip
+    lags = tuple(_lags(sample, batch.version) for sample in samples)
+    right = rewards > algorithm.shaping.correct_above
+    return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(cuts_of(samples)))
+
+
+def rows_in(sample: Any) -> tuple[tuple[int, int], ...]:
+    """Start and prompt tokens of the sequences of a sample that have a prompt of their own."""
+    return getattr(sample, "rows", ())  # samples of the modes without reward have none
+
+
+def cuts_of(samples: Sequence[Any]) -> Iterator[Cut]:
+    """The sequences of some samples."""
+    for number, sample in enumerate(samples):
+        rows = rows_in(sample)
+        if not rows or rows[0][0]:  # the first one goes on from the group's prompt
+            yield Cut(number, 0, rows[0][0] if rows else sample.response.size)
+        ends = [*(start for start, _ in rows[1:]), sample.response.size]
+        for (start, prompt), end in zip(rows, ends, strict=False):  # no rows, one end
+            yield Cut(number, start + prompt, end, prompt)
+
+
+def length_of(sample: Any) -> int:
+    """Tokens of the response, observations among them, without the prompts of later sequences."""
+    return int(sample.response.size) - sum(prompt for _, prompt in rows_in(sample))
+
+
+def by_sample(whole: Whole, rows: Sequence[Array] | None) -> list[Array] | None:
+    """Rows `[T]` of the samples from those of the sequences: 0 where a prompt stands."""
+    if rows is None:
+        return None
+    found = [np.zeros(sample.response.size, np.float32) for sample in whole.samples]
+    for cut, row in zip(whole.cuts, rows, strict=True):
+        found[cut.sample][cut.start : cut.stop] = row
+    return found
+
+
+def by_cut(whole: Whole, rows: Sequence[Array]) -> list[Array]:
+    """Rows of the sequences from those of the samples."""
+    return [rows[cut.sample][cut.start : cut.stop] for cut in whole.cuts]
+
+
+def _credit_turns(rewards: Tensor, samples: Sequence[Any], mask: Tensor) -> None:
+    """Move the rewards of single turns `[S, T]` to their last tokens; the sums of the rows stay as they are."""
+    from learners.algorithms.tensors import last_tokens
+
+    last = last_tokens(mask).long().argmax(-1)
+    for number, sample in enumerate(samples):
+        for place, reward in getattr(sample, "turns", ()):
+            rewards[number, place] += reward
+            rewards[number, last[number]] -= reward
+
+
+def _shaped(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    from learners.algorithms.passk import pkpo_binary
+    from learners.algorithms.rewards import overlong_penalty
+
+    shaping, scores = algorithm.shaping, rewards
+    if shaping.passk:
+        scores = pkpo_binary(scores > shaping.correct_above, owners, k=shaping.passk).double()
+    if shaping.overlong_buffer:
+        scores = scores + overlong_penalty(
+            lengths, max_len=shaping.overlong_max, buffer_len=shaping.overlong_buffer, factor=shaping.overlong_factor
+        )  # fmt: skip
+    return scores
+
+
+def _behaviour(samples: Sequence[Any], mask: Tensor) -> Tensor | None:
+    """The recorded log-probs; None where a sample's do not fit its tokens (the packer names the group)."""
+    import torch
+
+    if any(sample.logprobs.size != sample.response.size for sample in samples):
+        return None
+    return torch.from_numpy(padded([sample.logprobs.astype(np.float64) for sample in samples])).reshape(mask.shape)
+
+
+def _mask_of(sample: Any) -> Array:
+    return np.ones(sample.response.size, np.uint8) if sample.mask is None else sample.mask
+
+
+def _lags(sample: Any, version: int) -> Array:
+    """Training version minus the version of each response token."""
+    runs = sample.runs or ((version, sample.response.size),)
+    versions = np.repeat(np.array([run[0] for run in runs]), [run[1] for run in runs])
+    lags = np.maximum(version - versions, 0).astype(np.int32)
+    return lags if lags.size == sample.response.size else np.resize(lags, sample.response.size)
+
+
+def padded(rows: Sequence[Array]) -> Array:
+    """Rows of unequal lengths as one `[S, T]`, zeros on the right; T at least 1."""
+    width = max([1, *(row.size for row in rows)])
+    result = np.zeros((len(rows), width), rows[0].dtype if rows else np.float64)
+    for number, row in enumerate(rows):
+        result[number, : row.size] = row
+    return result
+
+
+def before_the_model(whole: Whole, algorithm: AlgorithmConfig, *, seed: int = 0) -> Found:
+    """Advantages where they need no model, else zeros; weights by lag; how often each row is trained."""
+    import torch
+
+    from learners.algorithms.filters import overlong_mask
+    from learners.algorithms.passk import pass_at_means
+    from learners.algorithms.registry import advantage_of
+
+    rollouts, mask = whole.rollouts, whole.rollouts.mask
+    estimate = None
+    if whole.samples and not waits_for_the_model(algorithm):
+        estimate = advantage_of(algorithm)(rollouts)
+    advantages = torch.zeros(mask.shape, dtype=torch.float64) if estimate is None else estimate.advantages
+    trained = mask
+    if algorithm.shaping.overlong_filter:
+        cut = torch.tensor([sample.finish == "length" for sample in whole.samples], dtype=torch.bool)
+        trained = overlong_mask(mask, cut)
+    scales = _scales(whole, algorithm)
+    stats = {f"pass_at/{k}": mean for k, mean in pass_at_means(whole.right, rollouts.groups).items()}
+    if algorithm.shaping.overlong_buffer and whole.samples:
+        start = algorithm.shaping.overlong_max - algorithm.shaping.overlong_buffer
+        assert rollouts.lengths is not None
+        stats["overlong_share"] = float((rollouts.lengths > start).double().mean())
+    return Found(
+        masks=tuple(row.astype(np.uint8) for row in rows_of(whole, trained)),
+        advantages=tuple(row.astype(np.float32) for row in rows_of(whole, advantages)),
+        first=first_of(advantages, mask),
+        lags=whole.lags,
+        scales=scales,
+        right=whole.right.numpy(),
+        repeats=_repeats(whole, algorithm, seed),
+        stats=stats,
+    )
+
+
+def rows_of(whole: Whole, values: Tensor) -> list[Array]:
+    """A row per sample, without the padding."""
+    data = values.numpy()
+    return [data[number, : sample.response.size] for number, sample in enumerate(whole.samples)]
+
+
+def first_of(advantages: Tensor, mask: Tensor) -> tuple[float, ...]:
+    """The advantage of each row's first trained token; 0 without any."""
+    if not mask.numel():
+        return ()
+    places = mask.long().argmax(-1, keepdim=True)
+    return tuple(advantages.gather(-1, places).squeeze(-1).tolist())
+
+
+def _scales(whole: Whole, algorithm: AlgorithmConfig) -> Array:
+    import torch
+
+    from learners.algorithms.staleness import staleness_weights
+
+    lag = algorithm.lag
+    if lag.weight == "off":
+        return np.ones(len(whole.samples))
+    rows = zip(whole.lags, rows_of(whole, whole.rollouts.mask), strict=True)
+    ages = torch.tensor([float(lags[mask].mean()) if mask.any() else 0.0 for lags, mask in rows])
+    found = staleness_weights(ages, kind=lag.weight, tau=lag.tau, kappa=lag.kappa, normalize=lag.normalize)
+    return np.asarray(found.numpy())
+
+
+def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
+    """1 for every row, or with PF-PPO how often each was drawn."""
+    from learners.algorithms.filters import pf_ppo_draw, pf_ppo_probs
+
+    method, count = algorithm.shaping.resample, len(whole.samples)
+    if method == "off" or not count:
+        return [1] * count
+    chances = pf_ppo_probs(whole.scores, method=method, power=algorithm.shaping.resample_power)
+    drawn = pf_ppo_draw(chances, seed=seed, step=whole.step)
+    return drawn.bincount(minlength=count).tolist()
+
+
+# ---------------------------------------------------------------- after the model
+
+
+def after_the_model(
+    whole: Whole, numbers: ModelNumbers, algorithm: AlgorithmConfig, *, kl_coeff: float, correct: bool,
+    scoring: ProcessRewardConfig | None = None,
+) -> Late:  # fmt: skip
+    """Advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how log-probs of
+    the process reward model become rewards."""
+    mask = whole.rollouts.mask
+    proximal, reference, values = (_padded(found, mask) for found in numbers[:3])
+    squares = _padded(numbers.square_sums, mask)
+    if squares is not None and proximal is not None:
+        # One of the squares is that of the token itself: rounding must not make a weight of the baseline negative.
+        squares = squares.maximum((2 * proximal).exp())
+    rollouts, kl = whole.rollouts._replace(proximal=proximal, values=values, square_sums=squares), None
+    if numbers.after is not None:
+        ends = [float(row[0]) if sample.finish == "length" else 0.0
+                for row, sample in zip(numbers.after, whole.samples, strict=True)]  # fmt: skip
+        rollouts = rollouts._replace(bootstrap=mask.new_tensor(ends, dtype=rollouts.rewards.dtype))
+    if scoring is not None:
+        rollouts = rollouts._replace(process=_process(numbers, mask, scoring))
+    if algorithm.kl.where == "reward":
+        from learners.algorithms.rewards import kl_penalty
+
+        assert proximal is not None and reference is not None
+        kind: Any = "k1" if algorithm.kl.kind == "auto" else algorithm.kl.kind
+        shaped = kl_penalty(rollouts.rewards, proximal, reference, mask, coeff=kl_coeff, kind=kind)
+        rollouts, kl = rollouts._replace(rewards=shaped.rewards), float(shaped.kl)
+    late = Late(kl=kl)
+    if waits_for_the_model(algorithm):
+        from learners.algorithms.registry import advantage_of
+
+        estimate: Estimate = advantage_of(algorithm)(rollouts)
+        returns = None if estimate.returns is None else _floats(whole, estimate.returns)
+        late = late._replace(advantages=_floats(whole, estimate.advantages), returns=returns,
+                             first=first_of(estimate.advantages, mask))  # fmt: skip
+    if correct:
+        weights, keep = _corrected(rollouts, algorithm)
+        late = late._replace(weights=_floats(whole, weights), keep=rows_of(whole, keep))
+    return late
+
+
+def _process(numbers: ModelNumbers, mask: Tensor, scoring: ProcessRewardConfig) -> Tensor:
+    """Process rewards `[S, T]` of the whole batch."""
+    from learners.algorithms.prime import token_scores
+
+    model, reference = _padded(numbers.process, mask), _padded(numbers.process_reference, mask)
+    assert model is not None and reference is not None
+    return token_scores(model, reference, mask, beta=scoring.beta, batch_norm=scoring.batch_norm).scores
+
+
+def _corrected(rollouts: Rollouts, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Weights and kept tokens `[S, T]` of a correction that looks at all rows."""
+    import torch
+
+    from learners.algorithms.registry import correction_of
+
+    mask, places = rollouts.mask, rollouts.mask.nonzero()
+    assert rollouts.proximal is not None and rollouts.behaviour is not None
+    flat = mask[mask]
+    found = correction_of(algorithm)(rollouts.proximal[mask], rollouts.behaviour[mask], flat, places[:, 0])
+    weights, keep = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.bool)
+    weights[mask], keep[mask] = found.weights.double(), found.keep
+    return weights, keep
+
+
+def _padded(rows: Sequence[Array] | None, mask: torch.Tensor) -> Tensor | None:
+    import torch
+
+    return (
+        None if rows is None else torch.from_numpy(padded([row.astype(np.float64) for row in rows])).reshape(mask.shape)
+    )
+
+
+def _floats(whole: Whole, values: Tensor) -> list[Array]:
+    return [row.astype(np.float32) for row in rows_of(whole, values)]

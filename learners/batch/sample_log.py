@@ -1,0 +1,113 @@
+"""The few samples of a step that the run keeps for people: words, rewards, and token by token how engine and learner
+differ.
+
+Called by `learners.loop` (`places`, `gather`) and `learners.rank_zero` (`lines`), for `samples.jsonl`. Guarantees:
+1. the best and the worst samples of the batch, `log.samples_per_step` in all; the same batch keeps the same ones;
+2. `engine` are the recorded log-probs, `learner` those of the step's own forward pass; both stand only where the policy
+   sampled the token, else null, and the gap of a token is their difference;
+3. the texts of the tokens joined are the text of these tokens: a character of several tokens stands at its last one;
+4. a long sample keeps its first `MAX_TOKENS` tokens; what a rank sends is of the kept samples alone.
+
+A sample of several sequences (`wire.SampleHead.rows`) is shown as one: the prompts in it are tokens without log-probs.
+
+Example: of rewards 1, 0, 1, 0.5 with two to keep, the samples at places 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from learners.batch.assembly import group_lag
+from learners.batch.estimates import Cut, cuts_of
+
+if TYPE_CHECKING:
+    from buffers.client.client import ClaimedBatch
+    from learners.gang.gang import Gang
+
+Array = npt.NDArray[Any]
+Decode = Callable[[list[int]], str]
+MAX_TOKENS = 256
+BROKEN = "\ufffd"  # what a tokenizer gives for a character whose last bytes are still to come
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def places(batch: ClaimedBatch, count: int) -> list[int]:
+    """Which samples are kept, by their place in the batch: the best, then the worst."""
+    rewards = [sample.reward for group in batch.groups for sample in group.samples]
+    order = sorted(range(len(rewards)), key=lambda place: (-rewards[place], place))
+    half = -(-count // 2)
+    return (order[:half] + order[max(half, len(order) - (count - half)) :])[:count]
+
+
+def gather(gang: Gang, mine: Mapping[int, Array], batch: ClaimedBatch | None, count: int) -> dict[int, list[float]]:
+    """The learner's log-probs of the samples that are kept, by place: NaN where the policy did not go. Collective.
+
+    `mine`: of this rank, by the place of the sequence: a sample may be several. `batch` on rank 0.
+    """
+    cuts: dict[int, Cut] = {}
+    if batch is not None:
+        samples, kept = [sample for group in batch.groups for sample in group.samples], set(places(batch, count))
+        cuts = {number: cut for number, cut in enumerate(cuts_of(samples))
+                if cut.sample in kept and cut.start < MAX_TOKENS}  # fmt: skip
+    chosen = msgspec.msgpack.decode(gang.share(None if batch is None else _encode(list(cuts))), type=list[int])
+    part = {place: mine[place][:MAX_TOKENS].astype(np.float32).tobytes() for place in chosen if place in mine}
+    found: dict[int, Array] = {}
+    for text in gang.gather_shares(_encode(part)):
+        for place, data in msgspec.msgpack.decode(text, type=dict[int, bytes]).items():
+            if batch is not None and place in cuts:
+                cut = cuts[place]
+                whole = found.setdefault(cut.sample, np.full(samples[cut.sample].response.size, np.nan, np.float32))
+                values = np.frombuffer(data, np.float32)
+                whole[cut.start : cut.start + values.size] = values
+    return {place: values[:MAX_TOKENS].tolist() for place, values in found.items()}
+
+
+def lines(batch: ClaimedBatch, count: int, decode: Decode, learner: Mapping[int, list[float]]) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl of a step."""
+    every = [(group, sample) for group in batch.groups for sample in group.samples]
+    found = []
+    for place in places(batch, count):
+        group, sample = every[place]
+        ids = sample.response[:MAX_TOKENS].tolist()
+        trained = [True] * len(ids) if sample.mask is None else [bool(one) for one in sample.mask[:MAX_TOKENS]]
+        line = {
+            "step": batch.step, "group": group.group, "index": sample.index, "lag": group_lag(group, batch.version),
+            "prompt": decode(group.prompt_ids.tolist()), "response": decode(sample.response.tolist()),
+            "reward": sample.reward, "parts": sample.parts, "length": int(sample.response.size),
+            "finish": sample.finish, "runs": sample.runs, "tokens": pieces(ids, decode),
+            "engine": _numbers(sample.logprobs[:MAX_TOKENS].tolist(), trained),
+        }  # fmt: skip
+        if len(known := learner.get(place, ())) == len(ids):
+            line["learner"] = _numbers(known, trained)
+        found.append(line)
+    return found
+
+
+def _numbers(values: Sequence[float], trained: Sequence[bool]) -> list[float | None]:
+    return [
+        round(value, 4) + 0.0 if one and np.isfinite(value) else None
+        for value, one in zip(values, trained, strict=True)
+    ]
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds.
+
+    >>> pieces([2, 3], lambda ids: "".join("abcd"[one] for one in ids))
+    ['c', 'd']
+    """
+    found: list[str] = []
+    start = done = 0  # the window that is decoded, and the tokens of it whose text was given out
+    for end in range(1, len(ids) + 1):
+        before, text = decode(list(ids[start:done])), decode(list(ids[start:end]))
+        if text.endswith(BROKEN) and end < len(ids):
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, done = done, end
+    return found

@@ -1,0 +1,241 @@
+"""The weights of a checkpoint as Hugging Face folders, on demand: policy, critic, process reward model.
+
+Started by `asyncrl export`, which replaces itself by it, or by hand: `python -m learners.checkpoints.export RUN ...`. The learner
+itself exports at the end of a run; this is for runs that have not ended, or never will. Guarantees:
+1. nothing in the run is changed but the new folder: it must be new or empty, and is filled under a hidden name that is
+   replaced last, so that a folder which is there is whole;
+2. a damaged checkpoint is `learner.checkpoint`, not an export: every byte is compared with its manifest first;
+3. what is written is what the learner would have written at that step, in the dtype that is asked for;
+4. tensors are read one by one from the files of the checkpoint, whatever backend and layout wrote them: no model is
+   built, no device is used. Peak memory is one file (`--max-shard-size`) and one tensor in float32, with fused experts
+   one layer; not counted are the pages of the checkpoint that the kernel keeps;
+5. a checkpoint whose tensors are not the model's (a plugin's backend, adapters) is loaded by the backend it belongs to,
+   which takes the memory of the training state; the size of files is then the backend's own.
+A run may go on meanwhile: the files are opened first, so that a checkpoint which is removed is still read to its end.
+
+Example: `asyncrl export runs/my --step 20` writes runs/my/export-step_000020, with `critic` below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from asyncrl.config import Config, load
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plugins import find
+from asyncrl.runs.export import DTYPES as DTYPE_NAMES
+from asyncrl.runs.export import no_checkpoint, refuse_target, size_of, size_text
+from asyncrl.runtime.run_dir import RunDir
+from learners.backends.hf_folder import SCORER, FolderWriter, skeleton_of
+from learners.backends.megatron.checkpoint import Store
+from learners.backends.megatron.mapping import Part
+from learners.backends.safetensors_writer import MAX_BYTES
+from learners.checkpoints import checkpoint
+from learners.gang.gang import Gang
+from weightsync.plan.layouts import whole
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Say = Callable[[str], None]
+
+
+def export(
+    config: Config, *, step: int | None = None, out: Path | None = None, dtype: str = "auto",
+    max_bytes: int = MAX_BYTES, say: Say = lambda _: None, gang: Gang | None = None,
+) -> Path:  # fmt: skip
+    """Write the folders of checkpoint `step` (None: the newest whole one); where.
+
+    `gang` for a checkpoint that only its backend can read (then collective); made where it is None.
+
+    Raises:
+        ConfigError: `usage`: there is no such checkpoint, or the folder is not empty.
+        AsyncRLError: `learner.checkpoint`: it is damaged; `disk.full`.
+    """
+    run = RunDir(config.run_dir)
+    target = refuse_target(out) if out is not None else None
+    source = _source(run, step, say)
+    target = target or refuse_target(run.root / f"export-{source.name}")
+    name = config.model.dtype if dtype == "auto" else dtype
+    if not from_files(config, source, target, dtype=DTYPES[name], max_bytes=max_bytes, say=say):
+        say("its tensors are not those of the model: the backend loads it, with optimizer states")
+        _by_backend(config, source, target, name, gang)
+    return target
+
+
+def _source(run: RunDir, step: int | None, say: Say) -> Path:
+    if step is None:
+        found = checkpoint.newest(run.checkpoints, say=say)
+        if found is None:
+            raise no_checkpoint(run)
+        return found[1]
+    if step not in (known := checkpoint.steps_in(run.checkpoints)):
+        raise ConfigError("usage", f"no checkpoint of step {step}; there are: {', '.join(map(str, known)) or 'none'}",
+                          where=str(run.checkpoints), remedy="name one of these, or none for the newest")  # fmt: skip
+    folder = checkpoint.folder_of(run.checkpoints, step)
+    if why := checkpoint.problem_of(folder):
+        raise AsyncRLError("learner.checkpoint", why, where=str(folder))
+    return folder
+
+
+# ---------------------------------------------------------------- straight from the files
+
+
+def from_files(
+    config: Config, source: Path, target: Path, *, dtype: torch.dtype, max_bytes: int = MAX_BYTES,
+    say: Say = lambda _: None,
+) -> bool:  # fmt: skip
+    """Write the folders from the files of the checkpoint `source`; False where they hold other tensors than the models.
+    Of several processes the first alone writes."""
+    store = Store(source)
+    try:
+        models = _models(config, store)
+        if models and int(os.environ.get("RANK", "0")) == 0:
+            _filled(target, lambda folder: _stream(models, store, folder, dtype=dtype, max_bytes=max_bytes, say=say))
+    finally:
+        store.close()
+    return models is not None
+
+
+class Model(msgspec.Struct, frozen=True):
+    """One of the models of a checkpoint: its folder in the export, what its names begin with there, its config and
+    the shapes of its parameters, in the order of the model."""
+
+    folder: str
+    kind: str
+    config: Any
+    shapes: dict[str, tuple[int, ...]]
+    beside: Path  # tokenizer and what else lies beside weights
+
+
+def _models(config: Config, store: Store) -> list[Model] | None:
+    """The models that the checkpoint holds and the settings export; None where one of them is another than expected."""
+    learner, path = config.learner, config.model.path
+    policy = _model(config, path, "", "model", store, scorer=learner.mode == "reward_model")
+    found = [policy]
+    critic, process = learner.critic, learner.process_reward
+    if store.names("critic/model") and critic.export:
+        found.append(_model(config, critic.model or path, "critic", "critic/model", store, scorer=True))
+    if store.names("process_reward/model") and process.export:
+        found.append(_model(config, process.model or path, "process_reward", "process_reward/model", store))
+    models = [model for model in found if model is not None]
+    return models if len(models) == len(found) else None
+
+
+def _model(
+    config: Config, path: str, folder: str, kind: str, store: Store, *, scorer: bool = False
+) -> Model | None:  # fmt: skip
+    from transformers import AutoConfig
+
+    more: dict[str, Any] = {"num_labels": 1} if scorer else {}
+    try:
+        hf = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.model.trust_remote_code, **more
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError("config.model", f"{path}: {error}") from error
+    if scorer:
+        hf.architectures = [SCORER]
+    skeleton = skeleton_of(hf)
+    if skeleton is None:
+        return None
+    hf.architectures = [type(skeleton).__name__]
+    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    if set(shapes) != store.names(kind):
+        return None
+    return Model(folder, kind, hf, shapes, Path(config.model.path))
+
+
+def _stream(
+    models: Sequence[Model], store: Store, folder: Path, *, dtype: torch.dtype, max_bytes: int, say: Say
+) -> None:  # fmt: skip
+    """Every model of the checkpoint, tensor by tensor."""
+    for model in models:
+        place = folder / model.folder
+        writer = FolderWriter(place, model.config, dtype=dtype, source=model.beside, max_bytes=max_bytes)
+        for name, shape in model.shapes.items():
+            writer.add(name, store.read(model.kind, Part(name, shape, whole(shape), whole(shape))))
+        written = writer.close(_generation(model.config))
+        said = f"{writer.files.elements / 1e6:,.1f} million parameters in {size_text(writer.files.bytes)}"
+        say(f"{model.folder or 'policy'}: {said}, {len(written)} file{'s' if len(written) > 1 else ''}")
+
+
+def _generation(config: Any) -> Any:
+    """What a language model generates by where its start weights said nothing."""
+    from transformers import GenerationConfig
+
+    return None if config.architectures[0].endswith(SCORER) else GenerationConfig.from_model_config(config)
+
+
+def _filled(target: Path, write: Callable[[Path], None]) -> None:
+    """Write under a hidden name, which the target replaces last."""
+    hidden = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        hidden.mkdir(parents=True)
+        write(hidden)
+        if target.exists():
+            target.rmdir()  # empty: it was looked at
+        os.replace(hidden, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise AsyncRLError("disk.full", f"{error}", where=str(target)) from error
+        raise ConfigError("usage", f"it cannot be written: {error}", where=str(target)) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- by the backend
+
+
+def _by_backend(config: Config, source: Path, target: Path, dtype: str, gang: Gang | None) -> None:
+    """The backend's own load and export. Collective."""
+    model = msgspec.structs.replace(config.model, dtype=dtype)
+    own = msgspec.structs.replace(config, model=model)
+    joined = gang or Gang.join(config, anywhere=True)
+    backend = find("asyncrl.backends", config.learner.backend)(own, joined)
+    backend.load(source)
+    backend.export_hf(target)
+    if gang is None:
+        joined.leave()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, help="of a checkpoint that is kept; the newest without it")
+    parser.add_argument("--out", type=Path, help="folder; RUN/export-step_N without it")
+    parser.add_argument("--dtype", default="auto", choices=DTYPE_NAMES, help="of the weights; auto: model.dtype")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file of weights, such as 5GB or 500MB")
+    args = parser.parse_args(argv)
+    try:
+        run = RunDir(args.run).require()
+        config = load(run.config)  # the folder may have been moved since
+        config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(run.root)))
+        lead = int(os.environ.get("RANK", "0")) == 0
+        target = export(
+            config, step=args.step, out=args.out, dtype=args.dtype, max_bytes=size_of(args.max_shard_size),
+            say=_say if lead else lambda _: None,
+        )  # fmt: skip
+        if lead:
+            print(target)
+    except AsyncRLError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""When and how one rank's checkpoints are written: in the step, or beside the training by a thread.
+
+Called by `learners.loop` on every rank; the files are `learners.checkpoints.checkpoint`'s. Guarantees:
+1. what a checkpoint holds are the weights, optimizer and ledger of its step, however long the writing takes: an
+   asynchronous one (`learner.checkpoint_async`) is copied to host memory within the step, and that copy is written;
+2. one is under way at a time: the next one waits for it, and so does the end of the run, whatever its reason;
+3. `durable` is called on rank 0, on the main thread, after the checkpoint has its name and is synced: not before;
+4. what the file system says against one is counted and said on every rank alike, `learner.checkpoint_failures` in a row
+   raise; anything else is raised where the main thread meets the writer next (`settle`);
+5. the ranks' writers talk over a process group of their own: no word of theirs gets between those of the training;
+6. every wait for the writer ends after `run.hang_timeout_s` with `hang`.
+An asynchronous checkpoint needs host memory for one copy of what this rank saves (12 bytes for each parameter that it
+holds in float32 with AdamW), from the copy to the end of the writing; the last one of a run is written without a copy.
+
+Example: every 20 steps of 30 s, 3 s to copy and 200 s to write: the training stands still for 3 s instead of 203 s, and
+a crash costs at most 20 steps and those that began while the newest checkpoint was written (7).
+
+      save             copied                 renamed, synced               settle
+    ---------> COPY --------------> WRITING ------------------> WRITTEN -----------------> durable, counted
+    (step)           (thread)                                            (between steps)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError
+from asyncrl.runtime.run_dir import RunDir
+from learners.backends.base import Backend, Snapshot
+from learners.checkpoints import checkpoint, retention
+from learners.gang.gang import Gang, waiting_s
+
+CLOSE_S = 20.0  # how long a process that ends by an error waits for the writer: less than torchrun's patience
+
+Durable = Callable[[checkpoint.State], None]
+Fence = Callable[[], None]
+
+
+class _Job:
+    """A checkpoint under way."""
+
+    def __init__(self, step: int, state: checkpoint.State | None) -> None:
+        self.step = step
+        self.state = state
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+        self.seconds = 0.0
+
+
+class Checkpoints:
+    """Those of one rank. `saved` is the step of the newest durable one; `durable` is told of each on rank 0."""
+
+    def __init__(
+        self, config: Config, *, gang: Gang, backend: Backend, durable: Durable, say: Callable[[str], None]
+    ) -> None:
+        self.saved = 0
+        self.failures = 0  # in a row
+        self.stats: dict[str, float] = {}
+        self._config = config
+        self._root = RunDir(config.run_dir).checkpoints
+        self._gang = gang
+        self._beside = gang
+        if config.learner.checkpoint_async:
+            self._beside = gang.beside(timeout_s=waiting_s(config))
+        self._backend = backend
+        self._durable = durable
+        self._say = say if gang.lead else _silent
+        self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._scores = retention.Scores(self._root, config, say=self._say) if gang.lead else None
+        self._told: tuple[int, ...] = ()
+        self._changed = False  # a score, since checkpoints were last looked through
+
+    def restored(self, step: int) -> None:
+        """The run goes on from the checkpoint of this step."""
+        self.saved = step
+        if self._scores is not None:
+            self._scores.forget_after(step)
+
+    # ------------------------------------------------------------ one checkpoint
+
+    def save(
+        self, step: int, state: checkpoint.State | None, *, fence: Fence, wait: bool = False, last: bool = False
+    ) -> None:  # fmt: skip
+        """Write the checkpoint of `step`, or begin to (asynchronous, unless `wait`). `state` on rank 0. Collective.
+
+        Raises:
+            AsyncRLError: `disk.full` after so many failures in a row, or where the `last` one of the run failed.
+        """
+        self.settle()
+        if self._scores is not None and step % self._config.learner.checkpoint_every == 0:
+            self._scores.reached(step)
+        job, ranking = _Job(step, state), self._ranking(step)
+        if not self._config.learner.checkpoint_async or wait or last:
+            self._write(job, self._backend, self._gang, fence, ranking)
+            self._heed(job, last=last)
+            return
+        self._job = job
+        self._thread = threading.Thread(
+            target=self._write, args=(job, self._backend.snapshot(), self._beside, fence, ranking), name="checkpoint",
+            daemon=True,
+        )  # fmt: skip
+        self._thread.start()
+
+    def _write(
+        self, job: _Job, part: Snapshot, gang: Gang, fence: Fence, ranking: retention.Ranking | None
+    ) -> None:  # fmt: skip
+        started = time.monotonic()
+        try:
+            checkpoint.save(
+                self._root, job.state, step=job.step, backend=part, gang=gang, fence=fence, ranking=ranking,
+                keep=self._config.learner.checkpoint_keep,
+            )  # fmt: skip
+        except AsyncRLError as error:
+            job.error = error.with_traceback(None)  # its frames would keep the copy in memory
+        except Exception as error:  # of a thread: the main one raises it
+            job.error = error
+        job.seconds = time.monotonic() - started
+        job.ended.set()
+
+    def ended(self) -> bool:
+        """Whether one that was under way has ended, and `settle` has not been called."""
+        return self._job is not None and self._job.ended.is_set()
+
+    def settle(self) -> None:
+        """Wait for the one under way, and heed how it ended. On every rank, or on none. Raises what `save` raises."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        limit = self._config.run.hang_timeout_s
+        if not job.ended.wait(limit):
+            raise AsyncRLError("hang", f"the checkpoint of step {job.step} is not written after {limit:g} s",
+                               where=str(self._root))  # fmt: skip
+        self._heed(job)
+
+    def _heed(self, job: _Job, *, last: bool = False) -> None:
+        error, learner = job.error, self._config.learner
+        if error is None:
+            self.failures, self.saved = 0, job.step
+            self.stats["checkpoint_write_s"] = job.seconds
+            if job.state is not None:
+                self._durable(job.state)
+            return
+        if not isinstance(error, AsyncRLError) or error.code != "disk.full":
+            raise error
+        self.failures += 1
+        if last or self.failures >= learner.checkpoint_failures:
+            raise error
+        self._say(f"ERROR: {error.message}. The newest checkpoint is of step {self.saved}; failed in a row: "
+                  f"{self.failures}, the run ends at {learner.checkpoint_failures}. {error.remedy}")  # fmt: skip
+
+    def close(self) -> None:
+        """The process ends: wait a little for the one under way, which is worth having. Raises nothing."""
+        if self._thread is not None:
+            self._thread.join(timeout=CLOSE_S)
+
+    # ------------------------------------------------------------ the best ones
+
+    def note(self, values: Mapping[str, float], evaluated: Mapping[int, Mapping[str, float]]) -> None:
+        """The metrics of a step (empty: of none) and the evaluations that have ended, by step. On rank 0."""
+        if self._scores is None:
+            return
+        self._scores.trained(values)
+        self._changed = self._scores.evaluated(evaluated) or self._changed
+        if self._changed and self._job is None and self.saved:
+            self._changed, keep = False, self._config.learner.checkpoint_keep
+            checkpoint.clean(self._root, step=self.saved, keep=keep, ranking=self._ranking(self.saved))
+
+    def _ranking(self, step: int) -> retention.Ranking | None:
+        """As it is once the checkpoint of `step` is there; says so where it has changed."""
+        if self._scores is None:
+            return None
+        known = sorted({*checkpoint.steps_in(self._root), step})
+        ranking = self._scores.ranking(known)
+        if ranking is not None and (best := retention.best(known, ranking)) != self._told:
+            self._told = best
+            each = ", ".join(f"step {number} {ranking.scores[number]:.4g}" for number in best)
+            self._say(f"best checkpoints by {ranking.metric}: {each}")
+        return ranking
+
+
+def _silent(_text: str) -> None:
+    """The ranks beside rank 0 have nothing to say."""

@@ -1,0 +1,98 @@
+"""Where a rank stands in the layout of `[learner.parallel]`: which share of a batch it gets and whether its sums count.
+
+Made by `learners.gang.gang` and read by the backends. Pure arithmetic. Ranks are numbered like Megatron-core and the device
+meshes of transformers number them: tensor places are neighbours, then sequence places, then shares, then pipeline
+stages; `replicate` and `expert` divide the shares and make none of their own. Guarantees:
+1. ranks that differ only in tensor, sequence or pipeline place have the same share of every batch;
+2. exactly one rank of each share counts: tensor and sequence place 0 of the last stage, where losses are computed;
+3. a size that the layout does not divide is `config.conflict`, never a smaller layout.
+
+Example: 8 ranks with tensor = 2 and pipeline = 2 have 2 shares. Rank 5 is tensor place 1 of share 0 in stage 1 and does
+not count; rank 4 beside it does; rank 0 leads and does not count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncrl.config import ParallelConfig
+from asyncrl.errors import ConfigError
+
+
+class Topology(NamedTuple):
+    """One rank of a gang; `replicate`, `tensor`, `sequence`, `pipeline`, `expert` as in `ParallelConfig`."""
+
+    rank: int = 0
+    size: int = 1
+    replicate: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @staticmethod
+    def of(config: ParallelConfig, *, rank: int, size: int) -> Topology:
+        """The place of a rank.
+
+        Raises:
+            ConfigError: `config.conflict`, where the ranks do not divide into the layout.
+        """
+        found = Topology(
+            rank, size, config.replicate, config.tensor, config.sequence, config.pipeline, config.expert
+        )  # fmt: skip
+        each = config.tensor * config.sequence * config.pipeline
+        if size % each:
+            raise _refused(f"{size} ranks do not divide by tensor * sequence * pipeline = {each}")
+        for name in ("replicate", "expert"):
+            if found.shares % getattr(config, name):
+                raise _refused(f"{found.shares} shares do not divide by {name} = {getattr(config, name)}")
+        return found
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a batch is cut: `size / (tensor * sequence * pipeline)`."""
+        return self.size // (self.tensor * self.sequence * self.pipeline)
+
+    @property
+    def tensor_place(self) -> int:
+        """0 .. tensor - 1."""
+        return self.rank % self.tensor
+
+    @property
+    def sequence_place(self) -> int:
+        """0 .. sequence - 1."""
+        return self.rank // self.tensor % self.sequence
+
+    @property
+    def share(self) -> int:
+        """Which share this rank gets, 0 .. shares - 1."""
+        return self.rank // (self.tensor * self.sequence) % self.shares
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage, 0 .. pipeline - 1."""
+        return self.rank // (self.tensor * self.sequence * self.shares)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the sums of this rank count: one rank of each share, in the last stage."""
+        return self.tensor_place == 0 and self.sequence_place == 0 and self.stage == self.pipeline - 1
+
+    @property
+    def lead(self) -> bool:
+        """Whether this rank talks to the services and publishes."""
+        return self.rank == 0
+
+    def at(self, rank: int) -> Topology:
+        """The place of another rank of the same gang."""
+        return self._replace(rank=rank)
+
+    @property
+    def counting(self) -> list[int]:
+        """The ranks that count, by share."""
+        found = [place for place in map(self.at, range(self.size)) if place.counts]
+        return [place.rank for place in sorted(found, key=lambda place: place.share)]
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError("config.conflict", why, where="learner.parallel")

@@ -1,0 +1,351 @@
+"""Log-probs and entropy of a causal language model without its logits ever existing whole.
+
+Called by the backends: `PolicyModel` is the root module that is sharded, so that the output head is unsharded while
+it is used here. Guarantees:
+1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
+   logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each, and for the backward
+   pass its last chunk, or as many of the last as fit into `KEPT_BYTES`: those are not computed again;
+2. the gradient (to hidden states, head weight and bias) equals that of the full computation, also through the entropy;
+3. log-probs are of `softmax(logits / temperature)`, computed in float32 or wider;
+4. no 2D attention mask and no cache are passed: with either, packed rows are silently wrong in transformers;
+5. log-probs and entropies are the same bits with and without the squares, which never have a gradient.
+Where tensor parallelism splits the rows of the head over ranks, each computes the logits of its own rows
+(`split_logprobs`): the same numbers up to rounding. It refuses heads that change their logits (soft caps, scales): see
+`check_head`.
+
+Example: probabilities 0.5, 0.25, 0.25 and target 0: log-prob -0.693, entropy 1.040, sum of squares 0.375.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from asyncrl.errors import ConfigError
+from learners.models.sequence_parallel import Split, states_of
+
+#: Of softmaxes, from the forward pass of a micro-batch to its backward pass.
+KEPT_BYTES = 128 << 20
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """`[n, V]` in float32 or wider, divided by the temperature."""
+    logits = nn.functional.linear(hidden, weight, bias)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class TokenNumbers(NamedTuple):
+    """Of each target, `[N]` in float32 or wider, without gradient."""
+
+    logprobs: Tensor
+    entropy: Tensor  # nats
+    square_sums: Tensor | None  # sum over the vocabulary of p^2, 1 / V .. 1; None where it was not asked for
+
+
+class Vocabulary(NamedTuple):
+    """The rows of an output head that this rank holds: from `start` on of the vocabulary that `group` splits."""
+
+    group: Any
+    start: int
+
+    def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Over the ranks, in place."""
+        dist.all_reduce(values, op, group=self.group)  # bounded: the timeout of the group
+        return values
+
+    def own(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Which targets `[n]` lie on this rank, and their places in its `count` rows (0 for the others)."""
+        places = targets - self.start
+        mine = (places >= 0) & (places < count)
+        return mine, torch.where(mine, places, 0)
+
+
+def _split_pass(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary,
+    *, squares: bool = False,
+) -> _Chunks:  # fmt: skip
+    """As `_pass` from this rank's part of the logits: of all others only maxima and sums are known."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
+    square_sums = torch.empty_like(lse) if squares else None
+    for start in range(0, targets.numel(), chunk):
+        part = slice(start, start + chunk)
+        logits = _logits(hidden[part], weight, None, temperature)
+        top = split.sum(logits.amax(-1), dist.ReduceOp.MAX)
+        mine, places = split.own(targets[part], weight.shape[0])
+        sums = [mine * logits.gather(-1, places[:, None]).squeeze(-1)]  # the target's logit, from the rank that has it
+        weights = (logits - top[:, None]).exp_()
+        sums.append(weights.sum(-1))
+        if squares:
+            sums.append(torch.linalg.vector_norm(weights, dim=-1).square())
+        sums.append(weights.mul_(logits).sum(-1))
+        target, total, *square, weighted = split.sum(torch.stack(sums))
+        lse[part] = top + total.log()
+        logprobs[part] = target - lse[part]
+        entropy[part] = lse[part] - weighted / total
+        if square_sums is not None:
+            square_sums[part] = square[0] / total.square()
+    return _Chunks(logprobs, entropy, lse, square_sums, [])
+
+
+class _Chunks(NamedTuple):
+    """What one pass over the chunks finds, `[N]` each; `kept` are the softmaxes `[n, V]` of the last chunks, of whole
+    rows alone."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    lse: Tensor
+    square_sums: Tensor | None
+    kept: list[Tensor]
+
+
+def _pass(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+    *, squares: bool = False, kept_bytes: int = 0,
+) -> _Chunks:  # fmt: skip
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
+    square_sums = torch.empty_like(lse) if squares else None
+    again = targets.numel() - max(kept_bytes // max(weight.shape[0] * lse.itemsize, 1), 1)  # rows that are not kept
+    kept: list[Tensor] = []
+    for start in range(0, targets.numel(), chunk):
+        part = slice(start, start + chunk)
+        logits = _logits(hidden[part], weight, bias, temperature)
+        softmax = logits.softmax(-1)
+        # From the largest entry, which is at least 1 / V: no precision is lost, and no second exp is needed.
+        lse[part] = logits.amax(-1) - softmax.amax(-1).log_()
+        logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse[part]
+        if square_sums is not None:
+            # A norm makes no copy of its input, as a square would; at least 1 / V, so that no precision is lost.
+            square_sums[part] = torch.linalg.vector_norm(softmax, dim=-1).square()
+        entropy[part] = lse[part] - logits.mul_(softmax).sum(-1)
+        if kept_bytes and (start >= again or start + chunk >= targets.numel()):
+            kept.append(softmax)
+        del logits, softmax  # before the next ones are made
+    return _Chunks(logprobs, entropy, lse, square_sums, kept)
+
+
+class _SplitLogprobs(torch.autograd.Function):
+    """As `_ChunkedLogprobs`, with the rows of a vocabulary that this rank holds. Every rank of the group has the same
+    hidden states and the same loss: the gradient of hidden states is summed over them, that of the rows is whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, lse, *_ = _split_pass(hidden, weight, targets, temperature, chunk, split)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.temperature, ctx.chunk, ctx.split = temperature, chunk, split
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty(hidden.shape, dtype=lse.dtype, device=hidden.device)
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        for start in range(0, targets.numel(), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logs = _logits(hidden[part], weight, None, ctx.temperature).sub_(lse[part, None])
+            grad = logs.exp().neg_()  # as in `_ChunkedLogprobs`
+            logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
+            grad.mul_(logs)
+            del logs
+            mine, places = ctx.split.own(targets[part], weight.shape[0])
+            grad.scatter_add_(-1, places[:, None], (mine * grad_logprobs[part])[:, None])
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            grad_hidden[part] = grad.to(weight.dtype) @ weight
+            grad_weight += grad.to(hidden.dtype).T @ hidden[part]
+        whole = ctx.split.sum(grad_hidden).to(hidden.dtype)
+        return whole, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def split_logprobs(
+    hidden: Tensor, rows: Tensor, targets: Tensor, split: Vocabulary, *, temperature: float = 1.0,
+    chunk_tokens: int = 1024, squares: bool = False,
+) -> tuple[Tensor, Tensor] | TokenNumbers:  # fmt: skip
+    """As `chunked_logprobs`, or as `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
+
+    Neither the head nor a row of logits is ever whole. Two reductions over the ranks for each chunk, and one of
+    `[N, H]` in the backward pass.
+    """
+    if squares:
+        with torch.no_grad():
+            found = _split_pass(hidden, rows, targets, temperature, chunk_tokens, split, squares=True)
+        return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
+    result: tuple[Tensor, Tensor] = _SplitLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, rows, targets, temperature, chunk_tokens, split
+    )
+    return result
+
+
+def vocabulary_of(weight: Tensor) -> Vocabulary | None:
+    """How the rows of an output head lie on ranks; None where it is whole, or split otherwise."""
+    if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+        return None
+    mesh, rows = weight.device_mesh, weight.shape[0]
+    each = -(-rows // mesh.size())
+    if each * (mesh.size() - 1) >= rows:  # a rank without a row
+        return None
+    return Vocabulary(mesh.get_group(), each * mesh.get_local_rank())
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps logsumexp, entropy and the last chunks' softmax; backward computes the others again, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+        kept_bytes: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
+        logprobs, entropy, lse, _, kept = _pass(
+            hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes
+        )  # fmt: skip
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
+        chunks = -(-targets.numel() // ctx.chunk)
+        up = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        grad_hidden = torch.empty_like(hidden)
+        # A frozen head (LoRA) spares the product and the room.
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=lse.dtype, device=weight.device)
+        for number in range(chunks):
+            part, known = slice(number * ctx.chunk, (number + 1) * ctx.chunk), number - chunks + len(kept)
+            # d logprob / d logit = onehot - p
+            if grad_entropy is None and known >= 0:
+                grad = kept[known] * -up[part, None]
+            else:
+                logs = _logits(hidden[part], weight, bias, ctx.temperature).sub_(lse[part, None])  # log-softmax
+                if grad_entropy is None:
+                    grad = logs.exp_().mul_(-up[part, None])
+                else:  # d entropy / d logit = -p (log p + entropy); in two buffers of [n, V]
+                    grad = logs.exp().neg_()
+                    grad.mul_(logs.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(up[part, None]))
+                del logs
+            grad.scatter_add_(-1, targets[part, None], up[part, None])
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            narrow = grad.to(weight.dtype)
+            grad_hidden[part] = (narrow @ weight).to(hidden.dtype)
+            if grad_weight is None:
+                pass
+            elif narrow.dtype == grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(narrow.T, hidden[part])
+            else:
+                grad_weight += (grad.to(hidden.dtype).T @ hidden[part]).to(lse.dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            del grad, narrow  # before the next ones are made
+        return (
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None,
+        )  # fmt: skip
+
+
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-prob of each target and entropy of each distribution, both `[N]`.
+
+    `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`.
+    """
+    kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
+    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, chunk_tokens, kept_bytes
+    )
+    return result
+
+
+@torch.no_grad()
+def token_numbers(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    chunk_tokens: int = 1024, squares: bool = False,
+) -> TokenNumbers:  # fmt: skip
+    """As `chunked_logprobs`, without gradient; `squares`: with the sums that the optimal token baseline weighs by.
+
+    They are of `softmax(logits / temperature)` like all the rest (arXiv 2602.17616).
+    """
+    found = _pass(hidden, weight, bias, targets, temperature, chunk_tokens, squares=squares)
+    return TokenNumbers(found.logprobs, found.entropy, found.square_sums)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """A tensor as if it were not split over tensor or expert ranks; with gradient. Collective where it is split."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_head(config: Any) -> None:
+    """Raise where the model changes its logits after the head, which this module would not reproduce."""
+    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
+        value = getattr(config, name, neutral)
+        if value not in (None, neutral):
+            raise ConfigError("config.model", f"{config.model_type}: {name} = {value} is not supported by the learner")
+
+
+class PolicyModel(nn.Module):
+    """A causal language model of transformers as a function from packed rows to log-probs.
+
+    Tied embeddings need nothing special: the head's weight is read from the module that owns it.
+    """
+
+    def __init__(self, model: Any, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> None:
+        super().__init__()
+        check_head(model.config)
+        self.model: Any = model
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+        self.split: Split | None = None  # rows are split over ranks (`learners.models.sequence_parallel`)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False,
+        squares: bool = False,
+    ) -> tuple[Tensor, Tensor] | TokenNumbers:  # fmt: skip
+        """Log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
+
+        Args:
+            input_ids: int64 `[R, W]`; one packed row, or rows with one sequence each.
+            position_ids: int64 `[R, W]`, starting again at 0 with every sequence.
+            positions: index into the flattened `[R * W]` of the token that predicts the target.
+            targets: token ids.
+            whole: compute full logits by the model's own forward (the start-up check compares both).
+            squares: `TokenNumbers` with sums of squares, without gradient.
+        """
+        if whole:
+            with self.split.off() if self.split is not None else nullcontext():
+                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            logs = (logits.flatten(0, 1)[positions].float() / self.temperature).log_softmax(-1)
+            return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+        states = states_of(self.model.base_model, input_ids, position_ids, positions, split=self.split)
+        head, hidden, targets = self.model.get_output_embeddings(), states.hidden, states.of(targets)
+        split, bias = vocabulary_of(head.weight), getattr(head, "bias", None)
+        if split is not None and bias is None:
+            rows = head.weight.to_local(grad_placements=head.weight.placements)
+            return split_logprobs(
+                hidden, rows, targets, split, temperature=self.temperature, chunk_tokens=self.chunk_tokens,
+                squares=squares,
+            )  # fmt: skip
+        weight = whole_of(head.weight)
+        options: dict[str, Any] = {
+            "bias": bias, "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
+        }  # fmt: skip
+        if squares:
+            numbers = token_numbers(hidden, weight, targets, squares=True, **options)
+            return TokenNumbers(*(states.whole(part) for part in numbers if part is not None))
+        logprobs, entropy = chunked_logprobs(hidden, weight, targets, **options)
+        return states.whole(logprobs), states.whole(entropy)

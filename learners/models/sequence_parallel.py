@@ -1,0 +1,250 @@
+"""Ulysses sequence parallelism (arXiv 2309.14509): every packed row split over ranks, exact.
+
+Installed by `learners.backends.fsdp2.backend.shard` where `learner.parallel.sequence` is above 1; used by `PolicyModel` and
+`ScoreModel`. Each rank of a sequence group holds the whole row's ids and positions, and activations of its own part of
+it: the decoder layers see `W / S` tokens, attention sees all W tokens of `heads / S` heads, by an all-to-all before and
+after it. Guarantees:
+1. the attention in force is called unchanged with whole rows, positions, masks: packing, windows, kernels are its;
+2. log-probs leave flat and whole, `[N]` on every rank of the group: a loss looks at rows as without it, and each rank's
+   gradient is that of its own tokens, so that sums over ranks are those of the row;
+3. a row whose width does not divide is padded at its end, where nothing sees the padding;
+4. heads that do not divide, and models whose layers take no ready rotary embeddings, are refused.
+The embedding of a row is computed whole on every rank. It does nothing for generation.
+
+Example: 8 tokens, 4 heads, 2 ranks: rank 1 computes norms and MLPs of the tokens 4..7, and attention of heads 2 and 3
+for the tokens 0..7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from asyncrl.errors import AsyncRLError, ConfigError
+from learners.gang.gang import Gang
+
+#: Before the name of the attention that is wrapped.
+PREFIX = "ulysses_"
+_MARK = "_asyncrl_split"
+
+
+class Split:
+    """This rank's place among the ranks that split its rows."""
+
+    def __init__(self, group: Any, *, place: int, size: int) -> None:
+        self.group = group
+        self.place = place
+        self.size = size
+        self.paused = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Rows are computed whole on every rank; without gradient, since a later recomputation would not know."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def padded(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows `[R, W]` and their positions, longer until S divides them; the last sequence of a row goes on."""
+        more = -input_ids.shape[1] % self.size
+        if not more:
+            return input_ids, position_ids
+        ids = torch.cat((input_ids, input_ids[:, -1:].expand(-1, more)), 1)
+        steps = torch.arange(1, more + 1, device=position_ids.device)
+        return ids, torch.cat((position_ids, position_ids[:, -1:] + steps), 1)
+
+    def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a whole row."""
+        return tensor.chunk(self.size, dim)[self.place]
+
+
+class States(NamedTuple):
+    """Hidden states `[n, H]` of the asked places that lie on this rank. `mine`: which of the `[N]`; None: all."""
+
+    hidden: Tensor
+    mine: Tensor | None
+    asked: int  # N
+    split: Split | None
+
+    def of(self, values: Tensor) -> Tensor:
+        """Of values `[N]` those of this rank's places, `[n]`."""
+        return values if self.mine is None else values[self.mine]
+
+    def whole(self, values: Tensor) -> Tensor:
+        """This rank's values `[n]` with those of the other ranks, `[N]`."""
+        if self.mine is None or self.split is None:
+            return values
+        result: Tensor = _Join.apply(values, self.mine, self.asked, self.split.group)  # type: ignore[no-untyped-call]
+        return result
+
+
+def states_of(body: Any, input_ids: Tensor, position_ids: Tensor, places: Tensor, *, split: Split | None) -> States:
+    """Hidden states at `places` `[N]`, indices into the flattened rows `[R * W]`."""
+    if split is None or split.paused:
+        hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return States(hidden.flatten(0, 1)[places], None, places.numel(), None)
+    row, column = places // input_ids.shape[1], places % input_ids.shape[1]
+    ids, positions = split.padded(input_ids, position_ids)
+    hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    width = ids.shape[1] // split.size
+    mine = (column // width == split.place).nonzero().flatten()
+    local = row[mine] * width + column[mine] % width
+    return States(hidden.flatten(0, 1)[local], mine, places.numel(), split)
+
+
+# ---------------------------------------------------------------- installing
+
+
+def install(model: Any, layers: list[nn.Module], gang: Gang) -> Split:
+    """Let the layers of a model of transformers work on parts of rows, and its attention on parts of heads. Collective.
+
+    Raises:
+        ConfigError: `config.conflict`, heads that do not divide; `config.model`, an attention that cannot be wrapped.
+    """
+    place = gang.topology
+    check_heads(model.config.get_text_config(), place.sequence)
+    others = gang.size // (place.sequence * place.tensor)
+    mesh = gang.mesh(others=others, sequence=place.sequence, tensor=place.tensor)
+    split = Split(mesh["sequence"].get_group(), place=place.sequence_place, size=place.sequence)
+    _wrap_attention(model)
+    for module in model.modules():
+        setattr(module, _MARK, split)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(_Cut(split, first=number == 0), with_kwargs=True)
+    return split
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Raise where heads do not divide."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % size:
+            raise ConfigError("config.conflict", f"{name} = {heads} of the model does not divide by it",
+                              where=f"learner.parallel.sequence = {size}")  # fmt: skip
+
+
+def wrapped(name: str) -> str:
+    """The name under which transformers has the attention of this name over parts of rows."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(PREFIX + name, _attention_over(name))
+    AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    return PREFIX + name
+
+
+def _wrap_attention(model: Any) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    inner = model.config._attn_implementation
+    if inner not in ALL_ATTENTION_FUNCTIONS or inner not in ALL_MASK_ATTENTION_FUNCTIONS:
+        why = f"attention {inner!r} of {type(model).__name__} cannot be wrapped: set it to 'sdpa'"
+        raise ConfigError("config.model", why, where="model.attn_implementation with learner.parallel.sequence")
+    model.set_attn_implementation(wrapped(inner))
+    if model.config._attn_implementation != PREFIX + inner:
+        raise ConfigError("config.model", f"{type(model).__name__} takes no attention but its own",
+                          where="learner.parallel.sequence")  # fmt: skip
+
+
+def _attention_over(name: str) -> Any:
+    """The attention of this name, over all tokens of a part of the heads."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, None]:
+        """Heads `[R, H, W / S, D]` to `[R, W / S, H, D]`."""
+        inner, split = ALL_ATTENTION_FUNCTIONS[name], getattr(module, _MARK)
+        if split.paused:
+            found: Tensor = inner(module, query, key, value, attention_mask, **given)[0]
+            return found, None
+        query, key, value = (_tokens_whole(heads, split) for heads in (query, key, value))
+        found = inner(module, query, key, value, attention_mask, **given)[0]
+        return _heads_whole(found, split), None
+
+    return attend
+
+
+class _Cut:
+    """Before a layer: this rank's part of the hidden states (they are whole before the first) and of the rotary
+    embeddings. Positions and masks stay those of whole rows: attention needs them."""
+
+    def __init__(self, split: Split, *, first: bool) -> None:
+        self._split = split
+        self._first = first
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        if self._split.paused:
+            return None
+        rotary = given.get("position_embeddings")
+        if not (isinstance(rotary, tuple) and all(isinstance(part, Tensor) for part in rotary)):
+            raise AsyncRLError("config.model", f"{type(layer).__name__} takes no rotary embeddings from its model",
+                               where="learner.parallel.sequence")  # fmt: skip
+        given = {**given, "position_embeddings": tuple(self._split.part(part, -2) for part in rotary)}
+        if self._first:
+            if args:
+                args = (self._split.part(args[0]), *args[1:])
+            else:
+                given["hidden_states"] = self._split.part(given["hidden_states"])
+        return args, given
+
+
+# ---------------------------------------------------------------- between the ranks
+
+
+class _Exchange(torch.autograd.Function):
+    """`[S, ...]`: part s goes to rank s; what came from rank s is part s. Its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        result = torch.empty_like(tensor)
+        dist.all_to_all_single(result, tensor, group=group)  # bounded: the timeout of the group
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        result: Tensor = _Exchange.apply(grad.contiguous(), ctx.group)  # type: ignore[no-untyped-call]
+        return result, None
+
+
+class _Join(torch.autograd.Function):
+    """Values of several ranks as one tensor. Every rank computes the same loss of it: each takes the gradient of its
+    own values, and nothing is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mine: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(mine)
+        result = values.new_zeros(count)
+        result[mine] = values
+        dist.all_reduce(result, group=group)  # bounded: the timeout of the group
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (mine,) = ctx.saved_tensors
+        return grad[mine], None, None, None
+
+
+def _tokens_whole(heads: Tensor, split: Split) -> Tensor:
+    """`[R, H, w, D]` of this rank's tokens to `[R, H / S, S * w, D]` of its heads."""
+    rows, count, width, size = heads.shape
+    parts = heads.view(rows, split.size, count // split.size, width, size).permute(1, 0, 2, 3, 4).contiguous()
+    found: Tensor = _Exchange.apply(parts, split.group)  # type: ignore[no-untyped-call]
+    return found.permute(1, 2, 0, 3, 4).reshape(rows, count // split.size, split.size * width, size)
+
+
+def _heads_whole(found: Tensor, split: Split) -> Tensor:
+    """`[R, S * w, H / S, D]` of this rank's heads to `[R, w, H, D]` of its tokens."""
+    rows, width, count, size = found.shape
+    parts = found.view(rows, split.size, width // split.size, count, size).permute(1, 0, 2, 3, 4).contiguous()
+    back: Tensor = _Exchange.apply(parts, split.group)  # type: ignore[no-untyped-call]
+    return back.permute(1, 2, 0, 3, 4).reshape(rows, width // split.size, split.size * count, size)

@@ -1,0 +1,264 @@
+"""What a step needs of the model over the whole batch before its first update: forward passes, gathered, used once.
+
+Called by `learners.step.resilient_step` on every rank between the cut and the training of a step. Guarantees:
+1. forward passes are made only for what the settings need: proximal log-probs (several mini-batches, estimators and
+   corrections over all rows, kept denominators) and from the same pass sums of squared probabilities (optimal token
+   baseline), reference log-probs (KL), values (a critic), process rewards (PRIME);
+2. tokens of high entropy (`entropy_keep`) are chosen over the whole batch by the weights at the start of the step;
+   where log-probs are needed anyway, the same pass gives the entropies;
+3. what mixes rows is computed by rank 0 on the whole batch in float64, and handed out: it does not depend on ranks,
+   rows or micro-batches;
+4. an estimator that raises, or gives what is not finite, is seen by every rank (`broken`) before a weight changes.
+With GRPO, decoupled PPO and one mini-batch nothing is needed and nothing is done.
+
+Example: GAE: values of every rank's rows -> rank 0: advantages and returns of all samples -> every rank: its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.config import ProcessRewardConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from learners.algorithms.corrections import needs_whole_batch
+from learners.algorithms.registry import choose, needs_of
+from learners.backends.base import Backend
+from learners.batch.assembly import MicroBatch, Minibatch
+from learners.batch.bad_groups import reason_of
+from learners.batch.estimates import (
+    Array,
+    Late,
+    ModelNumbers,
+    Whole,
+    after_the_model,
+    by_cut,
+    by_sample,
+    waits_for_the_model,
+)
+from learners.batch.token_selection import keep_high_entropy
+from learners.gang.gang import Gang
+from learners.step.process_reward import ProcessRewardStep
+
+Pieces = list[list[Tensor]]  # by mini-batch and micro-batch of this rank, [N] each
+
+
+class Prepared(NamedTuple):
+    """On every rank; None where the settings do not need it."""
+
+    proximal: Pieces | None = None
+    reference: Pieces | None = None
+    values: Pieces | None = None
+    advantages: Pieces | None = None
+    returns: Pieces | None = None
+    weights: Pieces | None = None
+    keep: Pieces | None = None
+    first: tuple[float, ...] = ()  # advantage of every sample's first token; empty where `advantages` is None
+    kl: float | None = None  # mean KL(proximal || reference) where it was a penalty in the reward
+    kl_coeff: float = 0.0  # of the KL term in this step
+    broken: str = ""
+    high: Pieces | None = None  # tokens that `entropy_keep` leaves in the loss
+    entropy_threshold: float = 0.0  # nats, of `high`
+    entropy_coeff: float | None = None  # of the entropy bonus in this step; None: that of the settings
+    process: ProcessRewardStep | None = None
+
+
+class Needs(NamedTuple):
+    """What a step needs of the model before its first update."""
+
+    proximal: bool
+    reference: bool
+    values: bool
+    late: bool  # advantages
+    correct: bool  # weights of a correction over all rows
+    squares: bool = False  # sums over the vocabulary of p^2
+    entropy: bool = False  # which tokens have the highest
+    process: bool = False  # log-probs of a process reward model
+
+
+def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
+    """From the settings alone."""
+    late = waits_for_the_model(algorithm)
+    correction = choose(algorithm, "correction")
+    correct = needs_whole_batch(correction.function, correction.options)
+    wanted = set(needs_of(algorithm))
+    recompute = algorithm.proximal == "recompute"
+    proximal = (
+        correct or "proximal" in wanted or algorithm.kl.where == "reward"
+        or (recompute and (minibatches > 1 or algorithm.denominator == "kept"))
+    )  # fmt: skip
+    values = bool({"critic", "values"} & wanted)
+    return Needs(proximal, algorithm.kl.where != "off", values, late, correct, "square_sums" in wanted,
+                 algorithm.entropy_keep < 1, "process" in wanted)  # fmt: skip
+
+
+def prepare(
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig, whole: Whole | None,
+    kl_coeff: float = 0.0, bootstrap: bool = False, process: ProcessRewardStep | None = None,
+) -> Prepared:  # fmt: skip
+    """Forward passes and what follows from them. `whole` on rank 0. Collective.
+
+    `bootstrap`: a response cut by the length limit ends with the critic's value after it. `process`: the process reward
+    model in this step; it may train here, before it scores.
+    """
+    needs = needs_of_step(algorithm, len(share))
+    critic = backend.critic if needs.values else None
+    if not any(needs):
+        return Prepared(kl_coeff=kl_coeff)
+    if needs.values and critic is None:
+        return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a critic")
+    if needs.process and process is None:
+        return Prepared(broken=f"estimate: advantage {algorithm.advantage!r} needs a process reward model")
+    reference = values = after = None
+    proximal, entropy, squares = _policy_numbers(backend, share, needs, algorithm)
+    if needs.reference:
+        reference = [backend.reference_logprobs(part.micro) for part in share]
+    if needs.values and critic is not None:
+        predicted = [critic.values(part.micro) for part in share]
+        values = [[piece.tokens for piece in part] for part in predicted]
+        after = [[piece.after for piece in part] for part in predicted] if bootstrap else None
+    scored: Pieces | None = None
+    if process is not None:
+        why, scored = process.score()
+        if why:
+            return Prepared(broken=why, process=process)
+    prepared = Prepared(proximal, reference, values, kl_coeff=kl_coeff, process=process)
+    if entropy is not None:
+        found_high = keep_high_entropy(share, entropy, keep=algorithm.entropy_keep, gang=gang)
+        prepared = prepared._replace(high=found_high.pieces, entropy_threshold=found_high.threshold)
+    if not (needs.late or needs.correct):
+        return prepared
+    found = ModelNumbers(
+        _gathered(gang, share, proximal), _gathered(gang, share, reference), _gathered(gang, share, values),
+        _gathered(gang, share, after, each=True), _gathered(gang, share, squares), _gathered(gang, share, scored),
+        _gathered(gang, share, None if process is None else process.reference),
+    )  # fmt: skip
+    answer = _Answer()
+    if gang.lead and whole is not None:
+        answer = _estimate(
+            whole, found, algorithm, kl_coeff, correct=needs.correct, scoring=process.config if process else None
+        )  # fmt: skip
+    answer = msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
+    if answer.broken:
+        return prepared._replace(broken=answer.broken)
+    return _filled(prepared, share, answer, like=_device_of(proximal or reference or values or scored))
+
+
+def _policy_numbers(
+    backend: Backend, share: Sequence[Minibatch], needs: Needs, algorithm: AlgorithmConfig
+) -> tuple[Pieces | None, Pieces | None, Pieces | None]:
+    """Proximal log-probs, entropies and sums of squares by the weights at the start of the step. Collective."""
+    found = None
+    if needs.squares or needs.entropy:
+        found = [backend.forward_numbers(part.micro, squares=needs.squares) for part in share]
+    proximal = entropy = squares = None
+    # Sums of squares weigh with log-probs of the same policy, whatever the loss compares with.
+    if needs.proximal and algorithm.proximal == "behaviour" and not needs.squares:
+        proximal = [[torch.from_numpy(micro.behaviour.copy()) for micro in part.micro] for part in share]
+    elif found is not None and (needs.proximal or needs.squares):
+        proximal = [[piece.logprobs for piece in part] for part in found]
+    elif needs.proximal:
+        proximal = [backend.forward_logprobs(part.micro) for part in share]
+    if found is not None and needs.entropy:
+        entropy = [[piece.entropy for piece in part] for part in found]
+    if found is not None and needs.squares:
+        squares = [[piece.square_sums for piece in part if piece.square_sums is not None] for part in found]
+    return proximal, entropy, squares
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """What rank 0 hands out: arrays by name, one per sequence."""
+
+    arrays: dict[str, list[bytes]] = {}
+    first: tuple[float, ...] = ()
+    kl: float | None = None
+    broken: str = ""
+
+
+def _estimate(
+    whole: Whole, found: ModelNumbers, algorithm: AlgorithmConfig, kl_coeff: float, *, correct: bool,
+    scoring: ProcessRewardConfig | None,
+) -> _Answer:  # fmt: skip
+    try:
+        late = after_the_model(
+            whole, _of_samples(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # a plugin's estimator may raise anything; every rank must hear of it
+        return _Answer(broken=reason_of("estimate", error))
+    arrays = {
+        name: [row.astype(np.float32).tobytes() for row in by_cut(whole, rows)] for name, rows in _parts(late)
+    }  # fmt: skip
+    for name, rows in _parts(late):
+        if not all(np.isfinite(row).all() for row in rows):
+            return _Answer(broken=f"estimate: {name} are not finite")
+    return _Answer(arrays, late.first, late.kl)
+
+
+def _of_samples(whole: Whole, found: ModelNumbers) -> ModelNumbers:
+    """The numbers of samples from those of sequences; the value after a sample is that after its last sequence."""
+    last = {cut.sample: place for place, cut in enumerate(whole.cuts)}
+    after = None if found.after is None else [found.after[last[number]] for number in range(len(whole.samples))]
+    named = {name: by_sample(whole, getattr(found, name)) for name in ModelNumbers._fields if name != "after"}
+    return ModelNumbers(**named, after=after)
+
+
+def _parts(late: Late) -> Iterator[tuple[str, list[Array]]]:
+    for name in ("advantages", "returns", "weights", "keep"):
+        rows = getattr(late, name)
+        if rows is not None:
+            yield name, rows
+
+
+def _gathered(
+    gang: Gang, share: Sequence[Minibatch], pieces: Pieces | None, *, each: bool = False
+) -> list[Array] | None:
+    """The numbers of every sequence `[T]` (`each`: one of it) from all ranks, in the order of the batch. Collective."""
+    if pieces is None:
+        return None
+    mine: dict[int, bytes] = {}
+    for part, tensors in zip(share, pieces, strict=True):
+        for micro, tensor in zip(part.micro, tensors, strict=True):
+            size = micro.samples.size
+            counts = np.ones(size, np.int64) if each else np.bincount(micro.sequences, minlength=size)
+            rows = np.split(tensor.float().cpu().numpy(), np.cumsum(counts)[:-1]) if counts.size else []
+            mine.update({int(number): row.tobytes() for number, row in zip(micro.samples, rows, strict=True)})
+    every: dict[int, bytes] = {}
+    for text in gang.gather_shares(msgspec.msgpack.encode(mine)):
+        every |= msgspec.msgpack.decode(text, type=dict[int, bytes])
+    return [np.frombuffer(every[number], np.float32) for number in sorted(every)]
+
+
+def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, like: torch.device) -> Prepared:
+    """Each micro-batch's own part of what rank 0 handed out."""
+    pieces: Mapping[str, Pieces] = {
+        name: [[_of(micro, rows).to(like) for micro in part.micro] for part in share]
+        for name, rows in answer.arrays.items()
+    }
+    keep = pieces.get("keep")
+    return prepared._replace(
+        advantages=pieces.get("advantages"), returns=pieces.get("returns"), weights=pieces.get("weights"),
+        keep=None if keep is None else [[piece > 0 for piece in part] for part in keep],
+        first=answer.first, kl=answer.kl,
+    )  # fmt: skip
+
+
+def _of(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:
+    """The tokens of a micro-batch, `[N]`, from those of every sequence."""
+    if not micro.targets.size:
+        return torch.zeros(0)
+    data = b"".join(rows[number] for number in micro.samples.tolist())
+    return torch.frombuffer(bytearray(data), dtype=torch.float32)
+
+
+def _device_of(pieces: Pieces | None) -> torch.device:
+    for part in pieces or ():
+        for piece in part:
+            return piece.device
+    return torch.device("cpu")

@@ -1,0 +1,28 @@
+"""Learning rates by step: of the policy and of every model beside it.
+
+Called by `learners.step.update`, `learners.step.process_reward` and `learners.step.supervised`. Pure: a step that is trained again has
+the rate that it had.
+
+Example: see `learning_rate`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.config import OptimConfig
+
+
+def learning_rate(optim: OptimConfig, *, step: int, steps: int) -> float:
+    """The rate of step 1..steps: linear warm-up, then constant, linear or cosine down to 0 after the last step.
+
+    Example: lr 1, warmup 2, linear, 6 steps: 0.5, 1, 1, 0.75, 0.5, 0.25.
+    """
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    done = (step - optim.warmup_steps - 1) / max(steps - optim.warmup_steps, 1)
+    if optim.schedule == "linear":
+        return optim.lr * max(1 - done, 0.0)
+    return optim.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -1,0 +1,144 @@
+"""The process reward model's part of a training step (PRIME, arXiv 2502.01456): what it scores, its loss, its update.
+
+Made by `learners.step.resilient_step`; `learners.step.batch_passes` asks it for log-probs of the whole batch, `learners.step.companions` trains it by
+the same mini-batches as the policy. Guarantees:
+1. `update = "after"`, the paper's default (single forward): the batch is scored by the weights of the step's start, and
+   the update comes beside the policy's, both or neither;
+2. `update = "before"` (double forward): it is updated on the whole batch, then scores it; where the policy is then not
+   updated at all (a group that breaks the step, a probe) it is put back, bit by bit;
+3. the loss is the cross-entropy of `sigmoid(beta sum of log-ratios)` against right or wrong (`shaping.correct_above`),
+   mean over the sequences of the mini-batch with a trained token, over all ranks;
+4. sums add up over micro-batches, mini-batches and ranks: no metric depends on the cut.
+Scores and advantages are not computed here: `learners.batch.estimates` does, on rank 0, over the whole batch.
+
+Example: beta 0.05, log-ratios 1 and 3 of a right answer: logit 0.2, loss 0.598, right by accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from asyncrl.config import LearnerConfig, ProcessRewardConfig
+from learners.algorithms.prime import outcome_losses
+from learners.algorithms.tensors import masked
+from learners.backends.base import Backend, LossFunction, Micro, ProcessRewardModel
+from learners.batch.assembly import Minibatch
+from learners.gang.gang import Gang
+from learners.step.guarded_backward import backward
+from learners.step.lr_schedule import learning_rate
+
+
+class ProcessRewardStep:
+    """The process reward model during one step, on one rank. `reference`: log-probs `[N]` under its frozen model."""
+
+    alone = False  # the policy is trained beside it
+
+    def __init__(
+        self, model: ProcessRewardModel, share: Sequence[Minibatch], *, gang: Gang, config: ProcessRewardConfig,
+        lr: float,
+    ) -> None:  # fmt: skip
+        """Collective."""
+        self.config = config
+        self.reference = [model.reference_logprobs(part.micro) for part in share]
+        self._model = model
+        self._share = share
+        self._gang = gang
+        self._lr = lr
+        self._done = False  # trained before it scored
+        self._kept = False  # the policy was updated
+        self._norm = 0.0
+        self._found: dict[str, float] = {}  # of the mini-batch under way
+        self._totals: dict[str, float] = {}  # of those that were applied
+        self._norms: list[float] = []
+
+    def score(self) -> tuple[str, list[list[Tensor]]]:
+        """What broke, and log-probs `[N]` by mini-batch and micro-batch. Collective."""
+        if self.config.update == "before":
+            self._model.remember()
+            for place, part in enumerate(self._share):
+                why = self._gradients(part, place) if part.tokens else ""
+                self._end(keep=not why)
+                if why:
+                    self._model.restore()
+                    return why, []
+            self._done = True
+        return "", [self._model.forward(part.micro) for part in self._share]
+
+    def gradients(self, part: Minibatch, place: int) -> str:
+        """Forward and backward of mini-batch `place`, clipped; what broke on any rank. Collective."""
+        return "" if self._done else self._gradients(part, place)
+
+    def end(self, *, keep: bool) -> None:
+        """Update with the gradients of the mini-batch, or forget them."""
+        self._kept = self._kept or keep
+        if not self._done:
+            self._end(keep=keep)
+
+    def settle(self) -> None:
+        """The end of the step: an update that came first is undone where the policy had none."""
+        if self._done and not self._kept:
+            self._model.restore()
+        self._model.release()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the updates so far, by catalogue name; empty without any."""
+        if not self._norms:
+            return {}
+        sums = self._totals
+        return {
+            "process_loss": sums["loss"] / len(self._norms),
+            "process_accuracy": sums["right_sum"] / max(sums["sequences_sum"], 1.0),
+            "process_reward_mean": self.config.beta * sums["ratio_sum"] / max(sums["tokens_sum"], 1.0),
+            "process_grad_norm": max(self._norms),
+            "process_lr": self._lr,
+        }
+
+    def _gradients(self, part: Minibatch, place: int) -> str:
+        loss = loss_function(self.reference[place], part.sequences, self.config)
+        self._found, why = backward(self._model.train, part.micro, loss, gang=self._gang)
+        if why:
+            return f"process reward: {why}"
+        self._norm = self._model.clip(self.config.max_grad_norm)
+        return "" if math.isfinite(self._norm) else f"process reward: loss: the norm of the gradient is {self._norm}"
+
+    def _end(self, *, keep: bool) -> None:
+        if not keep or not self._found:
+            self._model.discard()
+            return
+        self._model.apply(self._lr)
+        for name, value in self._found.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
+        self._norms.append(self._norm)
+        self._found = {}
+
+
+def process_step(
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int
+) -> ProcessRewardStep | None:
+    """The process reward model in this step; None where the run has none. Collective."""
+    from learners.algorithms.registry import needs_of
+
+    if "process" not in needs_of(config.algorithm) or backend.process_reward is None:
+        return None
+    settings = config.process_reward
+    lr = learning_rate(settings, step=step, steps=config.steps)
+    return ProcessRewardStep(backend.process_reward, share, gang=gang, config=settings, lr=lr)
+
+
+def loss_function(reference: Sequence[Tensor], sequences: int, config: ProcessRewardConfig) -> LossFunction:
+    """The cross-entropy of a micro-batch as `Companion.train` wants it; `sequences`: of the mini-batch on all ranks."""
+
+    def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        q = masked(logprobs, micro.mask) - masked(reference[number], micro.mask)
+        found = outcome_losses(q, micro.right, micro.mask, micro.sequences, beta=config.beta)
+        agrees = ((found.logits > 0) == micro.right) & found.counted
+        sums = {
+            "right_sum": agrees.sum(), "sequences_sum": found.counted.sum(), "tokens_sum": micro.mask.sum(),
+            "ratio_sum": q.detach().double().sum(),
+        }  # fmt: skip
+        return found.loss.sum() / max(sequences, 1), sums
+
+    return loss

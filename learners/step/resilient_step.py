@@ -1,0 +1,245 @@
+"""One step on every rank, tried again without the groups that break it.
+
+Called by `learners.loop`: `cut` on rank 0, `train` on every rank. Guarantees:
+1. a group that breaks the packer, the loss or the gradient is found by itself, quarantined with its reason, and the
+   step is made with the rest, from the weights it started from: a replay of the rest gives the same bits;
+2. every rank takes part in every probe, and all come to the same end;
+3. where each group breaks alone, the fault is not theirs (broken weights, a broken loss function): nobody is blamed and
+   the update is skipped;
+4. a batch without a trained token is a skipped update.
+On several ranks an error inside the model itself (not in the loss) still ends the gang: its ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.config import LearnerConfig
+from asyncrl.errors import AsyncRLError
+from learners.backends.base import Backend
+from learners.batch.assembly import Minibatch, StepBatch, assemble, decode_share, encode_share
+from learners.batch.bad_groups import culprits, not_finite, reason_of
+from learners.batch.estimates import Whole
+from learners.gang.gang import Gang
+from learners.step import supervised
+from learners.step.batch_passes import Prepared, prepare
+from learners.step.coefficients import coefficients_of, moved, settled
+from learners.step.critic import is_warm
+from learners.step.process_reward import process_step
+from learners.step.tuned_settings import tuned
+from learners.step.update import StepResult, probe_step, train_step
+
+if TYPE_CHECKING:
+    from buffers.client.client import ClaimedBatch, GroupData
+
+#: Takes a group out of a step: step, group, reason.
+Bury = Callable[[int, int, str], None]
+
+PROBE, TRAIN, SKIP = b"probe", b"train", b"skip"
+
+
+class Trial:
+    """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
+
+    def __init__(
+        self, config: LearnerConfig, *, gang: Gang, backend: Backend, bury: Bury, say: Callable[[str], None],
+        group_size: int = 0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
+        self.stats: dict[str, float] = {}
+        self.coefficients = coefficients_of(config.algorithm)  # of the next step
+        self.critic_warm = False  # the critic's warm-up has ended before its last step
+        self._now = 0  # the step under way
+        self._group_size = group_size
+        self._seed = seed
+        self._baselines: dict[int, float] = {}  # score of the greedy response by group
+        self._whole: Whole | None = None  # rank 0: the batch that was cut
+        self._config = config
+        self._gang = gang
+        self._backend = backend
+        self._bury = bury
+        self._say = say
+        self._base = config
+        self._tuning = ""
+        self._given = config.mode != "rl"  # answers are trained as they are
+        self._advantages: tuple[float, ...] = ()
+
+    def retune(self, tuning: str) -> None:
+        """The settings of the next step: those of the configuration with these overrides. On every rank."""
+        if tuning != self._tuning:
+            self._config, self._tuning = tuned(self._base, tuning), tuning
+            self._say(f"tuned settings from this step on: {tuning or 'those of the configuration'}")
+        self.coefficients = settled(self.coefficients, self._config.algorithm)
+
+    def groups_log(self, batch: ClaimedBatch, result: StepResult) -> dict[str, Any]:
+        """What the loss did with each group of the trained batch, as a line of metrics/groups.jsonl."""
+        lines, place, weights = [], 0, self._sample_weights(result)
+        for group in batch.groups:
+            samples = range(place, place + len(group.samples))
+            place += len(group.samples)
+            lines.append({
+                "g": group.group, "indexes": [sample.index for sample in group.samples],
+                "advantages": [round(value, 6) for value in self._advantages[samples.start : samples.stop]],
+                "tokens": [s.response.size if s.mask is None else int(s.mask.sum()) for s in group.samples],
+                "weights": [round(weights[n], 6) if n in weights else None for n in samples],
+            })  # fmt: skip
+        return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
+
+    def _sample_weights(self, result: StepResult) -> dict[int, float]:
+        """Mean importance weights by place of the sample: the mean over its sequences where it has several."""
+        cuts = self._whole.cuts if self._whole is not None else ()
+        found: dict[int, list[float]] = {}
+        for number, weight in result.weights.items():
+            found.setdefault(cuts[number].sample if cuts else number, []).append(weight)
+        return {sample: sum(values) / len(values) for sample, values in found.items()}
+
+    # ------------------------------------------------------------ packing
+
+    def cut(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes]]:
+        """The batch as it will be trained and the shares of the ranks. Groups that break the packer are buried."""
+        batch = self._without_greedy(batch)
+        why, cut = self._pack(batch)
+        if why:
+            self._say(f"error: the batch of step {batch.step} cannot be assembled: {why}; looking for the group")
+            batch = self._without(batch, culprits(batch.groups, lambda groups: self._pack(_part(batch, groups))[0]))
+            why, cut = self._pack(batch)
+        if why or cut is None:
+            raise AsyncRLError("sample.invalid", f"the batch of step {batch.step}: {why}", where="learner")
+        self.stats, self._advantages, self._whole = cut.stats, cut.advantages, cut.whole
+        return batch, [encode_share(share) for share in cut.shares]
+
+    def _without_greedy(self, batch: ClaimedBatch) -> ClaimedBatch:
+        """The batch without the greedy responses; their scores are kept."""
+        if not self._group_size:
+            return batch
+        groups = []
+        for group in batch.groups:
+            greedy = [sample.reward for sample in group.samples if sample.index >= self._group_size]
+            if greedy:
+                self._baselines[group.group] = greedy[0]
+            rest = tuple(sample for sample in group.samples if sample.index < self._group_size)
+            groups.append(msgspec.structs.replace(group, samples=rest))
+        known = {group.group for group in groups}
+        self._baselines = {number: score for number, score in self._baselines.items() if number in known}
+        return msgspec.structs.replace(batch, groups=tuple(groups))
+
+    def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
+        """What the packer breaks on, and its result where it does not."""
+        try:
+            cut = supervised.assemble(batch, self._config, ranks=self._gang.shares) if self._given else assemble(
+                batch, algorithm=self._config.algorithm, ranks=self._gang.shares, packing=self._config.packing,
+                max_tokens=self._config.micro_batch_tokens, seed=self._seed, baselines=self._baselines or None,
+            )  # fmt: skip
+        except MemoryError:
+            raise
+        except Exception as error:  # what a group can break here is not known in advance; it is named and buried
+            return reason_of("packer", error), None
+        return not_finite(cut), cut
+
+    def _without(self, batch: ClaimedBatch, bad: Mapping[int, str]) -> ClaimedBatch:
+        for group, why in bad.items():
+            self._bury(batch.step, group, why)
+        return _part(batch, [group for group in batch.groups if group.group not in bad])
+
+    # ------------------------------------------------------------ training
+
+    def train(
+        self, data: bytes, *, step: int, batch: ClaimedBatch | None
+    ) -> tuple[StepResult, ClaimedBatch | None]:  # fmt: skip
+        """Train this rank's share; what became of it, and (rank 0) the batch as it was trained. Collective."""
+        self._now = step
+        result = self._step(data, step)
+        if not result.broken:
+            return result, batch
+        shares: list[bytes] | None = None
+        if batch is not None:
+            self._say(f"error: step {step} broke: {result.broken}; looking for the group")
+            batch, shares = self._separate(batch)
+            goes_on = self._gang.share(TRAIN if shares else SKIP) == TRAIN
+        else:
+            goes_on = self._follow()
+        if not goes_on:
+            return result, batch
+        return self._step(self._gang.scatter(shares), step), batch
+
+    def _step(self, data: bytes, step: int) -> StepResult:
+        share = decode_share(data)
+        if self._given:
+            return supervised.train_step(
+                share, backend=self._backend, gang=self._gang, config=self._config, step=step
+            )  # fmt: skip
+        prepared = self._prepare(share, self._whole)
+        if prepared.first:
+            self._advantages = prepared.first
+        result = train_step(
+            share, backend=self._backend, gang=self._gang, config=self._config, step=step, prepared=prepared,
+            critic_warm=self.critic_warm,
+        )  # fmt: skip
+        if prepared.process is not None:
+            prepared.process.settle()
+        self.critic_warm = self.critic_warm or is_warm(result.metrics, self._config.critic)
+        if not result.broken:
+            self._move(share, prepared, result)
+        return result
+
+    def _move(self, share: Sequence[Minibatch], prepared: Prepared, result: StepResult) -> None:
+        """The coefficients of the next step. Collective."""
+        samples = 0
+        if prepared.kl is not None and self._config.algorithm.kl.controller == "adaptive":
+            samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
+        trained = result.metrics["lr"] > 0  # else the policy stood still, and no bonus could have changed it
+        self.coefficients = moved(
+            self.coefficients, self._config.algorithm, kl=prepared.kl, samples=samples,
+            entropy=result.metrics.get("entropy") if trained else None,
+        )  # fmt: skip
+
+    def _prepare(self, share: Sequence[Minibatch], whole: Whole | None) -> Prepared:
+        ready = prepare(
+            share, backend=self._backend, gang=self._gang, algorithm=self._config.algorithm, whole=whole,
+            kl_coeff=self.coefficients.kl, bootstrap=self._config.critic.bootstrap,
+            process=process_step(share, backend=self._backend, gang=self._gang, config=self._config, step=self._now),
+        )  # fmt: skip
+        return ready._replace(entropy_coeff=self.coefficients.entropy)
+
+    def _probe(self, data: bytes, whole: Whole | None = None) -> str:
+        share = decode_share(data)
+        if self._given:
+            return supervised.probe_step(share, backend=self._backend, gang=self._gang, config=self._config)
+        prepared = self._prepare(share, whole)
+        why = probe_step(share, backend=self._backend, gang=self._gang, config=self._config, prepared=prepared)
+        if prepared.process is not None:
+            prepared.process.settle()
+        return why
+
+    def _separate(self, batch: ClaimedBatch) -> tuple[ClaimedBatch, list[bytes] | None]:
+        """Rank 0: bury the groups that break alone; the rest and its shares, None where the step is to be skipped."""
+
+        def ask(groups: Sequence[GroupData]) -> str:
+            why, cut = self._pack(_part(batch, groups))
+            if why or cut is None:
+                return why
+            self._gang.share(PROBE)
+            return self._probe(self._gang.scatter([encode_share(share) for share in cut.shares]), cut.whole)
+
+        bad = culprits(batch.groups, ask) if batch.groups else {}
+        if not bad or len(bad) == len(batch.groups):
+            return batch, None
+        return self.cut(self._without(batch, bad))
+
+    def _follow(self) -> bool:
+        """The other ranks: take part in probes until rank 0 has decided; whether the step goes on."""
+        while (word := self._gang.share(None)) == PROBE:
+            self._probe(self._gang.scatter(None))
+        return word == TRAIN
+
+
+def _samples(share: Sequence[Minibatch]) -> int:
+    """Samples of this rank."""
+    return sum(micro.samples.size for part in share for micro in part.micro)
+
+
+def _part(batch: ClaimedBatch, groups: Sequence[GroupData]) -> ClaimedBatch:
+    return msgspec.structs.replace(batch, groups=tuple(groups))

@@ -1,0 +1,247 @@
+"""The learner's modes that train on answers as they are: sft, dpo and reward_model.
+
+Called by `learners.step.resilient_step` in place of `learners.batch.assembly.assemble`, `update.train_step` and `update.probe_step` where
+`learner.mode` is not rl; claims, packing, optimizer, checkpoints and records are the same. Guarantees:
+1. denominators are of the whole mini-batch over all ranks: tokens (sft) or pairs (dpo, reward_model), so the result
+   does not depend on ranks, rows or micro-batches;
+2. the two answers of a pair lie in one micro-batch, the chosen one first; chosen is the one with the higher reward. A
+   pair with equal rewards (answers that were generated and scored) teaches nothing and is left out;
+3. the reference of DPO is a frozen copy of the start weights beside the policy, sharded like it. Log-probs that are
+   cached in the rows would save its forward pass, and would be silently wrong once the model, its tokenizer, dtype or
+   packing is another one; the copy follows from the run's own configuration, also after a restart;
+4. a loss that raises or is not finite changes no weight and is seen by every rank (as in `learners.step.update`).
+
+Example: chosen log-probs sum to -3, rejected to -5, the reference says -4 and -4: the log-ratios are 1 and -1, and with
+beta 0.1 the loss is -log sigmoid(0.1 * 2) = 0.5981.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.config import LearnerConfig, PreferenceConfig
+from learners.algorithms.preference import PairLoss, bradley_terry, dpo
+from learners.algorithms.supervised import sft
+from learners.algorithms.tensors import masked, sequence_lengths, sequence_sums
+from learners.backends.base import Backend, LossFunction, Micro, UpdateInfo
+from learners.batch.assembly import (
+    MicroBatch,
+    Minibatch,
+    Sample,
+    StepBatch,
+    balance,
+    pack,
+    packed_row,
+    pad,
+    padded_rows,
+    statistics,
+)
+from learners.gang.gang import Gang
+from learners.step.guarded_backward import backward
+from learners.step.lr_schedule import learning_rate
+from learners.step.update import StepResult
+
+if TYPE_CHECKING:
+    from buffers.client.client import ClaimedBatch, GroupData, SampleData
+
+PAIRED = frozenset({"dpo", "reward_model"})
+
+# ---------------------------------------------------------------- from a batch to rows
+
+
+def assemble(batch: ClaimedBatch, learner: LearnerConfig, *, ranks: int) -> StepBatch:
+    """Mini-batches (whole groups, in the order of the batch) and rows for every rank."""
+    paired = learner.mode in PAIRED
+    units, place = [], 0
+    for group in batch.groups:
+        numbered = list(zip(range(place, place + len(group.samples)), group.samples, strict=True))
+        place += len(group.samples)
+        if paired:
+            units.append(_pair(group, numbered, learner.preference.margin_key))
+        else:
+            units += [[_sample(group, sample, number)] for number, sample in numbered]
+    kept = [unit for unit in units if unit]
+    parts = learner.algorithm.minibatches
+    marks = [len(kept) * part // parts for part in range(parts + 1)]
+    cut = [minibatch(kept[low:high], ranks=ranks, max_tokens=learner.micro_batch_tokens, packing=learner.packing)
+           for low, high in itertools.pairwise(marks)]  # fmt: skip
+    shares = tuple(tuple(part[rank] for part in cut) for rank in range(ranks))
+    stats = statistics(batch, np.zeros(place))
+    stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
+    return StepBatch(shares, stats, (0.0,) * place)
+
+
+def _pair(group: GroupData, numbered: Sequence[tuple[int, SampleData]], margin_key: str) -> list[Sample]:
+    """The chosen sample, with the margin of its row in the place of an advantage, and the rejected one."""
+    if len(numbered) != 2:
+        raise ValueError(f"group {group.group} has {len(numbered)} samples, a pair has 2")
+    (_, one), (_, other) = numbered
+    if one.reward == other.reward:
+        return []
+    better, worse = numbered if one.reward > other.reward else reversed(numbered)
+    margin = float(group.row.get(margin_key) or 0.0) if margin_key else 0.0
+    return [_sample(group, better[1], better[0], margin), _sample(group, worse[1], worse[0])]
+
+
+def _sample(group: GroupData, sample: SampleData, number: int, margin: float = 0.0) -> Sample:
+    mask = np.ones(sample.response.size, np.uint8) if sample.mask is None else sample.mask
+    tokens = np.concatenate((group.prompt_ids, sample.response)).astype(np.int32)
+    return Sample(tokens, int(group.prompt_ids.size), sample.logprobs, mask, margin, number)
+
+
+def minibatch(
+    units: Sequence[Sequence[Sample]], *, ranks: int, max_tokens: int, packing: bool
+) -> tuple[Minibatch, ...]:  # fmt: skip
+    """The mini-batch of every rank; the samples of a unit stay together."""
+    every = [sample for unit in units for sample in unit]
+    trained = sum(bool(sample.mask.any()) for sample in every)
+    lengths = [[sample.tokens.size for sample in unit] for unit in units]
+    costs = [sum(unit) if packing else len(unit) * max(unit) for unit in lengths]
+    rows = pack(costs, limit=max_tokens, multiple=ranks) if packing else pad(costs, limit=max_tokens)
+    build = packed_row if packing else padded_rows
+
+    def micro(row: int) -> MicroBatch:
+        return build([sample for item in (rows[row] if row >= 0 else ()) for sample in units[item]])
+
+    per_rank = balance([sum(costs[item] for item in row) for row in rows], ranks)
+    tokens = sum(int(sample.mask.sum()) for sample in every)
+    return tuple(Minibatch(tokens, trained, tuple(micro(row) for row in of_rank)) for of_rank in per_rank)
+
+
+# ---------------------------------------------------------------- losses
+
+
+def sft_loss(part: Minibatch) -> LossFunction:
+    """Mean negative log-likelihood over the trained tokens of the mini-batch."""
+
+    def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        value = sft(logprobs, micro.mask).sum() / max(part.tokens, 1)
+        return value, {"entropy_sum": masked(entropy.detach(), micro.mask).sum()}
+
+    return loss
+
+
+def dpo_loss(part: Minibatch, preference: PreferenceConfig, reference: Sequence[Tensor] | None) -> LossFunction:
+    """DPO or one of its variants, mean over the pairs of the mini-batch. `reference`: log-probs of the frozen model by
+    micro-batch, None without one."""
+    pairs = max(part.sequences // 2, 1)
+
+    def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows = len(part.micro[number].samples)
+
+        def answers(values: Tensor) -> tuple[Tensor, Tensor]:
+            sums = sequence_sums(values, micro.mask, micro.sequences, rows)
+            return sums[0::2], sums[1::2]
+
+        frozen = (None, None) if reference is None else answers(reference[number])
+        lengths = sequence_lengths(micro.mask, micro.sequences, rows) if preference.length_average else None
+        found = dpo(
+            *answers(logprobs), *frozen, beta=preference.beta, kind=preference.loss,
+            label_smoothing=preference.label_smoothing, chosen_lengths=None if lengths is None else lengths[0::2],
+            rejected_lengths=None if lengths is None else lengths[1::2],
+        )  # fmt: skip
+        return found.loss.sum() / pairs, _pair_sums(found)
+
+    return loss
+
+
+def reward_loss(part: Minibatch, preference: PreferenceConfig) -> LossFunction:
+    """Bradley-Terry with the margin of the row, mean over the pairs of the mini-batch. What a backend gives in the
+    place of log-probs is the head's score at every token of the answer; the last one counts."""
+    pairs = max(part.sequences // 2, 1)
+
+    def loss(scores: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows = len(part.micro[number].samples)
+        ends = torch.bincount(micro.sequences, minlength=rows).cumsum(0) - 1
+        found = bradley_terry(
+            scores[ends[0::2]], scores[ends[1::2]], margin=micro.advantages[ends[0::2]],
+            center_coeff=preference.center_coeff,
+        )  # fmt: skip
+        return found.loss.sum() / pairs, _pair_sums(found)
+
+    return loss
+
+
+def _pair_sums(found: PairLoss) -> dict[str, Tensor]:
+    chosen = found.reward_chosen
+    return {
+        "chosen_sum": chosen.sum(), "rejected_sum": found.reward_rejected.sum(),
+        "right_sum": found.correct.sum().to(chosen.dtype), "pairs_sum": chosen.new_tensor(float(chosen.numel())),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- the step
+
+
+def train_step(
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int
+) -> StepResult:
+    """All optimizer steps of one batch. Collective."""
+    lr = learning_rate(config.optim, step=step, steps=config.steps)
+    totals: dict[str, float] = {}
+    tokens, updates, skipped, norm = 0, 0, 0, 0.0
+    for part in share:
+        if part.tokens == 0:
+            continue
+        sums, why = _gradients(part, backend=backend, gang=gang, config=config)
+        info = UpdateInfo(backend.discard(), True) if why else backend.step(lr=lr, max_norm=config.optim.max_grad_norm)
+        if info.skipped and not updates:  # nothing has changed yet
+            why = why or f"loss: the norm of the gradient is {info.grad_norm}"
+            return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
+        if info.skipped:
+            skipped += 1
+            continue
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+        tokens, updates, norm = tokens + part.tokens, updates + 1, max(norm, info.grad_norm)
+    if not updates:
+        return StepResult({"lr": lr}, 1)
+    return StepResult({"lr": lr, "grad_norm": norm, **metrics(totals, tokens=tokens, updates=updates)}, skipped)
+
+
+def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig) -> str:
+    """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
+    for part in share:
+        if part.tokens:
+            _, why = _gradients(part, backend=backend, gang=gang, config=config)
+            norm = backend.discard()
+            if why or not math.isfinite(norm):
+                return why or f"loss: the norm of the gradient is {norm}"
+    return ""
+
+
+def _gradients(
+    part: Minibatch, *, backend: Backend, gang: Gang, config: LearnerConfig
+) -> tuple[dict[str, float], str]:  # fmt: skip
+    """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
+    return backward(backend.train, part.micro, _loss_of(part, backend=backend, config=config), gang=gang)
+
+
+def _loss_of(part: Minibatch, *, backend: Backend, config: LearnerConfig) -> LossFunction:
+    """The loss of the mode. Collective where it needs the reference."""
+    preference = config.preference
+    if config.mode == "reward_model":
+        return reward_loss(part, preference)
+    if config.mode == "dpo":
+        return dpo_loss(part, preference, None if preference.reference_free else backend.reference_logprobs(part.micro))
+    return sft_loss(part)
+
+
+def metrics(totals: Mapping[str, float], *, tokens: int, updates: int) -> dict[str, float]:
+    """Metrics of the step by catalogue name, from sums over ranks and mini-batches."""
+    found = {"loss": totals["loss"] / updates}
+    if "entropy_sum" in totals:
+        found["entropy"] = totals["entropy_sum"] / max(tokens, 1)
+    if "pairs_sum" in totals:
+        pairs = max(totals["pairs_sum"], 1.0)
+        chosen, rejected = totals["chosen_sum"] / pairs, totals["rejected_sum"] / pairs
+        found |= {"pair_accuracy": totals["right_sum"] / pairs, "chosen_score": chosen, "rejected_score": rejected,
+                  "score_margin": chosen - rejected}  # fmt: skip
+    return found

@@ -1,0 +1,40 @@
+"""What `asyncrl tune` changed for the learner: settings recorded with a batch, in force for exactly its step.
+
+Called by `learners.step.resilient_step` before a step. The buffer records them with the batch, so a step that is trained again, or
+replayed, has the settings that it had. Guarantees:
+1. only settings of `[learner.algorithm]` can be changed; anything else is `tune.refused`, with its name;
+2. the same text gives the same settings; the empty text gives those of the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import LearnerConfig
+from asyncrl.config.sections.algorithm_catalogue import overridden
+from asyncrl.errors import UNREADABLE, AsyncRLError
+
+PREFIX = "learner.algorithm."
+
+
+def tuned(learner: LearnerConfig, text: str) -> LearnerConfig:
+    """The learner's configuration with the overrides of `text`, a JSON object of dotted keys.
+
+    >>> tuned(LearnerConfig(), '{"learner.algorithm.clip_high": 0.5}').algorithm.clip_high
+    0.5
+    """
+    if not text:
+        return learner
+    try:
+        overrides = msgspec.json.decode(text, type=dict[str, Any])
+    except UNREADABLE as error:
+        raise AsyncRLError("tune.refused", f"{text!r}: {error}", where="learner") from None
+    if unknown := ", ".join(sorted(key for key in overrides if not key.startswith(PREFIX))):
+        raise AsyncRLError("tune.refused", f"{unknown}: no setting of the algorithm", where="learner")
+    mine = {key.removeprefix(PREFIX): value for key, value in overrides.items()}
+    try:
+        return msgspec.structs.replace(learner, algorithm=overridden(learner.algorithm, mine))
+    except ValueError as error:
+        raise AsyncRLError("tune.refused", f"{text}: {error}", where="learner") from None

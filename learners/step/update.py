@@ -1,0 +1,331 @@
+"""One training step on this rank: proximal log-probs, loss, optimizer, metrics.
+
+Called by `learners.loop` on every rank. Guarantees:
+1. the three log-probs are kept apart: behaviour (recorded), proximal (weights at the start of the step), current;
+2. with one mini-batch the proximal log-probs equal the current ones, so the training forward serves as both and no
+   forward is spent on them; with more, they are computed before the first update;
+3. losses use global denominators: the result does not depend on ranks, rows or micro-batches;
+4. a mini-batch without trained tokens, or with a gradient that is not finite, changes no weight;
+5. a loss that raises or is not finite is seen by every rank before the weights change, and leaves no rank waiting in a
+   collective: the others go on with a loss of zero until all have agreed.
+With several mini-batches a loss that breaks only after the first update costs its mini-batch; nobody is blamed for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import AlgorithmConfig, LearnerConfig
+from learners.algorithms.aggregation import Denominators, aggregate
+from learners.algorithms.corrections import prox_loglinear
+from learners.algorithms.kl import kl_estimate, kl_importance_weighted
+from learners.algorithms.metrics import step_scale
+from learners.algorithms.registry import aggregation_of, chooser_of, correction_of, loss_of
+from learners.algorithms.rejection import sequence_mask
+from learners.algorithms.supervised import positive_lm
+from learners.algorithms.tensors import masked, sequence_lengths
+from learners.algorithms.types import Correction, LossInputs
+from learners.backends.base import Backend, LossFunction, Micro, to_device
+from learners.batch.assembly import Minibatch
+from learners.batch.token_selection import choose_tokens
+from learners.gang.gang import Gang
+from learners.step.batch_passes import Pieces, Prepared
+from learners.step.companions import companions, update
+from learners.step.correction_metrics import StepLog
+from learners.step.guarded_backward import Guard, backward
+from learners.step.lr_schedule import learning_rate
+
+#: Any number above every lag: `prox_loglinear` wants versions, a micro-batch has lags.
+_NOW = 1 << 40
+
+
+class StepResult(NamedTuple):
+    """Metrics of the step by catalogue name (equal on every rank), and how many updates were skipped.
+
+    `broken`: why, where a loss or gradient broke and no weight has changed: the step may be tried with fewer groups.
+    """
+
+    metrics: dict[str, float]
+    skipped: int
+    broken: str = ""
+    weights: Mapping[int, float] = {}  # mean importance weight of a sample, by its place in the batch; on every rank
+    log: StepLog | None = None  # what the updates of this rank have noted
+
+
+class Terms(NamedTuple):
+    """What a step's settings and forward passes give the loss of a mini-batch, by micro-batch `[N]`; None: not used."""
+
+    proximal: Sequence[Tensor] | None = None
+    reference: Sequence[Tensor] | None = None
+    advantages: Sequence[Tensor] | None = None
+    corrections: Sequence[Correction] | None = None
+    chosen: Sequence[Tensor] | None = None  # tokens that the loss picked over the whole mini-batch
+    high: Sequence[Tensor] | None = None  # tokens that entropy_keep leaves in the policy loss
+    entropy_coeff: float | None = None  # None: that of the settings
+    kl_coeff: float = 0.0
+    right: int = 0  # trained tokens of right answers in the mini-batch
+
+    def at(self, number: int, name: str) -> Any:
+        """One of them for a micro-batch."""
+        found = getattr(self, name)
+        return None if found is None else found[number]
+
+
+NO_TERMS = Terms()
+
+
+def loss_function(
+    algorithm: AlgorithmConfig, denominators: Denominators, terms: Terms = NO_TERMS, log: StepLog | None = None
+) -> LossFunction:
+    """The loss of a micro-batch as a backend wants it, from functions of the registry."""
+    token_loss, correct, mode = loss_of(algorithm), correction_of(algorithm), aggregation_of(algorithm)
+
+    def loss(logprobs: Tensor, entropy: Tensor, micro: Micro, number: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        proximal = proximal_of(algorithm, logprobs, micro, terms.at(number, "proximal"))
+        correction = terms.at(number, "corrections")
+        if correction is None:
+            correction = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
+        given = terms.at(number, "advantages")
+        advantages = micro.advantages if given is None else given
+        weights, keep = correction.weights, _left(micro, terms, number) & correction.keep
+        if algorithm.stale_negatives:
+            keep = keep & sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences,
+                                        delta=algorithm.stale_negatives)  # fmt: skip
+        result = token_loss(LossInputs(
+            logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights,
+            terms.at(number, "chosen"),
+        ))  # fmt: skip
+        if algorithm.lag.weight != "off":
+            # On the loss itself: a loss may take `weights` into the ratio of a row (VESPO), where age has no place.
+            scales = micro.scales[micro.sequences]
+            result, weights = result._replace(loss=result.loss * scales), weights * scales
+        counted = keep if algorithm.denominator == "kept" else micro.mask
+
+        def reduce(values: Tensor, over: Tensor, way: str = mode) -> Tensor:
+            return aggregate(values, over, micro.sequences, mode=way, denominators=denominators,
+                             loss_scale_factor=algorithm.loss_scale_factor or None)  # fmt: skip
+
+        value = reduce(result.loss, counted)
+        bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
+        if bonus:
+            value = value - bonus * reduce(entropy, micro.mask)
+        sums: dict[str, Tensor] = {}
+        if terms.high is not None:
+            sums["entropy_kept_sum"] = _left(micro, terms, number).sum()
+        if algorithm.kl.where == "loss":
+            divergence = kl_of(algorithm, logprobs, proximal, terms.at(number, "reference"), micro.mask)
+            value = value + terms.kl_coeff * reduce(divergence, micro.mask)
+            sums["kl_reference_sum"] = divergence.detach().sum()
+        if algorithm.positive_coeff:
+            value = value + positive_lm(logprobs, micro.mask, micro.right[micro.sequences], tokens=terms.right,
+                                        coeff=algorithm.positive_coeff)  # fmt: skip
+        if log is not None:
+            ours = proximal if algorithm.proximal == "recompute" else logprobs
+            log.note(number, micro, current=logprobs, proximal=proximal, learner=ours,
+                     correction=correction._replace(weights=weights), result=result)  # fmt: skip
+        sums["entropy_sum"] = masked(entropy.detach(), micro.mask).sum()
+        return value, sums
+
+    return loss
+
+
+def _left(micro: Micro, terms: Terms, number: int) -> Tensor:
+    """The tokens that the policy loss trains where nothing is rejected, bool `[N]`: all, or those of high entropy."""
+    high = terms.at(number, "high")
+    return micro.mask if high is None else micro.mask & high.to(micro.mask.device)
+
+
+def proximal_of(algorithm: AlgorithmConfig, current: Tensor, micro: Micro, known: Tensor | None) -> Tensor:
+    """Log-probs of the policy that the loss compares with: without `known` the current ones, detached, serve."""
+    if algorithm.proximal == "behaviour":
+        return micro.behaviour
+    if algorithm.proximal == "loglinear":
+        return prox_loglinear(micro.behaviour, current, _NOW - micro.lags, micro.mask, current_version=_NOW)
+    return current.detach() if known is None else known
+
+
+def kl_of(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """The KL term per token, `[N]`."""
+    if algorithm.kl.importance_weighted:
+        return kl_importance_weighted(current, proximal, reference, mask)
+    kind: Any = "k3" if algorithm.kl.kind == "auto" else algorithm.kl.kind
+    return kl_estimate(current, reference, mask, kind=kind)
+
+
+def train_step(
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int,
+    prepared: Prepared | None = None, critic_warm: bool = False,
+) -> StepResult:  # fmt: skip
+    """All optimizer steps of one batch, with what `learners.step.batch_passes` has prepared. `critic_warm`: the critic's warm-up
+    has ended before its last step. Collective."""
+    algorithm, ready = config.algorithm, prepared or Prepared()
+    lr = learning_rate(config.optim, step=step, steps=config.steps)
+    if ready.broken:
+        return StepResult({"lr": lr}, 1, ready.broken)
+    if len(share) > 1 and ready.proximal is None and algorithm.proximal == "recompute":
+        # Before the first update: afterwards the weights are no longer those of the step's start.
+        ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
+    rate = learning_rate(config.critic, step=step, steps=config.steps)
+    beside = companions(
+        ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm
+    )  # fmt: skip
+    lr = 0.0 if beside.alone else lr
+    if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
+        return StepResult({"lr": lr}, 1, why)
+    totals: dict[str, float] = {}
+    log, kept = StepLog(), StepLog()
+    tokens, updates, skipped, norm, scale = 0, 0, 0, 0.0, 1.0
+    for place, part in enumerate(share):
+        if part.tokens == 0:
+            continue
+        log = StepLog(part)
+        terms, counts = _terms(part, ready, place, algorithm, backend=backend, gang=gang, seed=(step, place))
+        sums, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=algorithm, log=log)
+        if not why and algorithm.lag.step_scale == "sqrt_ess":
+            scale = step_scale(log.metrics(gang)["ess_rows"])
+        why = why or beside.gradients(part, place)
+        info = update(why, backend=backend, beside=beside, lr=lr * scale, max_norm=config.optim.max_grad_norm)
+        if info.skipped and not updates:  # nothing has changed yet
+            why = why or f"loss: the norm of the gradient is {info.grad_norm}"
+            return StepResult({"lr": lr, "grad_norm": info.grad_norm}, 1, why)
+        kept.join(log)
+        if info.skipped:
+            skipped += 1
+            continue
+        for name, value in sums.items():
+            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+        tokens, updates, norm = tokens + part.tokens, updates + 1, max(norm, info.grad_norm)
+    if not updates:
+        return StepResult({"lr": lr}, 1)
+    metrics = _metrics(totals, tokens=tokens, updates=updates, lr=lr * scale, norm=norm) | kept.metrics(gang)
+    metrics |= beside.metrics()
+    metrics |= _of_the_start(ready, algorithm)
+    return StepResult(metrics, skipped, weights=kept.weights(gang), log=kept)
+
+
+def _terms(
+    part: Minibatch, ready: Prepared, place: int, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang,
+    seed: tuple[int, int],
+) -> tuple[Terms, Denominators]:  # fmt: skip
+    """What the loss of a mini-batch needs beside the forward pass, and its denominators. Collective."""
+
+    def mine(pieces: Pieces | None) -> list[Tensor] | None:
+        return None if pieces is None else pieces[place]
+
+    terms = Terms(mine(ready.proximal), mine(ready.reference), mine(ready.advantages), kl_coeff=ready.kl_coeff,
+                  right=part.right, high=mine(ready.high), entropy_coeff=ready.entropy_coeff)  # fmt: skip
+    counts = Denominators(part.tokens, part.sequences)
+    weights, keep = mine(ready.weights), mine(ready.keep)
+    if weights is not None and keep is not None:
+        pairs = zip(weights, keep, strict=True)
+        terms = terms._replace(corrections=[Correction(weight, kept) for weight, kept in pairs])
+    current: Sequence[Tensor] | None = None
+    chooser = chooser_of(algorithm)
+    if chooser is not None:
+        current = backend.forward_logprobs(part.micro)  # at the weights of this update
+        terms = terms._replace(chosen=choose_tokens(chooser, part, terms, current, algorithm, gang=gang, seed=seed))
+    if algorithm.denominator == "kept":
+        counts = _kept(part, terms, algorithm, gang=gang)
+    return terms, counts
+
+
+def _kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Gang) -> Denominators:
+    """Tokens that the correction keeps, and sequences with one, over all ranks. Collective."""
+    correct, tokens, sequences = correction_of(algorithm), 0, 0
+    for number, piece in enumerate(part.micro):
+        known = terms.at(number, "proximal")
+        device = torch.device("cpu") if known is None else known.device
+        micro = to_device(piece, device)
+        found = terms.at(number, "corrections")
+        if found is None:
+            proximal = micro.behaviour if known is None else known
+            found = correct(proximal, micro.behaviour, micro.mask, micro.sequences)
+        keep = _left(micro, terms, number) & found.keep.to(device)
+        tokens += int(keep.sum())
+        sequences += int((sequence_lengths(keep, micro.sequences) > 0).sum())
+    total = gang.total({"tokens": float(tokens), "sequences": float(sequences)})
+    return Denominators(int(total["tokens"]), int(total["sequences"]))
+
+
+def probe_step(
+    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig,
+    prepared: Prepared | None = None,
+) -> str:  # fmt: skip
+    """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
+    ready = prepared or Prepared()
+    if ready.broken:
+        return ready.broken
+    # The update's own forward serves as the proximal policy, as in the first mini-batch of a step.
+    ready = ready._replace(proximal=None)
+    beside = companions(ready, backend=backend, gang=gang, config=config, lr=0.0, step=0)
+    for place, part in enumerate(share):
+        if part.tokens:
+            terms, counts = _terms(part, ready, place, config.algorithm, backend=backend, gang=gang, seed=(0, place))
+            _, why = _gradients(part, terms, counts, backend=backend, gang=gang, algorithm=config.algorithm)
+            norm = backend.discard()
+            why = why or beside.gradients(part, place)
+            beside.end(keep=False)
+            if why or not math.isfinite(norm):
+                return why or f"loss: the norm of the gradient is {norm}"
+    return ""
+
+
+def _gradients(
+    part: Minibatch, terms: Terms, counts: Denominators, *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig,
+    log: StepLog | None = None,
+) -> tuple[dict[str, float], str]:  # fmt: skip
+    """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
+    return backward(backend.train, part.micro, loss_function(algorithm, counts, terms, log), gang=gang)
+
+
+@torch.no_grad()
+def _rehearse(
+    share: Sequence[Minibatch], ready: Prepared, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang
+) -> str:
+    """The losses of all mini-batches on the log-probs of the start, before the first of them changes the weights."""
+    why = ""
+    for place, part in enumerate(share):
+        counts = Denominators(max(part.tokens, 1), max(part.sequences, 1))
+        start = ready.proximal[place] if ready.proximal is not None else backend.forward_logprobs(part.micro)
+        advantages = None if ready.advantages is None else ready.advantages[place]
+        reference = None if ready.reference is None else ready.reference[place]
+        guard = Guard(loss_function(algorithm, counts, Terms(advantages=advantages, reference=reference)))
+        for number, (piece, logprobs) in enumerate(zip(part.micro, start, strict=True)):
+            micro = to_device(piece, logprobs.device)
+            value = float(guard(logprobs, torch.zeros_like(logprobs), micro, number)[0])
+            why = why or guard.why or ("" if math.isfinite(value) else f"loss: its value is {value}")
+    return next(filter(None, (text.decode() for text in gang.gather(why.encode()))), "")
+
+
+def _of_the_start(ready: Prepared, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Metrics that were known before the first update."""
+    found: dict[str, float] = {}
+    if ready.kl is not None:
+        found["kl_reference"] = ready.kl
+    if algorithm.kl.where != "off":
+        found["kl_coeff"] = ready.kl_coeff
+    if ready.high is not None:
+        found["entropy_threshold"] = ready.entropy_threshold
+    if algorithm.entropy_target or algorithm.entropy_coeff:
+        found["entropy_coeff"] = algorithm.entropy_coeff if ready.entropy_coeff is None else ready.entropy_coeff
+    return found
+
+
+def _metrics(totals: dict[str, float], *, tokens: int, updates: int, lr: float, norm: float) -> dict[str, float]:
+    """Means over the mini-batches (loss) and over the tokens of the batch (the rest); the largest gradient norm."""
+    found = {
+        "loss": totals["loss"] / updates,
+        "entropy": totals["entropy_sum"] / max(tokens, 1),
+        "grad_norm": norm,
+        "lr": lr,
+    }
+    if "entropy_kept_sum" in totals:
+        found["entropy_kept_share"] = totals["entropy_kept_sum"] / max(tokens, 1)
+    if "kl_reference_sum" in totals:
+        found["kl_reference"] = totals["kl_reference_sum"] / max(tokens, 1)
+    return found

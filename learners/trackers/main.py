@@ -1,0 +1,214 @@
+"""The process of one online tracker: reads the run's metrics as they are written and hands them on.
+
+Started as `python -m learners.trackers.main --config RESOLVED.toml --name tracker-wandb` by `asyncrl launch` beside the
+learner. Guarantees:
+1. it cannot slow, block or end the run: it reads files, runs at a low priority, and the launcher goes on without it;
+2. it may fall behind, fail or be killed: what is not handed on yet is handed on later, by the same process or by the
+   next one (`RUN/trackers/NAME.json` says how far it is); a step may come twice, never not at all;
+3. numbers that a working tracker refuses for `GIVE_UP_S` are left out, which is said with their steps;
+4. what it waits for, and how far it is behind, stands in its sign of life (`asyncrl status`) and in its log;
+5. asked to end, it hands on what is left, at most `DRAIN_S`: the launcher kills it soon after.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.sections.tracker import secret_of
+from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.metrics import Position
+from asyncrl.plugins import Tracker, TrackerRun, find
+from asyncrl.runtime import role
+from asyncrl.runtime.liveness import Sign, Ticker
+from asyncrl.runtime.metrics_tail import Following, Point
+from asyncrl.runtime.run_dir import RunDir, write_atomic
+
+PREFIX = "tracker-"
+NICE = 10
+FIRST_WAIT_S, MAX_WAIT_S = 1.0, 60.0
+GIVE_UP_S = 600.0
+DRAIN_S = 7.0
+SAY_EVERY_S = 60.0
+
+
+class Tracking:
+    """Points of a run to one tracker. `step` is one look; `clock` counts seconds."""
+
+    def __init__(
+        self, following: Following, *, make: Callable[[], Tracker], name: str, state: Path,
+        say: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.following = following
+        self.waits = ""
+        self.handed_on = 0
+        self.left_out = 0
+        self._make = make
+        self._name = name
+        self._state = state
+        self._say = say
+        self._clock = clock
+        self._tracker: Tracker | None = None
+        self._queue: deque[Point] = deque()
+        self._failing: tuple[float, float, float] | None = None  # since when, next try, wait
+        self._said = -SAY_EVERY_S
+
+    def look(self) -> bool:
+        """Hand on what is new; True where nothing is left for now."""
+        now = self._clock()
+        if self._failing is not None and now < self._failing[1]:
+            return False
+        if not self._queue:
+            self._queue.extend(self.following.poll())
+        while self._queue:
+            if not self._hand_on(self._queue[0]):
+                return False
+            self._queue.popleft()
+        self.waits = ""
+        self._keep()
+        return not self.following.behind_bytes
+
+    def _hand_on(self, point: Point) -> bool:
+        self.waits = f"{self._name} to take step {point.step}"
+        try:
+            if self._tracker is None:
+                self.waits = f"{self._name} to begin"
+                self._tracker = self._make()
+            self._tracker.log(point.values, step=point.step)
+        except ConfigError:
+            raise  # its package is missing, or there is no such tracker: another try cannot help
+        except Exception as error:  # a tracker is other people's code and network: whatever it raises is tried again
+            return self._failed(point, error)
+        if self._failing is not None:
+            self._say(f"{self._name} works again; {self.following.behind_bytes} bytes of metrics are still to be read")
+        self._failing = None
+        self.handed_on += 1
+        return True
+
+    def _failed(self, point: Point, error: Exception) -> bool:
+        """Try again later; True where the point is given up instead."""
+        now = self._clock()
+        since, _, wait = self._failing or (now, now, FIRST_WAIT_S / 2)
+        if self._tracker is not None and now - since >= GIVE_UP_S:
+            self.left_out += 1
+            self._say(f"error: step {point.step} is left out: {self._name} refused it for {now - since:.0f} s: {error}")
+            self._failing = None
+            return True
+        wait = min(2 * wait, MAX_WAIT_S)
+        self._failing = (since, now + wait, wait)
+        self.waits = f"{self._name}, which fails since {now - since:.0f} s: {type(error).__name__}"
+        if now - self._said >= SAY_EVERY_S:
+            self._said = now
+            self._say(f"warning: {self._name} failed at step {point.step}: {type(error).__name__}: {error}; the run is "
+                      f"not affected, trying again in {wait:g} s")  # fmt: skip
+        return False
+
+    def _keep(self) -> None:
+        """Remember how far this is. A full disk costs the memory, so that steps may come twice."""
+        try:
+            write_atomic(self._state, msgspec.json.encode(self.following.positions))
+        except OSError as error:
+            self._say(f"warning: {self._state} cannot be written: {error.strerror}")
+
+    def close(self) -> None:
+        """Hand on what is left and end."""
+        until = self._clock() + DRAIN_S
+        self._failing = None
+        while self._clock() < until and not self.look() and self._failing is None:
+            pass
+        if self._queue or self.following.behind_bytes:
+            left = f"{len(self._queue)} steps and {self.following.behind_bytes} bytes of metrics"
+            self._say(f"warning: {self._name} was not told everything, {left} are left: the same command hands them on")
+        self.waits = f"{self._name} to end"
+        if self._tracker is not None:
+            try:
+                self._tracker.close()
+            except Exception as error:  # likewise: nothing of the run depends on it
+                self._say(f"warning: {self._name} could not end in order: {type(error).__name__}: {error}")
+        self.following.close()
+
+
+def positions_of(path: Path) -> dict[str, Position]:
+    """How far an earlier process came; nothing where there was none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Position])
+    except (OSError, *UNREADABLE):
+        return {}
+
+
+def id_of(folder: Path) -> str:
+    """The identity of this run folder at trackers, made once: a folder that is made anew is another run."""
+    path = folder / "id"
+    try:
+        with path.open("x") as file:
+            file.write(os.urandom(8).hex())
+    except FileExistsError:
+        for _ in range(20):  # somebody else is about to write it
+            if text := path.read_text().strip():
+                return text
+            time.sleep(0.05)
+    return path.read_text().strip()
+
+
+def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
+    """What the tracker is made with. Raises `config.type` where its secret cannot be read."""
+    trackers = config.trackers
+    try:
+        secret = secret_of(trackers, name)
+    except OSError as error:
+        raise ConfigError("config.type", error.strerror or str(error), where=f"trackers.key_file.{name}") from None
+    own = folder / name
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return TrackerRun(
+        project=trackers.project, name=config.run.name, id=id_of(folder), folder=own,
+        config=msgspec.to_builtins(config), options=trackers.options.get(name, {}), secret=secret,
+        offline=trackers.offline,
+    )  # fmt: skip
+
+
+def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """The role's body for `asyncrl.runtime.role.run`."""
+    os.nice(NICE)
+    name = args.name.removeprefix(PREFIX)
+    run = RunDir(config.run_dir)
+    folder = run.trackers
+    folder.mkdir(mode=0o700, exist_ok=True)
+    made: Any = find("asyncrl.trackers", name)  # unknown: said before anything is read
+    given = tracker_run(config, name, folder)
+    state = folder / f"{name}.json"
+    tracking = Tracking(
+        Following(run, positions=positions_of(state)), make=lambda: _made(made, given, name), name=name, state=state,
+        say=lambda text: print(f"{args.name}: {text}", flush=True),
+    )  # fmt: skip
+    sign = Sign(run.alive, role="tracker", name=args.name)
+    with Ticker(sign, every_s=config.log.heartbeat_s, waits=lambda: tracking.waits):
+        while not stop.is_set():
+            tracking.look()
+            stop.wait(config.trackers.every_s)
+        tracking.close()
+    print(f"{args.name}: {tracking.handed_on} points handed on, {tracking.left_out} left out", flush=True)
+
+
+def _made(make: Callable[[TrackerRun], Tracker], run: TrackerRun, name: str) -> Tracker:
+    try:
+        return make(run)
+    except ImportError as error:
+        remedy = f"pip install 'asyncrl[{name}]'"
+        raise ConfigError("config.extra", str(error), where=f"trackers.use: {name}", remedy=remedy) from None
+
+
+def main() -> int:
+    """Entry point of the process."""
+    return role.run("tracker", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Metrics in TensorBoard, beside the JSONL files: event files in the run folder.
+
+Called by `learners.rank_zero` through `asyncrl.plugins` (group `asyncrl.trackers`), in the learner's process: a file is
+no network. Guarantees:
+1. every tag stands on one of four pages (`asyncrl.metrics.pages`), and the tab "Custom Scalars" draws what belongs
+   together, page by page;
+2. a number that is not finite is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from asyncrl.metrics.pages import LAYOUT, tag_of
+from asyncrl.plugins import TrackerRun
+
+
+class TensorBoardTracker:
+    """Writes scalars to an event file in the folder of the tracker."""
+
+    def __init__(self, run: TrackerRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder))
+        self._writer.add_custom_scalars(layout())
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Numbers of one step, by catalogue name."""
+        for name, value in values.items():
+            if name != "step" and math.isfinite(value):
+                self._writer.add_scalar(tag_of(name), value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def layout() -> dict[str, dict[str, list[object]]]:
+    """The custom layout: page -> chart -> its tags."""
+    return {
+        page: {
+            title: ["Multiline", [f"^{re.escape(tag_of(name))}$" for name in names]] for title, names in charts.items()
+        }
+        for page, charts in LAYOUT.items()
+    }  # fmt: skip

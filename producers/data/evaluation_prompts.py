@@ -1,0 +1,36 @@
+"""Held-out prompts as producers see them: rows by the id of a leased group, and how they are sampled.
+
+Called by `producers.main`. Guarantees:
+1. row `r` of an evaluation is row `r` of the files or source of `[evaluation]`, in their own order, the same in every
+   evaluation; `max_prompts` takes the first ones;
+2. a source without a length is read to its end, or to `max_prompts`, when the process starts; one that does not end
+   within `MAX_ROWS` is `config.data`;
+3. it samples by `[evaluation]`, whatever `[sampling]` says; training is not touched by it.
+"""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation.ids import MAX_ROWS, data_of, place_of, sampling_of
+from producers.data.prompts import Prompts, Row
+
+
+class HeldOutPrompts:
+    """Rows and sampling of evaluations; `rows` is 0 where they are off."""
+
+    def __init__(self, config: Config) -> None:
+        self.rows = 0
+        self.sampling = sampling_of(config)
+        if not config.evaluation.enabled:
+            return
+        self._prompts = Prompts(data_of(config), seed=config.run.seed)
+        self.rows = self._prompts.count(config.evaluation.max_prompts or MAX_ROWS + 1)
+        if self.rows > MAX_ROWS:
+            where = config.evaluation.source or config.evaluation.path
+            raise ConfigError("config.data", f"more than {MAX_ROWS} rows: set evaluation.max_prompts", where=where)
+
+    def row_of(self, group: int) -> Row:
+        """The row of a group of an evaluation."""
+        _, row = place_of(group)
+        return self._prompts.row_of(row)

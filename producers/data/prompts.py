@@ -1,0 +1,254 @@
+"""The prompts of a run: from a group id to a row of the data and its token ids. No torch.
+
+Called by `producers.main`. The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
+1. `row_of(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is the
+   epoch's permutation at that position (the position itself without `data.shuffle`), so every producer agrees;
+2. an iterable without a length is consumed as far as the group asks and kept in memory; its first epoch is in its own
+   order, because a permutation needs to know the length; later epochs are permuted like any other;
+3. what is wrong with the data as a whole is `config.data` with file, row and column; what is wrong with one row is a
+   `BadPrompt` with a reason, and the run goes on;
+4. rows are plain JSON values: they travel with the samples.
+
+Example: 5 rows and group 12 give epoch 2, position 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config import DataConfig
+from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.plugins import load_object
+from asyncrl.runtime.data_files import data_files, read_table, unknown_kind
+from producers.data.tokenizer import Tokenizer
+
+Row = dict[str, Any]
+_MASK = (1 << 64) - 1
+
+
+class BadPrompt(Exception):
+    """This row cannot be generated from; `reason` goes to the dead letters."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Prompts:
+    """Rows by group id."""
+
+    def __init__(self, data: DataConfig, *, seed: int) -> None:
+        self._data = data
+        self._seed = seed
+        self._shuffle = data.shuffle
+        self._rows = _from_source(data.source) if data.source else _from_files(data.path)
+        self._order: dict[int, npt.NDArray[np.int64]] = {}
+        first = self._rows.get(0)
+        if first is None:
+            raise ConfigError("config.data", "it has no rows", where=data.source or data.path)
+        if data.prompt_key not in first:
+            raise ConfigError(
+                "config.data", f"row 0 has no column {data.prompt_key!r} (data.prompt_key); it has: "
+                f"{', '.join(sorted(first)) or 'none'}", where=data.source or data.path,
+            )  # fmt: skip
+
+    def row_of(self, group: int) -> Row:
+        """The row of a group, its prompt as `[data]` wants it. Raises `config.data` where a source has no rows."""
+        return as_asked(self._row_of(group), self._data)
+
+    def _row_of(self, group: int) -> Row:
+        early = self._rows.get(group) if self._rows.length is None else None
+        if early is not None:
+            return early
+        length = self._rows.length
+        assert length is not None  # `get` beyond the end of an iterable has found its length
+        epoch, position = divmod(group, length)
+        if self._shuffle and not (epoch == 0 and self._rows.unsized):
+            position = int(self._permutation(epoch, length)[position])
+        row = self._rows.get(position)
+        assert row is not None
+        return row
+
+    def count(self, limit: int) -> int:
+        """How many rows there are, at most `limit`: an iterable without a length is read as far as that."""
+        if self._rows.length is None:
+            self._rows.get(limit - 1)
+        return limit if self._rows.length is None else min(limit, self._rows.length)
+
+    def _permutation(self, epoch: int, length: int) -> npt.NDArray[np.int64]:
+        if epoch not in self._order:
+            if len(self._order) > 1:  # groups of two epochs are in flight at most around the border
+                self._order.pop(min(self._order))
+            key = np.array([self._seed & _MASK, epoch], dtype=np.uint64)
+            self._order[epoch] = np.random.Generator(np.random.Philox(key=key)).permutation(length)
+        return self._order[epoch]
+
+
+class _Rows:
+    """Rows by number, read on demand. `length` is None while an iterable has not come to its end."""
+
+    def __init__(self, read: Callable[[int], Any], length: int | None, where: str, rest: Iterator[Any] | None = None):
+        self.length = length
+        self.unsized = rest is not None
+        self._read = read
+        self._where = where
+        self._rest = rest
+        self._kept: list[Row] = []
+
+    def get(self, number: int) -> Row | None:
+        """The row, None beyond the end."""
+        if self._rest is None:
+            if self.length is not None and number >= self.length:
+                return None
+            return self._plain(number, self._read(number))
+        while self.length is None and len(self._kept) <= number:
+            try:
+                self._kept.append(self._plain(len(self._kept), next(self._rest)))
+            except StopIteration:
+                self.length = len(self._kept)
+        return self._kept[number] if number < len(self._kept) else None
+
+    def _plain(self, number: int, row: Any) -> Row:
+        if not isinstance(row, dict) and hasattr(row, "keys"):
+            row = {key: row[key] for key in row.keys()}
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise ConfigError("config.data", f"row {number} is a {kind}, not a mapping", where=self._where)
+        return {str(key): plain_value(value) for key, value in row.items() if not isinstance(value, bytes)}
+
+
+def plain_value(value: Any) -> Any:
+    """JSON form of a value: numpy becomes lists and numbers, NaN becomes None, anything unknown its text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, np.ndarray | np.generic):
+        return plain_value(value.tolist())
+    if isinstance(value, dict):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    return str(value)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _from_source(dotted: str) -> _Rows:
+    function = load_object(dotted, code="config.data", where="data.source")
+    rows = function() if callable(function) else function
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, dict):
+        return _Rows(rows.__getitem__, len(rows), dotted)
+    if not isinstance(rows, Iterable) or isinstance(rows, str | dict):
+        raise ConfigError("config.data", f"{dotted} gives a {type(rows).__name__}, not an iterable of rows",
+                          where="data.source")  # fmt: skip
+    return _Rows(_nothing, None, dotted, iter(rows))
+
+
+def _nothing(number: int) -> Any:
+    raise IndexError(number)
+
+
+def _from_files(paths: str) -> _Rows:
+    parts = [_read_file(path) for path in data_files(paths)]
+    ends = np.cumsum([len(part) for part in parts])
+
+    def read(number: int) -> Any:
+        part = int(np.searchsorted(ends, number, side="right"))
+        return parts[part][number - (int(ends[part - 1]) if part else 0)]
+
+    return _Rows(read, int(ends[-1]) if parts else 0, paths)
+
+
+def _read_file(path: Path) -> Sequence[Any]:
+    try:
+        if path.suffix in (".parquet", ".arrow"):
+            return _Table(path)
+        if path.suffix == ".jsonl":
+            return _read_lines(path)
+        if path.suffix == ".json":
+            rows = msgspec.json.decode(path.read_bytes())
+            if not isinstance(rows, list):
+                raise ConfigError("config.data", "it is not a list of rows", where=str(path))
+            return rows
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError("config.data", str(error), where=str(path)) from None
+    raise ConfigError("config.data", unknown_kind(path), where=str(path))
+
+
+def _read_lines(path: Path) -> list[Any]:
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(msgspec.json.decode(line))
+            except UNREADABLE as error:
+                raise ConfigError("config.data", str(error), where=f"{path}:{number}") from None
+    return rows
+
+
+class _Table(Sequence[Any]):
+    """Rows of a Parquet or Arrow file; the columns stay in Arrow's form until a row is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._table = read_table(path)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._table.slice(number, 1).to_pylist()[0]
+
+
+def as_asked(row: Row, data: DataConfig) -> Row:
+    """The row with `data.as_chat` and `data.system_prompt` applied to its prompt: rewards see it like that too."""
+    prompt = row.get(data.prompt_key)
+    if data.as_chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if data.system_prompt and _is_chat(prompt) and all(message["role"] != "system" for message in prompt):
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+    return row if prompt is row.get(data.prompt_key) else {**row, data.prompt_key: prompt}
+
+
+def _is_chat(prompt: Any) -> TypeGuard[list[dict[str, Any]]]:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(item, dict) and "role" in item for item in prompt)
+
+
+# ---------------------------------------------------------------- token ids
+
+
+def encode_prompt(
+    row: Row, data: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+) -> npt.NDArray[np.int32]:
+    """Token ids of a row's prompt, i4 `[P]`. `tools`: schemas that a chat template may show.
+
+    Raises:
+        BadPrompt: no prompt, another type, no tokens, or more than `data.max_prompt_tokens`.
+        ConfigError: the whole data set cannot be encoded (chat messages without a template).
+    """
+    prompt = row.get(data.prompt_key)
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    elif _is_chat(prompt):
+        if not data.chat_template:
+            message = f"column {data.prompt_key!r} holds chat messages and data.chat_template is off"
+            raise ConfigError("config.data", message, where=data.source or data.path)
+        ids = tokenizer.encode_chat(prompt, tools)
+    else:
+        kind = "missing" if prompt is None else f"a {type(prompt).__name__}"
+        raise BadPrompt(f"prompt: column {data.prompt_key!r} is {kind}, not text or chat messages")
+    if not ids:
+        raise BadPrompt("prompt: it has no tokens")
+    if len(ids) > data.max_prompt_tokens:
+        raise BadPrompt(f"too_long: {len(ids)} tokens, data.max_prompt_tokens = {data.max_prompt_tokens}")
+    return np.asarray(ids, dtype=np.int32)

@@ -1,0 +1,37 @@
+"""The row of the data behind a group: `python -m producers.data.show_prompt --config RUN/config.toml --group 317`.
+
+Started by `asyncrl trace`, which may not import roles. Prints one JSON object: `epoch`, `position`, `row`. The error of
+a run whose data is gone is its text and an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import load
+from asyncrl.errors import AsyncRLError
+from producers.data.prompts import Prompts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the row; the exit code."""
+    parser = argparse.ArgumentParser(prog="show_prompt")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--group", type=int, required=True)
+    args = parser.parse_args(argv)
+    try:
+        config = load(args.config)
+        row = Prompts(config.data, seed=config.run.seed).row_of(args.group)
+    except AsyncRLError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    print(msgspec.json.encode({"group": args.group, "row": row}).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

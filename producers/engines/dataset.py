@@ -1,0 +1,225 @@
+"""A producer that generates nothing: rows of the data become groups, through the same leases and the same buffer.
+
+Used by `producers.main` where `producers.engine = "dataset"`. A row is a group: one sample (mode sft: the answer) or
+two (modes dpo and reward_model: chosen is sample 0 with reward 1, rejected is sample 1 with reward 0). Guarantees:
+1. group g is the row that `producers.data.prompts` gives it, so any number of producers stream one order, epoch by epoch,
+   and a group that is leased again is the same row;
+2. the runs of a sample name the newest committed version when the row was read: its lag says how many steps ahead of
+   its training that was. The digest is that of the data files: one run trains one data set;
+3. a row without its columns, without tokens or longer than `data.max_prompt_tokens` and `sampling.max_new_tokens` is
+   set aside with its reason (dead letters) and another takes its place; nothing is cut;
+4. answers end with the tokenizer's end of sequence and have no log-probs of any policy: zeros stand for them.
+Of a conversation the last message is the answer; earlier turns of the assistant are part of the prompt and not trained.
+
+Example: {"prompt": "12+07=", "chosen": "19", "rejected": "18"} is a group of 2 samples of 3 tokens each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config import Config
+from asyncrl.config.sections.mode import DATA_PREFIX, answer_keys, is_paired
+from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.runtime.data_files import data_files
+from asyncrl.runtime.fingerprint import model_fingerprint
+from asyncrl.wire import Buffer, Lease, Leases, Manifest, Tensor
+from buffers.client.client import ProducerClient
+from producers.data.prompts import BadPrompt, Row, encode_prompt
+from producers.data.tokenizer import Tokenizer
+from producers.main import Producer
+from producers.support.retry import Patience
+
+DIGEST_BYTES = 16
+Tokens = npt.NDArray[np.int32]
+
+
+class DatasetEngine:
+    """What stands in an engine's place: no model, no weights; its version is the newest that the buffer told."""
+
+    def __init__(self, config: Config) -> None:
+        self.version = 0
+        self.digest = ""
+        self._config = config
+
+    async def start(self) -> None:
+        """Digest the data files."""
+        self.digest = await asyncio.to_thread(data_digest, self._config)
+
+    async def close(self, *, grace_s: float) -> None:
+        """Nothing is held."""
+
+    def capabilities(self) -> EngineCapabilities:
+        """As many rows as there are slots, as long as they are."""
+        return EngineCapabilities("dataset", max_samples=self._config.producers.slots, max_tokens=0, kv=())
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Nothing is under way."""
+
+    async def resume(self) -> None:
+        """See `pause`."""
+
+    def health(self) -> EngineHealth:
+        """Always alive and never busy."""
+        return EngineHealth(True, self.version, 0, 0)
+
+    def fingerprint(self) -> str:
+        """That of the model whose tokenizer is used."""
+        return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
+
+    def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
+        """Rows are read, not generated."""
+        raise AsyncRLError("internal", "the dataset engine generates nothing")
+
+    async def abort(self, ids: Sequence[str] | None) -> int:
+        """Nothing is under way."""
+        return 0
+
+    async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """No weights come here."""
+        raise AsyncRLError("internal", "the dataset engine takes no weights")
+
+    async def apply_bucket(self, number: int, data: Buffer) -> str:
+        """See `begin_update`."""
+        return ""
+
+    async def read_bucket(self, number: int, into: memoryview) -> bool:
+        """See `begin_update`."""
+        return False
+
+    async def commit_update(self) -> str:
+        """See `begin_update`."""
+        return ""
+
+    async def abort_update(self) -> None:
+        """See `begin_update`."""
+
+
+class NoWeights:
+    """What stands in the place of weight sync: there is nothing to wait for."""
+
+    waiting_for = ""
+    version = 0
+
+    async def wait_version(self, at_least: int, timeout_s: float) -> int:
+        """At once."""
+        return at_least
+
+    async def wait_newer(self, version: int, timeout_s: float) -> bool:
+        """Nothing newer comes."""
+        await asyncio.sleep(timeout_s)
+        return False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until the end of the process."""
+        await stop.wait()  # bounded: the life of the role
+
+
+class DatasetProducer(Producer):
+    """Answers each lease with its row."""
+
+    poll_s = 0.05  # nothing swaps here, so the version of a request is outdated by every step of the learner
+    engine: Any
+    receiver: Any
+
+    def __init__(
+        self, config: Config, *, client: ProducerClient, engine: DatasetEngine, receiver: NoWeights, patience: Patience
+    ) -> None:
+        super().__init__(config, client=client, engine=engine, receiver=receiver, patience=patience)  # type: ignore[arg-type]
+        row = self.prompts.row_of(0)
+        missing = [key for key in answer_keys(config) if key not in row]
+        if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
+            raise ConfigError("config.data", f"a row has no column {missing[0]!r}; it has: {', '.join(sorted(row))}",
+                              where=config.data.source or config.data.path)  # fmt: skip
+
+    def _heard(self, answer: Leases) -> None:
+        self.engine.version = answer.version
+
+    async def _group(self, lease: Lease) -> None:
+        version = self.engine.version
+        try:
+            row = self.prompts.row_of(lease.group)
+            prompt_ids, answers = encode_row(row, self.config, self.tokenizer)
+        except BadPrompt as problem:
+            reason = problem.reason
+            await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
+            return
+        made = [sample_of(lease, index, answers[index], version) for index in lease.missing]
+        sent = {key: value for key, value in row.items() if key not in answer_keys(self.config)}
+        reply = await self._patiently(
+            lambda: self.client.submit(
+                lease, prompt_ids=prompt_ids, samples=made, row=sent, digests={version: self.engine.digest},
+                rewards={index: reward_of(index, len(answers)) for index in lease.missing},
+            )
+        )  # fmt: skip
+        self.samples += len(made)
+        self.refused += len(reply.refused)
+        await self._stop_work(reply.cancelled, but=lease)
+
+
+def sample_of(lease: Lease, index: int, tokens: Tokens, version: int) -> GenDelta:
+    """One answer as a finished sample."""
+    logprobs = np.zeros(tokens.size, np.float32)
+    return GenDelta(f"{lease.group}:{lease.token}", index, tokens, logprobs, ((version, tokens.size),), "stop")
+
+
+def reward_of(index: int, answers: int) -> float:
+    """1 for the chosen answer of a pair, else 0."""
+    return float(answers == 2 and index == 0)
+
+
+def encode_row(row: Row, config: Config, tokenizer: Tokenizer) -> tuple[Tokens, list[Tokens]]:
+    """Token ids of the prompt, i4 `[P]`, and of each answer with its end of sequence, i4 `[T]`.
+
+    Raises:
+        BadPrompt: the row cannot be trained on; its reason.
+        ConfigError: the whole data set cannot be encoded.
+    """
+    data, limit = config.data, config.sampling.max_new_tokens
+    prompt = row.get(data.prompt_key)
+    texts: list[str] = []
+    for key in answer_keys(config):
+        if key in row:
+            texts.append(_answer_text(key, row[key], prompt))
+        elif is_paired(config) or not isinstance(prompt, list) or len(prompt) < 2:
+            raise BadPrompt(f"answer: no column {key!r}")
+        else:
+            texts.append(_answer_text(data.prompt_key, prompt, prompt[:-1]))
+            row = {**row, data.prompt_key: prompt[:-1]}
+    prompt_ids = encode_prompt(row, data, tokenizer)
+    answers = [np.asarray(tokenizer.encode_answer(text), dtype=np.int32) for text in texts]
+    longest = max(answer.size for answer in answers)
+    if longest > limit:
+        raise BadPrompt(f"too_long: an answer of {longest} tokens, sampling.max_new_tokens = {limit}")
+    return prompt_ids, answers
+
+
+def _answer_text(key: str, value: Any, prompt: Any) -> str:
+    """The text of an answer: as it is, or the last message of a conversation that goes on from the prompt."""
+    if isinstance(value, list) and value and value[:-1] in ([], prompt):
+        value = value[-1]
+    if isinstance(value, Mapping) and value.get("role") == "assistant":
+        value = value.get("content")
+    if isinstance(value, str):
+        return value
+    raise BadPrompt(f"answer: column {key!r} is neither text nor a message of the assistant behind the prompt")
+
+
+def data_digest(config: Config) -> str:
+    """Digest of the data: of the content of its files in their order; of the name of a source."""
+    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    whole.update(config.data.source.encode())
+    for path in data_files(config.data.path):
+        try:
+            with path.open("rb") as file:
+                whole.update(hashlib.file_digest(file, "blake2b").digest())
+        except OSError as error:
+            raise ConfigError("config.data", str(error), where=str(path)) from None
+    return DATA_PREFIX + whole.hexdigest()

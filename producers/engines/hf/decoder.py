@@ -1,0 +1,187 @@
+"""The decode loop of the hf engine, one step at a time, without threads and without asyncio.
+
+Called by `producers.engines.hf.engine` on its decode thread, and by tests directly. A step is: seat waiting samples in free
+rows, feed the live rows, one token per row, hand out the finished ones. What the model remembers of the samples, and
+how it is fed, is a `memory.Memory`. Guarantees:
+1. a prompt is prefilled once per group and version, and copied for its samples; prompts of several waiting groups are
+   prefilled together;
+2. a prefill holds the prompt without its last token; the first decode step feeds that one. So every token of a sample
+   comes from a decode step, and its version is the version of that step;
+3. tokens of a sample depend on (weights, prompt, seed, index) alone, up to the float noise of another batch shape;
+4. `swap` runs between two steps; with `recompute` all that is remembered of live rows is made again under the new
+   weights; a shared prefill of before is never used after it, also where the version keeps its number;
+5. after `halt` nothing is decoded until the next `swap`, nor while `paused`; while `draining` nobody new gets a row.
+It raises what torch raises; the engine turns that into `engine.broken`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.engine import GenDelta, GenRequest
+from producers.engines.hf.cache_interface import Memory, pieces
+from producers.engines.hf.sampling import sample
+from producers.engines.hf.slots import TOP_K, SlotTable
+
+PREFILL_GROUPS = 16  # prompts prefilled ahead of their turn
+
+
+class Prefix:
+    """What is remembered of a prompt without its last token, made after swap `era`; `kept` None: it has one token."""
+
+    __slots__ = ("era", "kept")
+
+    def __init__(self, era: int, kept: Any | None) -> None:
+        self.era = era
+        self.kept = kept
+
+
+class Waiting:
+    """A request with samples that have no row yet."""
+
+    __slots__ = ("prefix", "request", "todo")
+
+    def __init__(self, request: GenRequest) -> None:
+        self.request = request
+        self.todo = list(request.indices)
+        self.prefix: Prefix | None = None
+
+
+class Decoder:
+    """The state of one engine. Single-threaded."""
+
+    def __init__(self, memory: Memory, table: SlotTable, *, recompute: bool) -> None:
+        self.memory = memory
+        self.table = table
+        self.version = -1
+        self.steps = 0
+        self.generated_tokens = 0
+        self.busy_s = 0.0
+        self.halted = False  # until the next swap: the weights are being overwritten
+        self.paused = False
+        self.draining = False  # seat nobody
+        self._era = 0  # swaps so far: a version number may come again with other weights
+        self._recompute = recompute
+        self._waiting: deque[Waiting] = deque()
+        self._eras: list[tuple[int, int]] = []  # (first step, version)
+
+    @property
+    def waiting(self) -> int:
+        """Samples without a row; any thread (the copy is one step of the interpreter)."""
+        return sum(len(entry.todo) for entry in list(self._waiting))
+
+    @property
+    def idle(self) -> bool:
+        """True where a step would do nothing."""
+        return self.halted or self.paused or (not self.table.live and (self.draining or not self._waiting))
+
+    def submit(self, request: GenRequest) -> None:
+        """Queue a request behind the others of its priority."""
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].request.priority > request.priority:
+            place -= 1
+        self._waiting.insert(place, Waiting(request))
+
+    @torch.inference_mode()
+    def abort(self, ids: Sequence[str] | None) -> int:
+        """Give up these requests (None: all); the number of samples given up."""
+        wanted = None if ids is None else set(ids)
+        gone = [entry for entry in self._waiting if wanted is None or entry.request.id in wanted]
+        for entry in gone:
+            self._waiting.remove(entry)
+        rows = self.table.rows_of(wanted)
+        self._release(rows)
+        return len(rows) + sum(len(entry.todo) for entry in gone)
+
+    @torch.inference_mode()
+    def step(self) -> list[GenDelta]:
+        """One token for every live sample; what is to be handed out after it: ended samples and deltas that are due."""
+        if self.halted or self.paused:
+            return []
+        started = time.perf_counter()
+        self._admit()
+        live = self.table.live
+        deltas: list[GenDelta] = []
+        if live:
+            state = self.table.state[:live]
+            tokens, logprobs = self._sample(self.memory.forward(self.table), state, live)
+            rows = self.table.record(state, tokens, logprobs)
+            self.steps += 1
+            self.generated_tokens += live
+            if due := self.table.due(rows):
+                deltas = self.table.collect(due, self._eras, ended=False)
+            if rows:
+                deltas += self.table.collect(rows, self._eras)
+                self._release(rows)
+        self.busy_s += time.perf_counter() - started
+        return deltas
+
+    @torch.inference_mode()
+    def swap(self, version: int, change: Callable[[], None]) -> float:
+        """Make new weights current by `change`; the next step opens a run of `version`. Seconds stood still."""
+        started = time.perf_counter()
+        change()
+        self.version = version
+        self.halted = False
+        self._era += 1
+        self._eras.append((self.steps, version))
+        if self._recompute and self.table.live:
+            self.memory.remake(self.table)
+        return time.perf_counter() - started
+
+    def halt(self) -> None:
+        """Stand still until the next swap: the weights are being overwritten."""
+        self.halted = True
+
+    def reset(self) -> None:
+        """Forget versions, counters and what was remembered; no sample may be alive."""
+        self.memory.forget()
+        self.version, self.steps, self.generated_tokens, self.busy_s = -1, 0, 0, 0.0
+        self._eras.clear()
+
+    def _sample(self, logits: Tensor, state: Tensor, live: int) -> tuple[Tensor, Tensor]:
+        knobs = self.table.knobs[:live]
+        cuts = self.table.cuts
+        return sample(
+            logits, self.table.numbers(state), knobs[:, 0],
+            top_p=knobs[:, 1] if cuts else None, top_k=state[:, TOP_K] if cuts else None,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ rows
+
+    def _admit(self) -> None:
+        """Seat waiting samples, first come first served within a priority, while rows are free."""
+        while not self.draining and self.table.free and self._waiting:
+            entry = self._waiting[0]
+            if entry.prefix is None or entry.prefix.era != self._era:
+                self._prefill_ahead()
+                continue
+            indices = entry.todo[: self.table.free]
+            del entry.todo[: len(indices)]
+            first = self.table.add(entry.request, indices, step=self.steps)
+            self.memory.seat(first, self.table.lanes[first:], entry.prefix.kept)
+            if not entry.todo:
+                self._waiting.popleft()
+
+    def _prefill_ahead(self) -> None:
+        """Prefill the first waiting prompts together, as many as one prefill takes."""
+        stale = [entry for entry in self._waiting if entry.prefix is None or entry.prefix.era != self._era]
+        chosen = stale[:PREFILL_GROUPS]
+        chosen = chosen[pieces([len(entry.request.prompt_ids) - 1 for entry in chosen])[0]]
+        for entry in chosen:
+            entry.prefix = Prefix(self._era, None)
+        several = [entry for entry in chosen if len(entry.request.prompt_ids) > 1]
+        if several:
+            made = self.memory.prefill([entry.request.prompt_ids[:-1] for entry in several])
+            for entry, kept in zip(several, made, strict=True):
+                entry.prefix = Prefix(self._era, kept)
+
+    def _release(self, rows: list[int]) -> None:
+        lanes = [self.table.lanes[row] for row in rows]
+        self.memory.release(lanes, self.table.release(rows))

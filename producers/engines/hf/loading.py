@@ -1,0 +1,182 @@
+"""Loads a model for the hf engine, finds the decoder that fits it, and says early why a model cannot be used.
+
+Called by the hf engine at its start. Guarantees:
+1. files come from `model.path` alone, never from the network;
+2. slots are tried first, transformers' own caches (`cohorts`) where they do not fit; either must pass the self-check,
+   which compares log-probs with the model's plain forward;
+3. every refusal is a `config.model` (or `config.conflict` for memory) that names the reason: what is no decoder of
+   token ids, too few positions, or why both decoders failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from producers.engines.hf import attention
+from producers.engines.hf.cache_interface import UNFIT, Memory
+from producers.engines.hf.cohort_cache import CohortMemory
+from producers.engines.hf.decoder import Decoder
+from producers.engines.hf.kv_cache import KVStore
+from producers.engines.hf.self_check import check_decoder
+from producers.engines.hf.slot_cache import SlotMemory
+from producers.engines.hf.slots import SlotTable
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRIED = ("slots", "caches")  # decoders, in this order
+ANOTHER = "use another engine (producers.engine) for this model"
+
+
+class Built(NamedTuple):
+    """The decoder of a model. `way`: slots or caches; `why`: what was wrong with those that were tried before."""
+
+    decoder: Decoder
+    way: str
+    why: str
+
+
+def load_model(config: Config, *, device: torch.device, max_len: int) -> torch.nn.Module:
+    """The model of `model.path`, in evaluation mode, on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the output goes to a log file
+    folder = Path(config.model.path)
+    if not (folder / "config.json").exists():
+        raise ConfigError("config.model", "no config.json in the folder", where=str(folder))
+    name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": config.model.trust_remote_code}
+    try:
+        refuse_unfit(AutoConfig.from_pretrained(folder, **options), max_len=max_len, where=str(folder))
+        options |= {"dtype": TORCH_DTYPES[name]}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError("config.model", f"{type(error).__name__}: {error}", where=str(folder)) from error
+    ready: torch.nn.Module = model.requires_grad_(False)
+    ready = ready.to(device).train(False)
+    settle_attention(ready, device=device, where=str(folder))
+    return ready
+
+
+def refuse_unfit(shape: Any, *, max_len: int, where: str) -> None:
+    """Raise `config.model` for a configuration that is no decoder of token ids, or has too few positions."""
+    text = shape.get_text_config(decoder=True)
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError("config.model", f"{shape.model_type}: {why}", where=where, remedy=ANOTHER)
+
+    if getattr(shape, "is_encoder_decoder", False):
+        raise refuse("an encoder-decoder; the hf engine serves decoders alone")
+    if senses := [name for name in ("vision", "audio") if getattr(shape, f"{name}_config", None) is not None]:
+        raise refuse(f"takes {' and '.join(senses)} inputs; the hf engine serves token ids alone")
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    each = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # by type of layer, or one for all
+    # yarn and others reach beyond the stated limit
+    stretched = any(part.get("rope_type", "default") != "default" for part in each)
+    if limit is not None and limit < max_len and not stretched:
+        raise refuse(f"max_position_embeddings = {limit}, below prompt + response = {max_len}")
+
+
+@torch.inference_mode()
+def settle_attention(model: Any, *, device: torch.device, where: str) -> None:
+    """Leave "sdpa" where the model's plain forward fails with it (capped scores, for one); refuse a model that fails
+    without it too."""
+    two = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    try:
+        model(input_ids=two, use_cache=False)
+        return
+    except torch.OutOfMemoryError:
+        raise
+    except UNFIT as error:
+        first = error
+    try:
+        model.set_attn_implementation("eager")
+        model(input_ids=two, use_cache=False)
+    except UNFIT as error:
+        what = f"its plain forward fails: {type(first).__name__}: {first}"
+        raise ConfigError("config.model", what, where=where, remedy=ANOTHER) from error
+
+
+def build_decoder(
+    model: torch.nn.Module, *, slots: int, max_prompt: int, max_new: int, recompute: bool, where: str, beside: int = 0,
+    tried: Sequence[str] = TRIED,
+) -> Built:  # fmt: skip
+    """The first decoder that fits this model, proved; `beside`: bytes that a second copy of the weights will take.
+
+    Raises:
+        ConfigError: `config.model` where none fits, `config.conflict` where the memory is too small.
+    """
+    device = next(model.parameters()).device
+    max_len = max_prompt + max_new
+    why: list[str] = []
+    for way in tried:
+        make = {"slots": _slot_memory, "caches": _cache_memory}[way]
+        try:
+            memory, need = make(model, slots=slots, max_len=max_len, device=device, where=where)
+            check_memory(need, slots=slots, max_len=max_len, device=device, beside=beside)
+            table = SlotTable(slots, max_new_tokens=max_new, device=device)
+            decoder = Decoder(memory, table, recompute=recompute)
+            check_decoder(decoder, model, max_prompt=max_prompt, max_new=max_new, where=where)
+            return Built(decoder, way, "; ".join(why))
+        except ConfigError as error:
+            if error.code != "config.model":
+                raise
+            why.append(f"{way}: {error.message}")
+    raise ConfigError("config.model", "; ".join(why), where=where, remedy=ANOTHER)
+
+
+def _slot_memory(
+    model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str
+) -> tuple[Memory, int]:
+    """The memory and the bytes that it may come to."""
+    memory = SlotMemory(model, slots=slots, max_len=max_len, device=device, where=where)
+    attention.install(model)
+    return memory, KVStore.nbytes(memory.like, slots=slots, max_len=max_len)
+
+
+def _cache_memory(
+    model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str
+) -> tuple[Memory, int]:
+    """The memory and the bytes that it may come to."""
+    attention.remove(model)
+    memory = CohortMemory(model, max_len=max_len, device=device, where=where)
+    return memory, memory.nbytes(slots=slots, where=where)
+
+
+def check_memory(need: int, *, slots: int, max_len: int, device: torch.device, beside: int = 0) -> None:
+    """Raise `config.conflict` with the arithmetic where `need` bytes of K/V for all slots would not fit, with `beside`
+    bytes for a second copy of the weights."""
+    free = free_bytes(device)
+    if need + beside > 0.9 * free:
+        copy = f", a second copy of the weights {beside / 2**30:.1f} GiB" if beside else ""
+        raise ConfigError(
+            "config.conflict",
+            f"K/V of producers.slots = {slots} x {max_len} tokens x {need / slots / max_len:.0f} bytes needs "
+            f"{need / 2**30:.1f} GiB{copy}; {free / 2**30:.1f} GiB are free on {device}",
+            remedy="lower producers.slots, sampling.max_new_tokens or data.max_prompt_tokens, or set "
+            "weightsync.in_place = true (generation stands still during a transfer)",
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device, or of the host for a CPU."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 62  # unknown: let the allocation decide

@@ -1,0 +1,125 @@
+"""Adapter versions: a low-rank update that is added to the base weights once, so that decoding costs nothing more.
+
+Called by `producers.engines.hf.weights`; what an adapter is stands in `weightsync.encoding.adapter`. `W = W0 + s B A`
+(arXiv 2106.09685, equation 3; s as in `AdapterConfig.scaling`). Guarantees:
+1. W0 is kept, and every version is computed from it: a hundred versions one after the other leave no rounding behind;
+   modules that a later adapter leaves out get W0 back;
+2. an adapter of another base is refused (`sync.failed`) before anything is taken: the base may still come;
+3. one that names no linear layer of this model, one of another shape, or one that shares its weight (tied embeddings,
+   which the sum would change as well) is `sync.plan`;
+4. the product is made beside the decode loop, in float32, and rounded once to the dtype of W0. `attest` compares what
+   the model holds with what was made.
+
+Example: W0 `[2, 2]` = 0, r = 1, alpha = 2, A = [[1, 2]], B = [[3], [0]]: W = 2 B A = [[6, 12], [0, 0]].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.wire import Buffer, Manifest, Tensor
+from producers.engines.hf.weights import DTYPES, Layout, Update, bytes_of
+from weightsync.encoding.adapter import Pair, added, check_adapter
+from weightsync.plan.digest import Digest, whole_digest
+
+if TYPE_CHECKING:
+    from producers.engines.hf.weights import ModelWeights
+
+
+class AdapterUpdate:
+    """One version of an adapter, on its way or in force."""
+
+    def __init__(self, weights: ModelWeights, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Raises `sync.failed` on another base, `sync.plan` on an adapter that this model or formula cannot take."""
+        if not manifest.base or manifest.base != weights.base:
+            raise WorkError(
+                "sync.failed", f"version {manifest.version} is an adapter of the base {manifest.base[:12] or '?'}, "
+                f"the model holds {weights.base[:12] or 'none'}",
+            )  # fmt: skip
+        self.manifest = manifest
+        self.layout = Layout(manifest, tensors)
+        self.missing = set(range(len(self.layout.buckets)))
+        self.products: dict[str, str] = {}  # parameter -> digest of the bytes that were computed for it
+        self._weights = weights
+        config, pairs = check_adapter(manifest, tensors, held=weights.base)
+        self._scaling = config.scaling
+        self._pairs = by_parameter(pairs, weights)
+        self._values = {item.name: torch.empty(item.shape, dtype=DTYPES[item.dtype]) for item in tensors}
+        self._merged: dict[str, torch.Tensor] = {}
+
+    def apply(self, number: int, data: Buffer) -> None:
+        """Copy the tensors of one bucket out of its bytes."""
+        self.layout.fill(number, data, self.held)
+
+    def held(self, name: str) -> torch.Tensor:
+        """A matrix of the adapter."""
+        return self._values[name]
+
+    def complete(self) -> None:
+        """Compute the new weights of every module, beside the old ones."""
+        for name, pair in self._pairs.items():
+            base = self._weights.base_value(name)
+            a, b = (self._values[item.name].to(base.device, torch.float32) for item in (pair.a, pair.b))
+            merged = self._weights.room.take(name, base.shape, base.dtype, base.device)
+            merged.copy_(added(a, b, scaling=self._scaling).add_(base))
+            self._merged[name] = merged
+            self.products[name] = _digest(merged)
+
+    def exchange(self) -> None:
+        """New storages for old; W0 is kept."""
+        kept = self._weights.kept
+        for name in [name for name in kept if name not in self._merged]:
+            self._exchange(name, kept.pop(name))
+        for name, value in self._merged.items():
+            first = name not in kept
+            old = self._exchange(name, value, spare=not first)
+            if first:
+                kept[name] = old
+        self._merged = {}
+
+    def _exchange(self, name: str, value: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
+        parameter = self._weights.parameter(name)
+        assert parameter is not None
+        old, parameter.data = parameter.data, value
+        if spare:
+            self._weights.room.give(name, old)
+        return old
+
+
+def by_parameter(pairs: Sequence[Pair], weights: ModelWeights) -> dict[str, Pair]:
+    """The pairs by the parameter that they change. Raises `sync.plan` where one does not fit this model."""
+    found: dict[str, Pair] = {}
+    for pair in pairs:
+        parameter = weights.linear(pair.module)
+        if parameter is None:
+            raise AsyncRLError(
+                "sync.plan", f"an adapter of {pair.module!r}: no linear layer with a weight of its own here"
+            )
+        if (pair.b.shape[0], pair.a.shape[1]) != tuple(parameter.shape) or pair.a.dtype not in DTYPES:
+            raise AsyncRLError(
+                "sync.plan", f"{pair.module}: A is {pair.a.dtype} {pair.a.shape}, B {pair.b.shape}, the weight "
+                f"{tuple(parameter.shape)}",
+            )  # fmt: skip
+        found[f"{pair.module}.weight"] = pair
+    return found
+
+
+def attest(update: Update, parameters: Mapping[str, torch.nn.Parameter], *, base: str) -> str:
+    """Digest of the adapter in force over what is held: A, B, the base, and the products in the model. The model's own
+    bytes are not those of the manifest, so they are compared with what was computed; where they differ, the digest is
+    one that nobody has published."""
+    assert isinstance(update, AdapterUpdate)
+    digests = [update.layout.bucket_digest(number, update.held) for number in range(len(update.layout.buckets))]
+    wrong = [name for name, digest in update.products.items() if _digest(parameters[name].data) != digest]
+    return whole_digest([*digests, *wrong], base=base, adapter=update.manifest.adapter)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    digest = Digest()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    digest.update(bytes_of(tensor, names[tensor.dtype]).data)
+    return digest.hexdigest()

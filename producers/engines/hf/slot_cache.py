@@ -1,0 +1,182 @@
+"""K and V of all samples in one block, one forward per step: the memory of models that keep K and V of every token.
+
+Called by `decoder` (see `memory`), made by `loading`. Guarantees:
+1. a step feeds one token of every live row, at its own position, under its own mask: no padding is computed;
+2. layers with a window (`sliding_attention`) or with chunks (`chunked_attention`) keep all tokens and get a mask that
+   shows what they may see: exact, at the cost of memory that they would not need;
+3. prompts share one right-padded prefill: causal attention never looks at the padding;
+4. a model that does not store plain K and V of every layer is refused when the memory is made.
+It does not prove that the model honours masks and positions: `selfcheck` does.
+
+Example: rows at positions 3 and 700, window 512: row 0 sees places 0..3 in every layer, row 1 sees 0..700 in full
+layers and 189..700 in those with the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from producers.engines.hf.attention import Band, plan
+from producers.engines.hf.cache_interface import UNFIT, Tokens, call_options, pieces
+from producers.engines.hf.kv_cache import KV, CaptureCache, KVStore, SlotCache
+from producers.engines.hf.slots import LAST, POSITION, Moves, SlotTable
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+class Sight(NamedTuple):
+    """What a layer sees of the past; 0: no such limit."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def mask(self, places: Tensor, positions: Tensor) -> Tensor:
+        """Which of `places` `[T]` are seen from each of `positions` `[N, 1]`: bool `[N, T]`."""
+        seen = places <= positions
+        if self.window:
+            seen &= places > positions - self.window
+        if self.chunk:
+            seen &= places // self.chunk == positions // self.chunk
+        return seen
+
+
+def sights(config: Any, *, max_len: int) -> dict[str, Sight]:
+    """What the layers of a model see, by type of layer. Raises ValueError with the types that keep something else."""
+    window = getattr(config, "sliding_window", None) or 0
+    if not getattr(config, "use_sliding_window", True) or window >= max_len:
+        window = 0
+    chunk = getattr(config, "attention_chunk_size", None) or 0
+    known = {FULL: Sight(), SLIDING: Sight(window=window), CHUNKED: Sight(chunk=chunk if chunk < max_len else 0)}
+    types = set(getattr(config, "layer_types", None) or ())
+    if others := sorted(types - set(known)):
+        raise ValueError(f"layers of type {', '.join(others)}")
+    if not types:  # one kind of layer, said by the window alone
+        return {FULL: Sight(window=window)}
+    return {kind: known[kind] for kind in sorted(types)}
+
+
+class SlotMemory:
+    """See the module."""
+
+    def __init__(self, model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str) -> None:
+        """Raises ConfigError `config.model` where the model keeps something else than K and V."""
+        self.model = model
+        self.max_len = max_len
+        self._device = device
+        self._options = call_options(model)
+        config: Any = model.config
+        text = config.get_text_config(decoder=True)
+        # Eager attention adds the mask to the scores, "sdpa" takes it as it is.
+        self._additive = getattr(text, "_attn_implementation", "") == "eager"
+        self._dtype = next(model.parameters()).dtype
+        self._rows = torch.arange(0, device=device)
+        self._places = torch.arange(max_len, device=device)
+        try:
+            self._sights = sights(text, max_len=max_len)
+            self.like = self._capture(np.zeros((1, 1), dtype=np.int64))
+            if len(self.like) == 0 or any(part.dim() != 4 for pair in self.like for part in pair):
+                raise ValueError(f"{len(self.like)} layers store keys and values as [rows, heads, tokens, width]")
+        except torch.OutOfMemoryError:
+            raise
+        except UNFIT as error:
+            raise ConfigError(
+                "config.model", f"its layers do not keep keys and values of every token: {error}", where=where,
+            ) from error  # fmt: skip
+        self.store = KVStore(self.like, slots=slots, max_len=max_len)
+
+    # ------------------------------------------------------------ Memory
+
+    def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:
+        """K and V of each prompt by layer, `[1, kv_heads, T, head_dim]`."""
+        layers = self._capture(_padded(prompts))
+
+        def part(held: Tensor, row: int) -> Tensor:
+            return held[row : row + 1, :, : len(prompts[row])]
+
+        return [[(part(k, row), part(v, row)) for k, v in layers] for row in range(len(prompts))]
+
+    def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
+        """Copy K and V of the prompt to the rows."""
+        if kept is not None:
+            self.store.write(first, len(lanes), kept)
+
+    def forward(self, table: SlotTable) -> Tensor:
+        """One token of every live row."""
+        live = table.live
+        state = table.state[:live]
+        bands = plan(table.positions[:live] + 1, device=self._device)
+        visible = min(bands[-1].visible, self.max_len)
+        self.store.reach(visible)
+        if len(self._rows) < live:
+            self._rows = torch.arange(self.store.slots, device=self._device)
+        positions = state[:, POSITION]
+        cache = SlotCache(self.store, self._rows[:live], positions, visible, bands=_within(bands, visible))
+        output = self._call(state[:, LAST, None], positions[:, None], self._mask(visible, positions), cache)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def remake(self, table: SlotTable) -> None:
+        """Prefill every live row again, some at a time."""
+        rows = [table.sequence(row) for row in range(table.live)]
+        for piece in pieces([len(row) for row in rows]):
+            if any(len(row) for row in rows[piece]):
+                self.store.write(piece.start, piece.stop - piece.start, self._capture(_padded(rows[piece])))
+
+    def release(self, lanes: Sequence[int], moves: Moves) -> None:
+        """Move the last rows into the holes."""
+        del lanes
+        if moves.holes:
+            sources, holes = (torch.tensor(side, device=self._device) for side in (moves.sources, moves.holes))
+            self.store.move(sources, holes, moves.tokens)
+
+    def forget(self) -> None:
+        """The next sample finds a small store again."""
+        self.store = KVStore(self.like, slots=self.store.slots, max_len=self.max_len)
+
+    # ------------------------------------------------------------ forward
+
+    def _capture(self, padded: Any) -> KV:
+        """K and V of these token rows `[N, T]` by layer, `[N, kv_heads, T, head_dim]`."""
+        places = self._places[: padded.shape[1]]
+        cache = CaptureCache()
+        ids = torch.from_numpy(padded).to(self._device)
+        self._call(ids, places[None].expand(len(padded), -1), self._mask(len(places), None), cache)
+        return cache.layers
+
+    def _mask(self, visible: int, positions: Tensor | None) -> Any:
+        """`[live, 1, 1, visible]` for a step; `[1, 1, T, T]` for a prefill (`positions` None); by type of layer where
+        there are several."""
+        places = self._places[:visible]
+        seen = {}
+        for kind, sight in self._sights.items():
+            table = sight.mask(places, (places if positions is None else positions)[:, None])
+            mask = table[None, None] if positions is None else table[:, None, None]
+            if self._additive:
+                mask = torch.zeros_like(mask, dtype=self._dtype).masked_fill(~mask, torch.finfo(self._dtype).min)
+            seen[kind] = mask
+        return seen if len(seen) > 1 else next(iter(seen.values()))
+
+    def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any) -> Any:
+        return self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True,
+            **self._options,
+        )  # fmt: skip
+
+
+def _within(bands: list[Band], visible: int) -> list[Band]:
+    """Bands for the attention: none where one call is all; the last one may not leave the visible block."""
+    return [*bands[:-1], bands[-1]._replace(visible=visible)] if len(bands) > 1 else []
+
+
+def _padded(rows: Sequence[Tokens]) -> Any:
+    """Right-padded with zeros, i8 `[N, longest]`."""
+    padded = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for place, row in enumerate(rows):
+        padded[place, : len(row)] = row
+    return padded

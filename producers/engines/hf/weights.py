@@ -1,0 +1,409 @@
+"""The weights of one model: what it holds, and a new version that is built beside it and exchanged between two steps.
+
+Called by the hf engine: `begin`, every bucket once by `apply`, `exchange` on the decode thread, then `digest`; or
+`abort`. Guarantees:
+1. the model is not touched before `exchange`, which swaps storages (`parameter.data`) and copies nothing: it takes the
+   same time for a model of any size. Only with `in_place` do buckets go into the parameters themselves;
+2. `apply` answers with the digest of what is held of the bucket after the copy, `digest` with that of what the model
+   holds after the exchange, read anew: a bit that flipped in between shows;
+3. tensors carry Hugging Face names; every parameter of the model must be in the manifest (a tied one once, under any of
+   its names) with its shape, else `sync.plan`; buffers (rotary tables) are not part of a version;
+4. a dtype that the model cannot hold without loss is refused, because the digest could never agree;
+5. after `abort` (also of a copy that still runs in its thread) nothing is written any more;
+6. where the model holds the bytes as they are sent (a CPU, the same dtypes) the parameters are views into one storage
+   per bucket, and `room` lends those of the coming version: a transport puts the bytes where they stay, without a copy.
+   Lent room is not used again after an abort, for who has it may still write there.
+The storages of the version before stay as the room for the next one: pages that are there already are filled twice as
+fast. So the weights are held twice at all times; who has no room for that sets `weightsync.in_place`.
+
+Example: a model holds v3 in storages A. v4 fills B while steps read A; the exchange makes B the parameters (0.2 ms for
+300 tensors); v5 will fill A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from asyncrl.errors import AsyncRLError, WorkError
+from asyncrl.wire import Buffer, Manifest, Tensor
+from weightsync.copy_digest import copy_digest, digest_all
+from weightsync.plan.buckets import by_bucket
+from weightsync.plan.digest import whole_digest
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Wire dtype -> dtypes of a model that hold every one of its values.
+_HOLDS = {
+    "F64": (torch.float64,), "F32": (torch.float32, torch.float64),
+    "F16": (torch.float16, torch.float32, torch.float64), "BF16": (torch.bfloat16, torch.float32, torch.float64),
+}  # fmt: skip
+
+
+class Room:
+    """Tensors by name, and storages by bucket, that belong to nobody now: the room for the next version."""
+
+    def __init__(self) -> None:
+        self._spare: dict[str, torch.Tensor] = {}
+        self._buckets: tuple[torch.Tensor, ...] = ()
+
+    def take_buckets(self, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Storages of these sizes on the CPU, uint8, with any content."""
+        spare, self._buckets = self._buckets, ()
+        if [storage.numel() for storage in spare] == list(sizes):
+            return spare
+        return tuple(torch.empty(size, dtype=torch.uint8) for size in sizes)
+
+    def give_buckets(self, storages: tuple[torch.Tensor, ...]) -> None:
+        """Keep them for the next `take_buckets`; no tensor may be a view into them any more."""
+        self._buckets = storages
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of that form with any content."""
+        found = self._spare.pop(name, None)
+        if found is not None and (tuple(found.shape), found.dtype, found.device) == (tuple(shape), dtype, device):
+            return found
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def give(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep it for the next `take`."""
+        if tensor.is_contiguous():
+            self._spare[name] = tensor
+
+
+class Layout:
+    """The tensors of a version by bucket, and their bytes wherever they are held."""
+
+    def __init__(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        self.sizes = manifest.bucket_bytes
+        self.tensors = tuple(tensors)
+        self.buckets = by_bucket(tensors, len(manifest.bucket_bytes))
+
+    def bucket_digest(self, number: int, held: Callable[[str], torch.Tensor]) -> str:
+        """Digest of one bucket of what `held` gives by name, in the dtypes of the layout."""
+        return digest_all(bytes_of(held(tensor.name), tensor.dtype) for tensor in self.buckets[number])
+
+    def digest(self, held: Callable[[str], torch.Tensor]) -> str:
+        """Digest of all buckets."""
+        return whole_digest([self.bucket_digest(number, held) for number in range(len(self.buckets))])
+
+    def read(self, number: int, into: memoryview, held: Callable[[str], torch.Tensor]) -> bool:
+        """Write the bytes of one bucket; padding is left as it is. False where `into` is no bucket of this layout."""
+        if not 0 <= number < len(self.sizes) or into.nbytes != self.sizes[number]:
+            return False
+        target = np.frombuffer(into, dtype=np.uint8)
+        for tensor in self.buckets[number]:
+            target[tensor.offset : tensor.offset + tensor.nbytes] = bytes_of(held(tensor.name), tensor.dtype)
+        return True
+
+    def fill(self, number: int, data: Buffer, held: Callable[[str], torch.Tensor]) -> str:
+        """Copy one bucket out of its bytes into what `held` gives; the digest of what is held of it then.
+
+        Raises `sync.plan` where the bytes are too few.
+        """
+        view = np.frombuffer(data, dtype=np.uint8)
+        pairs = []
+        for tensor in self.buckets[number]:
+            part = view[tensor.offset : tensor.offset + tensor.nbytes]
+            if part.size != tensor.nbytes:
+                raise AsyncRLError("sync.plan", f"{tensor.name} leaves bucket {number} of {view.size} bytes")
+            pairs.append((held(tensor.name), part, tensor))
+        if all(plain(target, DTYPES[tensor.dtype]) for target, _, tensor in pairs):
+            return copy_digest((_bytes_view(target).numpy(), part) for target, part, _ in pairs)
+        for target, part, tensor in pairs:
+            put(target, part, tensor)
+        return self.bucket_digest(number, held)
+
+
+class Update(Protocol):
+    """A version on its way."""
+
+    manifest: Manifest
+    layout: Layout
+    missing: set[int]
+
+    def apply(self, number: int, data: Buffer) -> str | None:
+        """Take the bytes of one bucket; the digest of what is held of it, None where that is still to be read."""
+
+    def held(self, name: str) -> torch.Tensor:
+        """What is held of a tensor of the layout."""
+
+    def complete(self) -> None:
+        """Every bucket is there: what is left to be made of them, beside the decode loop."""
+
+    def exchange(self) -> None:
+        """Make it the model's."""
+
+
+class FullUpdate:
+    """All weights. `in_place`: into the parameters themselves, else beside them."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], manifest: Manifest, tensors: Sequence[Tensor], *,
+        room: Room, in_place: bool,
+    ) -> None:  # fmt: skip
+        self.manifest = manifest
+        self.layout = Layout(manifest, tensors)
+        self.missing = set(range(len(self.layout.buckets)))
+        self.storages: tuple[torch.Tensor, ...] = ()  # by bucket, where the values are views into them
+        self._lent = False
+        self._parameters = parameters
+        self._room = room
+        self._in_place = in_place
+        self._values: dict[str, torch.Tensor] = {}
+        if not in_place and all(plain(parameters[tensor.name].data, DTYPES[tensor.dtype]) for tensor in tensors):
+            self.storages = room.take_buckets(manifest.bucket_bytes)
+        for tensor in tensors:
+            now = parameters[tensor.name].data
+            if self.storages:
+                part = self.storages[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes]
+                self._values[tensor.name] = part.view(now.dtype).view(now.shape)
+            elif in_place:
+                self._values[tensor.name] = now
+            else:
+                self._values[tensor.name] = room.take(tensor.name, now.shape, now.dtype, now.device)
+
+    def room(self, number: int) -> memoryview | None:
+        """Where the bytes of a bucket may be put; None where they have to be copied or converted."""
+        if not self.storages:
+            return None
+        self._lent = True
+        held: Any = self.storages[number].numpy()
+        return memoryview(held)
+
+    def apply(self, number: int, data: Buffer) -> str:
+        """Copy the tensors of one bucket out of its bytes, unless these are in its room."""
+        if self.storages and np.frombuffer(data, np.uint8).ctypes.data == self.storages[number].data_ptr():
+            return self.layout.bucket_digest(number, self.held)
+        return self.layout.fill(number, data, self.held)
+
+    def held(self, name: str) -> torch.Tensor:
+        """The new value."""
+        return self._values[name]
+
+    def complete(self) -> None:
+        """Nothing is left to do."""
+
+    def exchange(self) -> None:
+        """New storages for old."""
+        if self._in_place:
+            return
+        for name, value in self._values.items():
+            parameter = self._parameters[name]
+            old, parameter.data = parameter.data, value
+            if not self.storages:
+                self._room.give(name, old)
+
+    def drop(self) -> None:
+        """It will not be exchanged: its storages are free."""
+        if self.storages:
+            if not self._lent:
+                self._room.give_buckets(self.storages)
+        elif not self._in_place:
+            for name, value in self._values.items():
+                self._room.give(name, value)
+
+
+class ModelWeights:
+    """See the module. `apply` and `digest` may be called from any thread, one at a time; `in_place` is for good."""
+
+    def __init__(self, model: torch.nn.Module, *, in_place: bool = False) -> None:
+        self._model = model
+        self._in_place = in_place
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._device = next(model.parameters()).device
+        self._stream: Any = None
+        self._room = Room()
+        self._storages: tuple[torch.Tensor, ...] = ()  # of the version in force, where its tensors are views into them
+        self._update: Update | None = None
+        self._writing = threading.Lock()  # held during a copy: an abort waits for it
+        self.layout: Layout | None = None  # of the whole weights that the model holds, or that lie under an adapter
+        self.base = ""  # their digest
+        self.kept: dict[str, torch.Tensor] = {}  # base values of the parameters that an adapter changed
+        self.adapter: Update | None = None  # the adapter in force
+
+    def begin(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Make room for a version. Raises `sync.plan` where the layout is not this model's, and `sync.failed` for an
+        adapter whose base is not what this model holds."""
+        self.abort()
+        if manifest.encoding == "adapter" and not self._in_place:
+            from producers.engines.hf.lora import AdapterUpdate
+
+            self._update = AdapterUpdate(self, manifest, tensors)
+        elif manifest.encoding == "full":
+            check_layout(self._model, tensors)
+            self._update = FullUpdate(self._parameters, manifest, tensors, room=self._room, in_place=self._in_place)
+            if self._in_place:  # from here on the parameters are of no version
+                self.layout, self.base = None, ""
+        else:
+            raise AsyncRLError("sync.plan", f"encoding {manifest.encoding!r} is not for this engine")
+
+    def under_way(self) -> Update:
+        """The update that was begun. Raises `sync.failed` where there is none."""
+        if self._update is None:
+            raise WorkError("sync.failed", "no update is under way")
+        return self._update
+
+    def bucket_room(self, number: int) -> memoryview | None:
+        """Where the bytes of a bucket of the update may be put before `apply`; None: nowhere, hand them to it."""
+        update = self.under_way()
+        return update.room(number) if isinstance(update, FullUpdate) else None
+
+    def apply(self, number: int, data: Buffer) -> str:
+        """Take the bytes of one bucket; the digest of what is held of it."""
+        update = self.under_way()
+        with self._writing, self._beside():
+            if self._update is not update:
+                raise WorkError("sync.failed", "the update was aborted")
+            digest = update.apply(number, data)
+            update.missing.discard(number)
+            if digest is None:
+                digest = update.layout.bucket_digest(number, update.held)
+            if not update.missing:
+                update.complete()
+        return digest
+
+    def exchange(self) -> None:
+        """Make the new version the model's. On the decode thread, between two steps."""
+        update = self.under_way()
+        update.exchange()
+        self._update = None
+        if isinstance(update, FullUpdate):
+            self.layout, self.base, self.adapter, self.kept = update.layout, update.manifest.digest, None, {}
+            if update.storages:
+                self._room.give_buckets(self._storages)
+            self._storages = update.storages
+        else:
+            self.adapter = update
+
+    def check_complete(self) -> None:
+        """Raise `sync.failed` where a bucket has not come."""
+        if missing := self.under_way().missing:
+            raise WorkError("sync.failed", f"commit without buckets {sorted(missing)[:8]}")
+
+    def digest(self) -> str:
+        """Digest of what the model holds now, in the manifest's dtypes; of an adapter, of what it was made of, with the
+        base read anew (a digest of nothing known where the product is not what was computed)."""
+        if self.layout is None:
+            return ""
+        with self._beside():
+            base = self.layout.digest(self.base_value)
+            if self.adapter is None:
+                return base
+            from producers.engines.hf.lora import attest
+
+            return attest(self.adapter, self._parameters, base=base)
+
+    def read(self, number: int, into: memoryview) -> bool:
+        """Write the bytes of one bucket of the version in force; False where there is none."""
+        held = self.adapter if self.adapter is not None else self
+        if held.layout is None:
+            return False
+        with self._beside():
+            return held.layout.read(number, into, held.held)
+
+    def held(self, name: str) -> torch.Tensor:
+        """The parameter's value."""
+        return self._parameters[name].data
+
+    def base_value(self, name: str) -> torch.Tensor:
+        """The parameter's value without an adapter."""
+        return self.kept[name] if name in self.kept else self._parameters[name].data
+
+    def parameter(self, name: str) -> torch.nn.Parameter | None:
+        """The parameter of that name."""
+        return self._parameters.get(name)
+
+    @property
+    def second_copy(self) -> int:
+        """Bytes that a version beside the current one takes; 0 in place."""
+        values = {id(value): value.nbytes for value in self._parameters.values()}
+        return 0 if self._in_place else sum(values.values())
+
+    def linear(self, module: str) -> torch.nn.Parameter | None:
+        """The weight of a linear layer; None where there is none of that name, or it shares its weight."""
+        parameter = self._parameters.get(f"{module}.weight")
+        if parameter is None or not isinstance(self._model.get_submodule(module), torch.nn.Linear):
+            return None
+        return parameter if sum(other is parameter for other in self._parameters.values()) == 1 else None
+
+    @property
+    def room(self) -> Room:
+        """Storages that are free."""
+        return self._room
+
+    def abort(self) -> None:
+        """Forget the update; a copy under way ends first, a later one is refused."""
+        with self._writing:
+            update, self._update = self._update, None
+        if isinstance(update, FullUpdate):
+            update.drop()
+
+    @contextlib.contextmanager
+    def _beside(self) -> Any:
+        """On an accelerator: work beside the decode loop's stream, finished at the end."""
+        with self._side_stream():
+            yield
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _side_stream(self) -> AbstractContextManager[Any]:
+        if self._device.type == "cpu":
+            return contextlib.nullcontext()
+        module = torch.get_device_module(self._device)
+        if self._stream is None:
+            self._stream = module.Stream(self._device)
+        self._stream.wait_stream(module.current_stream(self._device))  # memory that was freed there is read no more
+        side: AbstractContextManager[Any] = module.stream(self._stream)
+        return side
+
+
+def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Raise `sync.plan` where these tensors are not the parameters of the model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    given = set()
+    for tensor in tensors:
+        parameter = parameters.get(tensor.name)
+        if parameter is None:
+            raise AsyncRLError("sync.plan", f"this model has no parameter {tensor.name!r}")
+        if tuple(parameter.shape) != tuple(tensor.shape):
+            raise AsyncRLError("sync.plan", f"{tensor.name}: {tuple(tensor.shape)} sent, {tuple(parameter.shape)} here")
+        if parameter.dtype not in _HOLDS.get(tensor.dtype, ()):
+            held = str(parameter.dtype).removeprefix("torch.")
+            raise AsyncRLError(
+                "sync.plan", f"{tensor.name}: sent as {tensor.dtype}, which {held} does not hold without loss",
+                remedy="set producers.dtype = \"auto\", or both ends to the same dtype",
+            )  # fmt: skip
+        given.add(id(parameter))
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
+    if missing:
+        raise AsyncRLError("sync.plan", f"the manifest lacks {len(missing)} parameters, first {missing[0]!r}")
+
+
+def plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes of a tensor of that dtype can be copied to `target` as they are."""
+    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+
+
+def put(target: torch.Tensor, part: np.ndarray[Any, np.dtype[np.uint8]], tensor: Tensor) -> None:
+    """Copy the bytes of one tensor into `target`, which may hold them in a wider dtype or on another device."""
+    dtype = DTYPES[tensor.dtype]
+    if plain(target, dtype):
+        np.copyto(_bytes_view(target).numpy(), part)
+    else:
+        target.copy_(torch.from_numpy(part.copy()).view(dtype).view(tensor.shape))
+
+
+def bytes_of(held: torch.Tensor, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a tensor in a wire dtype, uint8 `[nbytes]`; a view where nothing has to be converted."""
+    array: np.ndarray[Any, np.dtype[np.uint8]] = _bytes_view(held.to(DTYPES[dtype]).contiguous()).cpu().numpy()
+    return array
+
+
+def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().view(torch.uint8)

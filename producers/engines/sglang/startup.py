@@ -1,0 +1,110 @@
+"""Whether an SGLang server fits a run, looked at once before anything is generated; and a request the engine.
+
+Called by the sglang engine. Every refusal is `config.conflict` with the argument of the server that is to
+be changed, but for a missing address and another model. Guarantees:
+1. a server whose token versions would be wrong is refused: with overlap scheduling SGLang pauses in place while a step
+   is under way, and the token of that step is named after the new weights. `recompute` retracts what runs, which takes
+   the step's result in first;
+2. a server that would serve K/V of one salt to another is refused: that is tried out with three requests.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.engine import GenRequest
+from asyncrl.errors import ConfigError, HandshakeError, WorkError
+from producers.engines.http import HttpClient
+from producers.engines.request_checks import problem_of
+from producers.engines.sglang.control_api import CALL_S, ServerFacts, answer_as
+from producers.engines.sglang.responses import Answer
+
+PROBE_PAGES = 4  # of the prefix cache
+PROBE_TOKENS = 32  # at least
+
+
+def url_of(config: Config) -> str:
+    """The address of this producer's server. Raises `config.missing`."""
+    urls = config.producers.url
+    if len(urls) != 1:
+        what = "the address of the server is missing" if not urls else "one server per producer process"
+        raise ConfigError("config.missing", what, where="producers.url", remedy='set it to ["http://host:30000"]')
+    return urls[0]
+
+
+def address_towards(url: str) -> str:
+    """The address of this host that the server's host sees."""
+    parts = urlsplit(url)
+    try:
+        place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(place[4])  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError("config.network", f"{url}: {error}", where="producers.url") from None
+
+
+def check_server(found: ServerFacts, config: Config, *, architecture: str, where: str) -> None:
+    """Raise `config.conflict` where its arguments contradict the run, `handshake.mismatch` for another model."""
+    name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
+    longest = config.data.max_prompt_tokens + config.longest_response
+    problems = [
+        (found.dp_size != 1 or found.pp_size != 1, f"dp_size = {found.dp_size}, pp_size = {found.pp_size}: weights go "
+         "to tensor-parallel workers of one replica", "start one server per producer, without --dp-size and --pp-size"),
+        (found.dtype not in (name, "auto"), f"its dtype is {found.dtype}, the run's is {name}",
+         f"start it with --dtype {name}"),
+        (found.max_req_input_len + 1 < longest, f"it takes {found.max_req_input_len} tokens, data.max_prompt_tokens + "
+         f"max_new_tokens = {longest}", "start it with a larger --context-length"),
+        (config.producers.kv_at_swap == "keep" and not found.disable_overlap_schedule,
+         "with overlap scheduling a pause in place leaves a step under way, whose tokens it names after the new "
+         "weights", 'start it with --disable-overlap-schedule, or set producers.kv_at_swap = "recompute"'),
+    ]  # fmt: skip
+    for wrong, what, remedy in problems:
+        if wrong:
+            raise ConfigError("config.conflict", f"SGLang {found.version}: {what}", where=where, remedy=remedy)
+    own = _architecture(config)
+    if architecture and own and architecture != own:
+        raise HandshakeError("handshake.mismatch", f"it serves {architecture}, model.path is {own}", where=where)
+
+
+def _architecture(config: Config) -> str:
+    shape: Any = msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes())
+    named = shape.get("architectures") or [""]
+    return str(named[0])
+
+
+async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) -> None:
+    """Try out that a prompt asked under one salt is not served from K/V of another."""
+    length = min(max(PROBE_TOKENS, PROBE_PAGES * found.page_size) + 1, found.max_req_input_len - 1)
+    prompt = [(7 * place + 3) % max(vocab, 1) for place in range(length)] if vocab else [1] * length
+    cached = []
+    own = uuid.uuid4().hex  # the producer before has left its probes in the cache
+    for salt in (f"{own}/1", f"{own}/1", f"{own}/2"):
+        body = {
+            "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "extra_key": salt, "cache_salt": salt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        }  # fmt: skip
+        answer: Answer = answer_as(await client.post("/generate", body, timeout_s=CALL_S), Answer, client.url)
+        cached.append(answer.meta_info.cached_tokens)
+    if cached[2] and not found.disable_radix_cache:
+        raise ConfigError(
+            "config.conflict", f"SGLang {found.version}: {cached[2]} of {length} prompt tokens came from the prefix "
+            "cache of another salt: after new weights prompts would meet K/V of the old ones", where=client.url,
+            remedy="start it with --disable-radix-cache",
+        )  # fmt: skip
+
+
+def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
+    """Raise `sample.invalid` for a request that the engine cannot keep its promises for; `taken`: its id is in use."""
+    problem = problem_of(request, config, vocab=vocab, taken=taken, version=version)
+    if not problem and request.top_k == 1 and request.temperature != 1:
+        problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
+    if problem:
+        raise WorkError("sample.invalid", problem, where=request.id)

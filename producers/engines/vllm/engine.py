@@ -1,0 +1,218 @@
+"""The vllm engine: AsyncLLM in this process, its workers beside it, weights by vLLM's own transfer interface.
+
+Called by `producers.main` through `asyncrl.engine.Engine`, in an environment that has vLLM. Guarantees:
+1. tokens go in and come out as ids; a sample is one request of its own, with its own seed, so the same seed and index
+   give the same tokens whatever else is decoded;
+2. a version is staged in a file while generation goes on (`staged`); at the commit the engine is paused, the workers
+   load the file (`vllm_backend`), and it goes on: no step is ever between two versions;
+3. token versions are the spans that vLLM itself reports, under labels that are never used twice; spans that do not
+   cover the tokens are `engine.broken`;
+4. no new request meets K/V of older weights: the prefix cache is salted with the label, and samples without a token are
+   submitted anew at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way are
+   computed again;
+5. log-probs are those of the full softmax after temperature, where the workers' sampler can be made to record these
+   (`vllm_backend.FullSoftmax`); else a request whose own settings make them others is refused;
+6. whatever vLLM reports as its death, or fails from the beginning of a commit on, is `engine.broken` in every call
+   under way and later. The engine's processes end with this one, also where it is killed (`vllm_plugin`).
+`attest` compares vLLM's own checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers
+out of their reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
+from asyncrl.errors import ConfigError, WorkError
+from producers.engines.staged_weights import StagedVersion
+from producers.engines.vllm.args import arguments, known_names, logprobs_problem
+from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, seed_of, update_info
+from producers.engines.vllm.lifecycle import end, free_host_bytes, prepare, processes_of
+from producers.engines.vllm.stats import Stats
+
+
+class VLLMEngine(VLLMBase):
+    """Made by name with the resolved configuration: `find("asyncrl.engines", "vllm")(config)`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._llm: Any = None
+        self._args: dict[str, Any] = {}
+        self._children: list[int] = []
+        self._stats = Stats()
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Load the model and start vLLM's processes; the version is -1 until the first update is committed.
+
+        On this thread, not in another: the kernel ends vLLM's processes with the thread that started them.
+        """
+        prepare(self._config)
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError("config.extra", f"engine vllm: {error}", where="producers.engine") from error
+        from producers.engines.vllm.plugin import BACKEND
+
+        self._args = arguments(
+            self._config, known=known_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
+        )
+        self._logprobs_mode = self._args["logprobs_mode"]
+        try:
+            args = AsyncEngineArgs(**self._args, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+            settings = args.create_engine_config()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ConfigError("config.type", f"vLLM refuses its arguments: {error}", where="producers") from error
+        try:
+            self._llm = AsyncLLM.from_vllm_config(settings, stat_loggers=[self._stats.logger], disable_log_stats=True)
+            self._children = processes_of()
+            await self._bounded(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
+            self._full_softmax = all(await self._bounded(self._llm.collective_rpc("asyncrl_full_softmax")))
+        except Exception as error:  # vLLM raises RuntimeError, ValueError and its own from its processes
+            raise self._fail("vLLM did not start", error) from error
+        if not self._full_softmax and (problem := logprobs_problem(self._config.sampling)):
+            raise problem
+
+    async def close(self, *, grace_s: float) -> None:
+        """Stop decoding; samples under way end with an error. No process of vLLM is left."""
+        self._ended()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(end, llm, self._children, grace_s=grace_s)
+        self._staged.close()
+
+    def health(self) -> EngineHealth:
+        """A snapshot; any thread."""
+        stats, samples = self._stats, len(self._samples)
+        detail = self._failure.message if self._failure is not None else self._dead()
+        running = min(stats.running, samples)  # vLLM says nothing while it has nothing to do
+        return EngineHealth(
+            alive=not detail, version=self._version, running=running, waiting=min(stats.waiting, samples - running),
+            generated_tokens=self._generated, busy_s=stats.busy_s, swap_s=self._swap_s, detail=detail,
+            kv_used=stats.kv_used, paused=self._paused, preempted=stats.preempted,
+        )  # fmt: skip
+
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can do with its configuration."""
+        self._require()
+        cache: Any = self._llm.vllm_config.cache_config
+        return EngineCapabilities(
+            "vllm", max_samples=int(self._args["max_num_seqs"]), max_tokens=self._max_len,
+            kv_tokens=int(cache.kv_cache_size_tokens or 0), priority=self._args.get("scheduling_policy") == "priority",
+        )  # fmt: skip
+
+    def _dead(self) -> str:
+        if self._llm is None:
+            return "the engine was not started"
+        return "vLLM's engine process is dead" if self._llm.errored else ""
+
+    async def _bounded(self, call: Awaitable[Any], limit_s: float = CALL_LIMIT_S) -> Any:
+        return await asyncio.wait_for(call, limit_s)
+
+    async def _asked(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
+        """A call of vLLM whose failure is the engine's."""
+        self._require()
+        try:
+            return await self._bounded(call(self._llm), limit_s)
+        except Exception as error:  # EngineDeadError and whatever a worker raised
+            raise self._fail(what, error) from error
+
+    # ------------------------------------------------------------ samples
+
+    async def _decode(self, sample: Sample) -> None:
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import TokensPrompt
+
+        request = sample.request
+        try:
+            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist(), cache_salt=self._labels.current)
+            outputs = self._llm.generate(prompt, _params(sample), sample.name, priority=request.priority)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._took(sample, output.outputs[0])
+        except (VLLMClientError, ValueError) as error:
+            sample.outbox.put_nowait(WorkError("sample.invalid", f"vLLM refuses it: {error}", where=request.id))
+        except WorkError as error:
+            self._fail(error.message)
+        except Exception as error:  # EngineDeadError, EngineGenerateError, and bugs: nobody may wait for this sample
+            self._fail("vLLM failed", error)
+
+    def _took(self, sample: Sample, part: Any) -> None:
+        sample.take(part.token_ids, part.logprobs.logprobs if part.logprobs is not None else ())
+        self._generated += len(part.token_ids)
+        if part.finish_reason is not None:
+            spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
+            self._finished(sample, spans, part.finish_reason)
+        elif sample.due() and (spans := self._spans_so_far(sample)):
+            sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
+
+    def _spans_so_far(self, sample: Sample) -> list[tuple[str, int, int]]:
+        """vLLM's spans of a sample that has not ended; empty where this vLLM does not show them (one delta then).
+
+        What this says is compared with the spans that come with the end of the sample.
+        """
+        count, processor = len(sample.tokens), self._llm.output_processor
+        names = getattr(processor, "external_req_ids", {}).get(sample.name, ())
+        state = getattr(processor, "request_states", {}).get(names[0]) if names else None
+        starts = getattr(state, "weight_version_starts", None)
+        if not starts:
+            return []
+        ends = [start for _, start in starts[1:]] + [count]
+        spans = [(label, start, min(end, count)) for (label, start), end in zip(starts, ends, strict=True)]
+        return [span for span in spans if span[1] < count]
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Decode nothing from now on; see `asyncrl.engine.Engine`."""
+        if mode == "abort":
+            await self.abort(None)
+        if mode == "wait":  # it takes as long as the longest sample
+            limit_s = self._config.run.hang_timeout_s
+            await self._asked("pause", lambda llm: llm.pause_generation(mode="wait", clear_cache=False), limit_s)
+        await self._asked("pause", lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        await self._asked("resume", lambda llm: llm.resume_generation())
+        self._paused = False
+
+    # ------------------------------------------------------------ weights
+
+    async def _swap(self, staged: StagedVersion, label: str) -> str:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self._llm
+        await llm.pause_generation(mode="keep", clear_cache=self._recompute)
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info(staged, path=str(staged.path))))
+        await llm.finish_weight_update(label)
+        digest = one_digest(await llm.collective_rpc("asyncrl_held"))
+        self._in_force(staged, label)
+        if not self._paused:
+            await llm.resume_generation()
+        return digest
+
+    async def _checksums_now(self) -> Any:
+        return await self._llm.compute_weight_checksums()
+
+
+def _params(sample: Sample) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    request = sample.request
+    return SamplingParams(
+        n=1, seed=seed_of(request.seed, sample.index), temperature=request.temperature, top_p=request.top_p,
+        top_k=request.top_k, max_tokens=request.max_new_tokens, stop_token_ids=list(request.stop_ids),
+        ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.DELTA,
+        skip_special_tokens=False,
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""vLLM's end of an update, inside its worker processes: the weight transfer backend `asyncrl`.
+
+Created by vLLM (`WeightTransferConfig(backend="asyncrl")`, registered by `vllm_plugin`). Called by vLLM's own interface
+between `start_weight_update` and `finish_weight_update`; `HeldWeights` adds two calls to its worker. Guarantees:
+1. the tensors of the update come out of one mapped file, or of a process group (rank 0 sends bucket after bucket as
+   uint8), and go into `load_weights` inside vLLM's layerwise reload, under their Hugging Face names: each worker of a
+   tensor-parallel engine takes its own shards;
+2. the digest is taken, bucket by bucket, of the very memory that `load_weights` reads; nothing can change it in between
+   (a private mapping). `asyncrl_held` gives it back;
+3. tensors that vLLM keeps until a layer is complete stay valid until the update is finished.
+The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine` sees to it).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.v1.sample.sampler import Sampler
+
+from asyncrl.wire import Tensor
+from producers.engines.vllm.plugin import register
+from weightsync.copy_digest import digest_all
+from weightsync.plan.buckets import bucket_starts, by_bucket
+from weightsync.plan.digest import whole_digest
+
+register()  # as a worker extension this module is imported before the backend is looked up
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass
+class StagedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where updates come from. `group` empty: from files; else from this process group, in which rank 0 sends and
+    worker r of the engine has rank `rank_offset + r`."""
+
+    group: str = ""
+    master_address: str = ""
+    master_port: int = 0
+    rank_offset: int = 1
+    world_size: int = 0
+    backend: str = "gloo"
+    timeout_s: float = 60.0
+
+
+@dataclass
+class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A version: `tensors` are (name, dtype, shape, bucket, offset, nbytes) in plan order; `path` is its file, empty
+    where it comes through the group."""
+
+    tensors: list[Any]
+    bucket_bytes: list[int]
+    path: str = ""
+
+    def planned(self) -> list[Tensor]:
+        """The tensors."""
+        return [Tensor(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in self.tensors]
+
+
+@dataclass
+class _Arrived:
+    """What the update under way has brought."""
+
+    started: float = 0.0
+    digest: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    mapping: mmap.mmap | None = None  # layers may hold views until they are complete
+
+
+class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """See the module."""
+
+    init_info_cls = StagedInitInfo
+    update_info_cls = StagedUpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._arrived = _Arrived()
+        self._group: Any = None
+        self._timeout_s = 60.0
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Digest of the last update and how long its parts took."""
+        return {"digest": self._arrived.digest, "seconds": dict(self._arrived.seconds)}
+
+    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
+        """Join the process group, where there is to be one."""
+        self.shutdown()
+        if not init_info.group:
+            return
+        from producers.engines.vllm.process_group import join
+
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._timeout_s = init_info.timeout_s
+        self._group = join(
+            init_info.group, rank=rank, size=init_info.world_size, backend=init_info.backend,
+            host=init_info.master_address, port=init_info.master_port, timeout=timedelta(seconds=init_info.timeout_s),
+            device=self.device,
+        )  # fmt: skip
+
+    def start_weight_update(self) -> None:
+        """Layerwise reload begins: the layers are without memory from here on."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._arrived = _Arrived(started=time.perf_counter())
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        """Load every bucket and note the digest of what was loaded."""
+        groups = by_bucket(update_info.planned(), len(update_info.bucket_bytes))
+        began = time.perf_counter()
+        digests = []
+        for number, group in enumerate(groups):
+            memory = self._bucket(update_info, number)
+            bytes_of = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
+            digests.append(digest_all(part.cpu().numpy() for part in bytes_of.values()))
+            self._load([(tensor.name, _view(bytes_of[tensor.name], tensor)) for tensor in group])
+        self._arrived.digest = whole_digest(digests)
+        self._arrived.seconds["load"] = time.perf_counter() - began
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            self.model.load_weights(tensors)
+
+    def _bucket(self, update: StagedUpdateInfo, number: int) -> torch.Tensor:
+        """The bytes of one bucket, uint8, in host memory."""
+        if not update.path:
+            return self._from_group(update.bucket_bytes[number])
+        starts, size = bucket_starts(update.bucket_bytes)
+        if self._arrived.mapping is None:
+            self._arrived.mapping = _mapped(update.path, size)
+        return torch.frombuffer(
+            self._arrived.mapping, dtype=torch.uint8, count=update.bucket_bytes[number], offset=starts[number]
+        )  # fmt: skip
+
+    def _from_group(self, size: int) -> torch.Tensor:
+        if self._group is None:
+            raise RuntimeError("the update is to come through a group, and there is none")
+        received: torch.Tensor = self._group.receive(size, timeout=timedelta(seconds=self._timeout_s))
+        return received
+
+    def finish_weight_update(self) -> None:
+        """Layerwise reload ends: the layers hold the new weights."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        began = time.perf_counter()
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._renew_tied_head()
+        self._arrived.mapping = None
+        self._arrived.seconds["finish"] = time.perf_counter() - began
+        self._arrived.seconds["all"] = time.perf_counter() - self._arrived.started
+
+    def _renew_tied_head(self) -> None:
+        """Layerwise reload processes one of two layers that share a weight, the embedding; an output layer tied to it
+        keeps what it had made of the old weight (on a CPU a packed copy: old logits under a new label)."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        if not getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            return
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+        places = {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}
+        for head in heads:
+            if places and head.weight.data_ptr() not in places:
+                raise RuntimeError("the output layer is tied to the embedding, but no longer shares its weight")
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+class FullSoftmax(Sampler):  # type: ignore[misc]
+    """vLLM's sampler, whose raw log-probs are taken after the temperature: of the full softmax, also where top-p and
+    top-k cut what is drawn."""
+
+    _temperature: torch.Tensor | None = None
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
+        """As vLLM's."""
+        self._temperature = sampling_metadata.temperature
+        return super().forward(logits, sampling_metadata, *args, **more)
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Log-softmax after temperature, float32, of logits `[B, V]`."""
+        logits = logits.to(torch.float32)
+        if self._temperature is not None:
+            logits = logits / self._temperature.to(torch.float32).unsqueeze(1)
+        return logits.log_softmax(dim=-1)
+
+
+class HeldWeights:
+    """What `collective_rpc` can ask of a worker besides (`worker_extension_cls`)."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+    device: torch.device
+
+    def asyncrl_held(self) -> dict[str, Any]:
+        """`StagedWeightTransfer.held` of this worker."""
+        held: dict[str, Any] = self.weight_transfer_engine.held
+        return held
+
+    def asyncrl_full_softmax(self) -> bool:
+        """Have this worker's sampler record log-probs of the full softmax after temperature; False where it cannot."""
+        sampler: Any = getattr(self.model_runner, "sampler", None)
+        if type(sampler) is Sampler:
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
+            sampler.__class__ = FullSoftmax
+        return isinstance(sampler, FullSoftmax)
+
+    def asyncrl_model(self) -> dict[str, Any]:
+        """Numbers and words of the model's configuration; its dtype and the device of this worker."""
+        config = self.model_runner.model_config
+        shape = {key: value for key, value in config.hf_text_config.to_dict().items() if isinstance(value, (int, str))}
+        return {"shape": shape, "dtype": str(config.dtype).removeprefix("torch."), "device": self.device.type}
+
+    def asyncrl_token(self, path: str) -> str:
+        """The text of a small file, empty where this worker cannot read it: does it see the producer's files?"""
+        try:
+            with open(path, encoding="ascii") as file:
+                return file.read(100)
+        except (OSError, ValueError):
+            return ""
+
+
+def _mapped(path: str, size: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+
+
+def _view(memory: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """The tensor in its bytes; a copy where they are not aligned for its dtype."""
+    dtype = DTYPES[tensor.dtype]
+    if memory.data_ptr() % dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(dtype).view(tensor.shape)

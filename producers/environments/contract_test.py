@@ -1,0 +1,369 @@
+"""The contract test for authors of environments: does it keep what `asyncrl.environment` asks for?
+
+Called as `python -m producers.environments.contract_test` by `asyncrl test-env`, and by `asyncrl.testing.check_environment`
+in tests. It plays the environment with an engine that says given texts; no model is loaded. Guarantees: each finding
+says what was seen; nothing runs longer than the limits of `[environment]`; without a model folder a stand-in tokenizer
+(bytes, ChatML) shows the messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.environment import EnvironmentFailure
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+from producers.data.prompts import BadPrompt, encode_prompt
+from producers.data.tokenizer import Tokenizer
+from producers.environments.multi_turn import Turns, rollout_of
+from producers.rollout.rollout import Finished
+
+CANCEL_S = 3.0
+DIFFER = (
+    "two plays differ: take chance from the row (gymnasium: its column `seed`), not from a clock or a global generator"
+)
+#: What the policy says where nobody tells: answers that fit, and some that fit nothing.
+SAYINGS = (
+    "1", "I do not know.", '<tool_call>{"name": "none", "arguments": {}}</tool_call>', "<tool_call>{oops", "", "é 東",
+)  # fmt: skip
+
+
+#: Failures that have a line of their own in the table, by the beginning of their reason.
+KINDS = {"observation": "environment.observation", "template": "config.template", "timeout": "environment.timeout"}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the table."""
+
+    name: str
+    kept: bool
+    detail: str = ""
+
+
+class Played(msgspec.Struct, frozen=True):
+    """One sample: its parts that must be alike, and how long the environment took between turns."""
+
+    tokens: tuple[int, ...] = ()
+    mask: tuple[int, ...] = ()
+    reward: float | None = None
+    turns: int = 0
+    finish: str = ""
+    failure: str = ""
+    pauses_s: tuple[float, ...] = ()
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last token, its reward)
+
+    def transcript(self, decode: Callable[[Sequence[int]], str]) -> list[Line]:
+        """Who said what, in order, with the rewards of turns."""
+        edges = [0, *(place for place in range(1, len(self.mask)) if self.mask[place] != self.mask[place - 1])]
+        ends = [*edges[1:], len(self.mask)]
+        return [
+            Line("policy" if self.mask[begin] else "shown", decode(self.tokens[begin:end]),
+                 next((reward for place, reward in self.turn_rewards if begin <= place < end), None))
+            for begin, end in zip(edges, ends, strict=True) if end > begin
+        ]  # fmt: skip
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A turn, or what was shown after it; `reward`: of the turn, where it has one."""
+
+    who: str
+    text: str
+    reward: float | None = None
+
+    def __str__(self) -> str:
+        text = self.text.strip().replace("\n", "\n" + " " * 10)
+        return f"  {self.who:6}  {text}" + ("" if self.reward is None else f"   [reward {self.reward:g}]")
+
+
+class ByteTokenizer:
+    """Stands in for a model's: a token per byte, ChatML. Enough to see that messages are text."""
+
+    eos_ids = (256,)
+    end_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes; the marks of ChatML are tokens."""
+        ids: list[int] = []
+        for number, part in enumerate(text.split("<|im_end|>")):
+            ids += ([256] if number else []) + list(part.encode())
+        return ids
+
+    encode_part = encode
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+        """See `Tokenizer`."""
+        return self.encode(self.render_chat(messages, opened=True))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opened: bool, tools: Sequence[Any] = ()) -> str:
+        """See `Tokenizer`."""
+        shown = "".join(f"<|im_start|>{one['role']}\n{one.get('content') or ''}<|im_end|>\n" for one in messages)
+        return shown + ("<|im_start|>assistant\n" if opened else "")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+class ScriptedEngine:
+    """Says one text after the other, then the last one again; from turn `hangs_at` on it never answers."""
+
+    def __init__(self, tokenizer: Any, says: Sequence[str], *, hangs_at: int = -1) -> None:
+        self.pauses_s: list[float] = []
+        self.turns = 0
+        self.hanging = asyncio.Event()
+        self._tokenizer, self._says, self._hangs_at = tokenizer, says, hangs_at
+        self._spoke = 0.0
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
+        """One turn."""
+        if self.turns:
+            self.pauses_s.append(time.monotonic() - self._spoke)
+        number, self.turns = self.turns, self.turns + 1
+        if number == self._hangs_at:
+            self.hanging.set()
+            await asyncio.Event().wait()  # bounded: whoever tests cancellation cancels it
+        text = self._says[min(number, len(self._says) - 1)]
+        ids = [*self._tokenizer.encode_part(text), self._tokenizer.eos_ids[0]]
+        finish = "stop" if len(ids) <= request.max_new_tokens else "length"
+        tokens = np.array(ids[: request.max_new_tokens], np.int32)
+        self._spoke = time.monotonic()
+        yield GenDelta(request.id, request.indices[0], tokens, np.full(len(tokens), -0.5, np.float32),
+                       ((0, len(tokens)),), finish)  # fmt: skip
+
+    async def abort(self, ids: Any) -> int:
+        """Nothing runs beside `generate`."""
+        return 0
+
+
+def check_environment(
+    config: Config, row: Mapping[str, Any], *, says: Sequence[str] = (), transcript: list[Line] | None = None
+) -> list[Finding]:
+    """Every finding about the environment of a configuration, played with this row. What was said and shown in the
+    first sample is added to `transcript`.
+    """
+    return asyncio.run(_Contract(config, dict(row), tuple(says), transcript).findings())
+
+
+class _Contract:
+    def __init__(
+        self, config: Config, row: dict[str, Any], says: tuple[str, ...], transcript: list[Line] | None
+    ) -> None:  # fmt: skip
+        self._config, self._row, self._says, self._transcript = config, row, says, transcript
+        known = bool(config.model.path) and Path(config.model.path).is_dir()
+        self._tokenizer: Any = Tokenizer(config.model.path) if known else ByteTokenizer()
+        self._environment: Any = None
+
+    async def findings(self) -> list[Finding]:
+        """The table."""
+        name = self._config.environment.name
+        if self._config.environment.is_single_turn:
+            return [Finding("it can be used", False, "single_turn has nothing to test")]
+        try:
+            self._environment = Turns(self._config, self._tokenizer, rollout_of(self._config))
+            await self._environment.open()
+        except AsyncRLError as error:
+            return [Finding("it can be used", False, f"{error.message} ({error.where})")]
+        try:
+            return [Finding("it can be used", True, name), *await self._all()]
+        finally:
+            await self._environment.close()
+
+    async def _all(self) -> list[Finding]:
+        scripts, left_out = self._scripts()
+        played = [await self._play(script) for script in scripts]
+        if self._transcript is not None:
+            self._transcript += played[0].transcript(self._tokenizer.decode)
+        again = [await self._play(script) for script in scripts]
+        failures = [f"{script[0]!r}: {one.failure}" for script, one in zip(scripts, played, strict=True) if one.failure]
+        kinds = {word: next((text for text in failures if f": {code}" in text), "")
+                 for word, code in KINDS.items()}  # fmt: skip
+        other = next((text for text in failures if text not in kinds.values()), "")
+        turns = [one.turns for one in played]
+        most = self._config.environment.max_turns
+        limit = sum(count >= most for count in turns)
+        pauses = [pause for one in played for pause in one.pauses_s]
+        same = all(_alike(one, other_one) for one, other_one in zip(played, again, strict=True))
+        slowest = max(pauses, default=0.0)
+        return [
+            Finding("it survives what a policy says", not other, other or f"{len(scripts)} scripts{left_out}"),
+            Finding("the same answers give the same sample", same, "played twice" if same else DIFFER),
+            Finding("it ends", not kinds["timeout"], kinds["timeout"] or f"after {min(turns)} to {max(turns)} turns"
+                    + (f"; {limit} of {len(turns)} at environment.max_turns = {most}" if limit else "")),
+            Finding("observations can be encoded", not kinds["observation"], kinds["observation"] or "as text"),
+            Finding("the chat template can show them", not kinds["template"], kinds["template"] or self._shown_by()),
+            Finding("rewards", *self._rewards(played)),
+            await self._cancelled(scripts[0]),
+            Finding("time per step", slowest <= self._config.environment.step_timeout_s,
+                    f"mean {np.mean(pauses) * 1e3:.2f} ms, longest {slowest * 1e3:.2f} ms" if pauses else "no step"),
+        ]  # fmt: skip
+
+    def _scripts(self) -> tuple[list[tuple[str, ...]], str]:
+        """What the policy says, play by play, and how many sayings were left out: no policy with this tokenizer could
+        say them.
+        """
+        if not self._says:
+            scripts: list[tuple[str, ...]] = [(say,) for say in SAYINGS if self._can_say(say)]
+            missing = len(SAYINGS) - len(scripts)
+            return scripts, f"; {missing} more that the tokenizer has no tokens for" if missing else ""
+        for say in self._says:
+            if not self._can_say(say):
+                raise ConfigError("usage", f"the tokenizer has no tokens for {say!r}", where="--say")
+        return [self._says], ""
+
+    def _can_say(self, text: str) -> bool:
+        try:
+            self._tokenizer.encode_part(text)
+        except Exception:  # the package tokenizers raises plain Exception
+            return False
+        return True
+
+    def _shown_by(self) -> str:
+        return "by a stand-in: give a model folder" if isinstance(self._tokenizer, ByteTokenizer) else "strictly"
+
+    @staticmethod
+    def _rewards(played: Sequence[Played]) -> tuple[bool, str]:
+        found = [one.reward for one in played if not one.failure]
+        given = [reward for reward in found if reward is not None]
+        if not found:
+            return False, "no sample was finished"
+        if given and len(given) < len(found):
+            return False, f"only {len(given)} of {len(found)} samples have one"
+        return True, f"{min(given):g} to {max(given):g}" if given else "none: reward workers score"
+
+    def _request(self) -> GenRequest:
+        try:
+            prompt = encode_prompt(self._row, self._config.data, self._tokenizer, self._environment.tools)
+        except BadPrompt as error:
+            raise ConfigError("config.data", error.reason, where="the row") from None
+        return GenRequest("test:1", prompt, (0,), 1, self._config.sampling.max_new_tokens)
+
+    async def _play(self, says: Sequence[str]) -> Played:
+        engine = ScriptedEngine(self._tokenizer, says)
+        failure = ""
+        done: Finished | None = None
+        try:
+            async for item in self._environment.play(engine, self._request(), self._row):
+                done = item if isinstance(item, Finished) else done
+        except EnvironmentFailure as error:
+            failure = error.reason
+        except ConfigError as error:
+            failure = f"{error.code}: {error.message}"
+        if done is None:
+            return Played(turns=engine.turns, failure=failure, pauses_s=tuple(engine.pauses_s))
+        ids = done.sample.token_ids
+        mask = np.ones(len(ids), np.uint8) if done.mask is None else done.mask
+        return Played(tuple(ids.tolist()), tuple(mask.tolist()), done.reward, engine.turns, done.sample.finish, failure,
+                      tuple(engine.pauses_s), done.turns)  # fmt: skip
+
+    async def _cancelled(self, says: Sequence[str]) -> Finding:
+        """Whether it ends when its lease is lost: while the policy speaks, and in the middle of a step."""
+        found = []
+        for hangs_at in (0, 1):
+            engine = ScriptedEngine(self._tokenizer, says, hangs_at=hangs_at)
+
+            async def consume(engine: ScriptedEngine = engine) -> None:
+                async for _ in self._environment.play(engine, self._request(), self._row):
+                    pass
+
+            task = asyncio.create_task(consume())
+            hanging = asyncio.create_task(engine.hanging.wait())  # bounded: cancelled after CANCEL_S
+            await asyncio.wait([task, hanging], timeout=CANCEL_S, return_when=asyncio.FIRST_COMPLETED)
+            hanging.cancel()
+            task.cancel()
+            began = time.monotonic()
+            ended, _ = await asyncio.wait([task], timeout=CANCEL_S)
+            if not ended:
+                return Finding("cancellation ends it", False, f"it still runs {CANCEL_S:g} s after it")
+            if not task.cancelled():
+                task.exception()  # seen: another finding names it
+            found.append(time.monotonic() - began)
+        return Finding("cancellation ends it", True, f"within {max(found) * 1e3:.1f} ms")
+
+
+def _alike(one: Played, other: Played) -> bool:
+    return msgspec.structs.replace(one, pauses_s=()) == msgspec.structs.replace(other, pauses_s=())
+
+
+# ---------------------------------------------------------------- command line
+
+
+def config_for(name: str, *, args: Mapping[str, Any], model: str = "", base: Config | None = None) -> Config:
+    """The configuration that a test plays with: `base`, or defaults, with this environment."""
+    if base is None:
+        tree: dict[str, Any] = {
+            "model": {"path": model}, "data": {"path": "rows.jsonl"}, "reward": [{"function": "none:none"}],
+        }  # fmt: skip
+        base = msgspec.convert(tree, Config)
+    setting = base.environment
+    if name and name != setting.name:
+        setting = msgspec.structs.replace(setting, name=name, args={})
+    if args:
+        setting = msgspec.structs.replace(setting, args=dict(args))
+    model_config = msgspec.structs.replace(base.model, path=model) if model else base.model
+    return msgspec.structs.replace(base, environment=setting, model=model_config)
+
+
+def table(findings: Sequence[Finding], transcript: Sequence[Line] = ()) -> str:
+    """The findings as lines of text, after what was said."""
+    said = "".join(f"{line}\n" for line in transcript)
+    width = max(len(one.name) for one in findings)
+    lines = [f"{'kept  ' if one.kept else 'BROKEN'}  {one.name:{width}}  {one.detail}" for one in findings]
+    return (f"{said}\n" if said else "") + "\n".join(
+        [*lines, f"{sum(one.kept for one in findings)} of {len(findings)} kept"]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where everything is kept, 1 where something is not, 2 where it could not be tested."""
+    from asyncrl.config import load
+
+    parser = argparse.ArgumentParser(prog="producers.environments.contract_test", description=__doc__)
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--args", default="{}")
+    parser.add_argument("--row", default="")
+    parser.add_argument("--say", action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    try:
+        base = load(given.config) if given.config else None
+        config = config_for(given.name, args=_object(given.args, "--args"), model=given.model, base=base)
+        row = _object(given.row, "--row") if given.row else _first_row(config, known=base is not None)
+        transcript: list[Line] = []
+        findings = check_environment(config, row, says=given.say, transcript=transcript if given.say else None)
+    except AsyncRLError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    print(json.dumps([msgspec.structs.asdict(one) for one in findings]) if given.json else table(findings, transcript))
+    return 0 if all(one.kept for one in findings) else 1
+
+
+def _first_row(config: Config, *, known: bool) -> dict[str, Any]:
+    if not known:
+        return {config.data.prompt_key: [{"role": "user", "content": "Begin."}]}
+    from producers.data.prompts import Prompts
+
+    return Prompts(config.data, seed=config.run.seed).row_of(0)
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except UNREADABLE as error:
+        raise ConfigError("usage", f"no JSON object: {error}", where=where) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

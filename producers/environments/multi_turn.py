@@ -1,0 +1,278 @@
+"""All samples of a group in an environment of several turns: side by side, each at its own pace.
+
+Called by `producers.rollout.rollout` like `single_turn`. Guarantees:
+1. every sample has a conversation, and an environment object, of its own; the samples leave as they finish;
+2. a sample whose environment fails does not end the others: when they are done its `EnvironmentFailure` comes out, and
+   the producer gives the lease back with the reason;
+3. cancelling ends all of them, and gives their turns up at the engine;
+4. a reward is the sum of the turns' rewards and the result; without any of these reward workers score the sample, and
+   where the run has none the sample fails (`environment.no_reward`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from asyncrl.config import Config
+from asyncrl.config.sections.agent import AGENT
+from asyncrl.config.sections.sandbox import SandboxConfig
+from asyncrl.engine import Engine, GenDelta, GenRequest
+from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plugins import find, load_object
+from asyncrl.runtime.user_errors import raised
+from producers.data.tokenizer import Tokenizer
+from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, number_of
+from producers.environments.rendering import renderer_of
+from producers.environments.single_turn import SingleTurn
+from producers.rollout.rollout import Environment, Finished
+from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
+from producers.tools.base import toolbox_of
+from producers.tools.parsers import parser_of
+
+T = TypeVar("T")
+SANDBOXES = 4  # programs of one producer that run at once
+LOOK_S = 5.0  # every sample rings at its end: this is only a net below that
+
+
+class Turns:
+    """An environment of several turns: see the module. `play_one` is the rollout of one sample."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, play_one: Rollout) -> None:
+        self.counts = Counts()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._play_one = play_one
+        self._scored_by_workers = bool(config.reward)
+        self._parser = parser_of(config.environment.parser)
+        self._tools = toolbox_of(
+            config.environment.tools, config.environment.tool_args, sandbox=lambda: sandbox_of(config.sandbox)
+        )
+
+    async def open(self) -> None:
+        """Before the first prompt is encoded: tools that have to be connected to."""
+        try:
+            await asyncio.wait_for(self._tools.open(), self._config.environment.episode_timeout_s)
+        except TimeoutError:
+            raise ConfigError("config.environment", "the tools did not open in environment.episode_timeout_s",
+                              where="environment.tools") from None  # fmt: skip
+
+    async def close(self) -> None:
+        """At the end of the process."""
+        await self._tools.close()
+
+    @property
+    def tools(self) -> list[Mapping[str, Any]]:
+        """Schemas of the tools, for the prompt."""
+        return self._tools.schemas
+
+    def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Conversation]:
+        """The engine handles of a group's samples."""
+        tools = self._tools.schemas
+        renderer = renderer_of(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
+        longest = self._config.data.max_prompt_tokens + request.max_new_tokens
+        setting = Setting(self._config.environment, engine, renderer, self._parser, self._tools, self.counts,
+                          self._config.data.max_prompt_tokens, longest)  # fmt: skip
+        return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
+
+    async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
+        """The samples of the request, each as it finishes."""
+        chats = self.chats(engine, request, row.get(self._config.data.prompt_key))
+        tasks = [asyncio.create_task(self._sample(chat, row)) for chat in chats]
+        failure: EnvironmentFailure | None = None
+        try:
+            waiting = set(tasks)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    result = task.result()
+                    if isinstance(result, Finished):
+                        yield result
+                    failure = failure or (result if isinstance(result, EnvironmentFailure) else None)
+            if failure is not None:
+                raise failure
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Errors have come out above. bounded: they were cancelled
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(self, chat: Conversation, row: Row) -> Finished | EnvironmentFailure | None:
+        """One sample; what went wrong in its environment; None where the engine gave it up."""
+        limit_s = self._config.environment.episode_timeout_s
+        try:
+            result = await asyncio.wait_for(self._play_one(chat, dict(row)), limit_s)
+            return self._finished(chat, result)
+        except GivenUp:
+            return None
+        except EnvironmentFailure as found:
+            failure = found
+        except TimeoutError:
+            failure = EnvironmentFailure("timeout", f"a sample took longer than {limit_s:g} s")
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+            failure = EnvironmentFailure("raised", "CancelledError, and nobody had cancelled it")
+        except AsyncRLError:
+            raise  # of the engine or the configuration: no fault of this sample
+        except Exception as error:  # the environment's own code may raise anything: it is named, never a reward
+            failure = EnvironmentFailure("raised", raised(error))
+        self.counts.failed_episodes += 1
+        return failure
+
+    def _finished(self, chat: Conversation, result: Any) -> Finished:
+        final, parts = value_of(result)
+        if not chat.session.turns:
+            raise EnvironmentFailure("result", "it ended before the policy said anything")
+        rewards = [chat.turn_rewards.get(number, 0.0) for number in range(chat.session.turns)]
+        if chat.turn_rewards:
+            parts = {"turns": sum(rewards), **({} if final is None else {"final": final}), **parts}
+        reward = final if not chat.turn_rewards else sum(rewards) + (final or 0.0)
+        if reward is None and not self._scored_by_workers:
+            raise EnvironmentFailure("no_reward", "it gave none, and the run has no [[reward]]")
+        # A part of what reward workers score would be lost with their own parts.
+        return chat.session.finish(
+            reward, rewards if chat.turn_rewards else (), finish="length" if chat.cut else "",
+            parts=parts if reward is not None else None,
+        )  # fmt: skip
+
+
+def _cancelled() -> bool:
+    """Whether somebody wants this task to end, as opposed to a `CancelledError` of the environment's own making."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def value_of(result: Any) -> tuple[float | None, dict[str, float]]:
+    """The reward of a rollout's result and its parts. Raises `EnvironmentFailure`."""
+    if result is None:
+        return None, {}
+    if not isinstance(result, Mapping):
+        return number_of(result), {}
+    key = next((name for name in ("reward", "score") if name in result), None)
+    value = None if key is None or result[key] is None else number_of(result[key])
+    return value, {str(name): number_of(part) for name, part in result.items() if name != key and part is not None}
+
+
+# ---------------------------------------------------------------- reset and step
+
+
+def by_steps(make: Callable[..., Any], args: Mapping[str, Any], *, step_timeout_s: float) -> Rollout:
+    """A rollout that asks an environment object, new for each sample."""
+
+    async def rollout(chat: Any, row: Row) -> dict[str, Any] | None:
+        environment = make(**args)
+        try:
+            shown = await _limited(environment.reset(row), "reset", step_timeout_s)
+            if shown is not None:
+                chat.restart(shown)
+            return await _steps(environment, chat, step_timeout_s)
+        finally:
+            close = getattr(environment, "close", None)
+            if close is not None:
+                await _limited(close(), "close", step_timeout_s)
+
+    return rollout
+
+
+async def _steps(environment: Any, chat: Any, step_timeout_s: float) -> dict[str, Any] | None:
+    """Turn by turn; parts of the reward, where there is one."""
+    parts: dict[str, Any] = {}
+    rewarded = False
+    turn: Turn = await chat.say()
+    while not turn.over:
+        step = await _limited(environment.step(turn), "step", step_timeout_s)
+        if not isinstance(step, tuple) or not 1 <= len(step) <= 4:
+            what = f"step gave a {type(step).__name__}, not (observation, reward, done, info)"
+            raise EnvironmentFailure("result", what)
+        step = Step(*step)
+        if step.reward is not None:
+            chat.reward(step.reward, turn=turn.number)
+            rewarded = True
+        parts |= step.info.get("parts") or {}
+        if step.done:
+            break
+        turn = await chat.say(step.observation)
+    return {**parts, "reward": None} if rewarded else None  # the turns have it all: a part named score is a part
+
+
+async def _limited(call: Awaitable[T] | T, what: str, limit_s: float) -> T:
+    """The result of a method that may be `async` or not."""
+    if not inspect.isawaitable(call):
+        return call  # type: ignore[return-value]
+    try:
+        return await asyncio.wait_for(call, limit_s)
+    except TimeoutError:
+        raise EnvironmentFailure("timeout", f"{what} took longer than {limit_s:g} s") from None
+
+
+# ---------------------------------------------------------------- by name
+
+
+def sandbox_of(config: SandboxConfig) -> Sandbox:
+    """The sandbox of `[sandbox]`."""
+    limits = {name: getattr(config, name) for name in SandboxLimits.__struct_fields__}
+    return open_sandbox(config.kind, SandboxLimits(**limits), workers=SANDBOXES)
+
+
+def environment_of(config: Config, tokenizer: Tokenizer) -> Environment:
+    """The configured environment. Raises `config.environment`."""
+    if config.environment.is_single_turn:
+        return SingleTurn()
+    if config.environment.name == AGENT:
+        from producers.agents.environment import Agents
+
+        agents: Environment = Agents(config, tokenizer)
+        return agents
+    return Turns(config, tokenizer, rollout_of(config))
+
+
+def rollout_of(config: Config) -> Rollout:
+    """The rollout of one sample in the configured environment. Raises `config.environment`."""
+    setting = config.environment
+    where = f"environment.name = {setting.name!r}"
+    found: Any
+    if ":" in setting.name:
+        found = load_object(setting.name, code="config.environment", where="environment.name")
+    else:
+        found = find("asyncrl.environments", setting.name)
+    if inspect.iscoroutinefunction(found):
+        return _with_args(found, setting.args, where)
+    if callable(found) and callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None)):
+        _check_args(found, setting.args, where)
+        return by_steps(found, setting.args, step_timeout_s=setting.step_timeout_s)
+    if inspect.isclass(found) and inspect.iscoroutinefunction(getattr(found, "__call__", None)):
+        return _made(found, setting.args, where)
+    raise ConfigError(
+        "config.environment", "it is neither a class with reset and step nor an async function", where=where
+    )
+
+
+def _made(kind: Any, args: Mapping[str, Any], where: str) -> Rollout:
+    """An object that is a rollout by its `async def __call__(chat, row)`: it keeps something between samples."""
+    _check_args(kind, args, where)
+    made: Rollout = kind(**args)
+    return made
+
+
+def _with_args(function: Any, args: Mapping[str, Any], where: str) -> Rollout:
+    try:
+        inspect.signature(function).bind(None, None, **args)
+    except TypeError as error:
+        what = f"async def rollout(chat, row, **environment.args): {error}"
+        raise ConfigError("config.environment", what, where=where) from None
+
+    async def rollout(chat: Any, row: Row) -> Any:
+        return await function(chat, row, **args)
+
+    return rollout
+
+
+def _check_args(found: Any, args: Mapping[str, Any], where: str) -> None:
+    try:
+        inspect.signature(found).bind(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("config.environment", f"environment.args: {error}", where=where) from None

@@ -1,0 +1,54 @@
+"""From a judge's settings to its scorer. Called by `producers.rewards.main` and `producers.rewards.rescore`."""
+
+from __future__ import annotations
+
+import os
+
+from asyncrl.config import Config
+from asyncrl.config.sections.judge import Judge
+from asyncrl.config.sections.sandbox import SandboxConfig
+from producers.rewards.outcome import Asked
+from producers.rewards.pipe import FunctionSpec, SandboxSpec
+from producers.rewards.scorer import Scorer
+from producers.sandbox import SandboxLimits
+
+
+def half_of_memory() -> int:
+    """Bytes; 0 where the system does not say how much it has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (OSError, ValueError):
+        return 0
+
+
+def sandbox_of(config: SandboxConfig) -> SandboxSpec:
+    """What the child is told of `[sandbox]`."""
+    limits = SandboxLimits(
+        timeout_s=config.timeout_s, memory_bytes=config.memory_bytes, output_bytes=config.output_bytes,
+        disk_bytes=config.disk_bytes, max_processes=config.max_processes, paths=config.paths,
+    )  # fmt: skip
+    return SandboxSpec(config.kind, limits)
+
+
+def scorer_of(config: Config, judge: Judge) -> Scorer:
+    """The scorer of a judge. A model has the memory that it needs; only functions are bounded by default."""
+    functions = [
+        FunctionSpec(item.function, item.label, item.weight, item.data_sources, item.args) for item in judge.rewards
+    ]
+    limits = config.reward_workers
+    if not judge.table.is_model:
+        return Scorer(
+            functions, prompt_key=config.data.prompt_key, timeout_s=judge.timeout_s,
+            memory_bytes=judge.memory_bytes or half_of_memory(), max_processes=limits.max_processes,
+            sandbox=sandbox_of(config.sandbox),
+        )  # fmt: skip
+    return Scorer(
+        functions, prompt_key=config.data.prompt_key, timeout_s=judge.timeout_s, memory_bytes=judge.table.memory_bytes,
+        max_processes=limits.max_processes, judge=asked_of(config, judge),
+    )  # fmt: skip
+
+
+def asked_of(config: Config, judge: Judge) -> Asked:
+    """What a model of a judge needs to know."""
+    dtype = config.model.dtype if judge.table.dtype == "auto" else judge.table.dtype
+    return Asked(judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key)

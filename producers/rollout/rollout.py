@@ -1,0 +1,137 @@
+"""A rollout: an engine, an environment and one leased group; finished samples leave as soon as they exist.
+
+Called by `producers.main`, once per lease. Guarantees:
+1. samples that finish in the same decode step are delivered in one call; a slow one gathers what finishes meanwhile;
+2. when `deliver` or `keep` says that the lease is lost, the rest of the group is given up at the engine;
+3. cancelling the rollout gives the group up as well; an error of the engine or environment comes out of it;
+4. finished samples go before checkpoints of others that are under way.
+It knows no buffer: `deliver` and `keep` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from asyncrl.config import SamplingConfig
+from asyncrl.engine import Engine, GenDelta, GenRequest
+from producers.support.retry import Bell
+
+#: The engine ends its iterator in every case, which rings too: a wait this long is only a net below that promise.
+LOOK_S = 5.0
+
+
+class Finished(NamedTuple):
+    """A finished sample, and its reward where the environment scores itself. With several turns: `mask` u1 `[T]` (None:
+    every token was sampled), `rows` and `turns` as in `wire.SampleHead`, `parts` of the reward by name."""
+
+    sample: GenDelta
+    reward: float | None = None
+    mask: Any = None
+    rows: tuple[tuple[int, int], ...] = ()
+    turns: tuple[tuple[int, float], ...] = ()
+    parts: Mapping[str, float] = {}
+
+
+def extras_of(finished: Sequence[Finished]) -> dict[str, Any]:
+    """What `ProducerClient.submit` takes beside the tokens, by sample index."""
+    named: dict[str, dict[int, Any]] = {"rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}}
+    for item in finished:
+        for name, value in (("rewards", item.reward), ("masks", item.mask), ("rows", item.rows or None),
+                            ("turns", item.turns or None), ("parts", item.parts or None)):  # fmt: skip
+            if value is not None:
+                named[name][item.sample.index] = value
+    return named
+
+
+class Environment(Protocol):
+    """What happens between prompt and finished sample. `tools`: schemas that the prompt shows; `counts`: numbers for
+    the heartbeat, None where there are none."""
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Known after `open`."""
+
+    @property
+    def counts(self) -> Any:
+        """Of all samples so far."""
+
+    async def open(self) -> None:
+        """Once, before the first prompt is encoded."""
+
+    async def close(self) -> None:
+        """At the end of the process."""
+
+    def play(self, engine: Engine, request: GenRequest, row: Mapping[str, Any]) -> AsyncIterator[Finished | GenDelta]:
+        """The samples of the request, each as it finishes; before, with `delta_tokens`, what is new of a sample under
+        way, where a sample is one answer of the engine: another producer can go on from there.
+        """
+
+
+def parts_of(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
+    """The request, and with `greedy_baseline` the sample beyond `group_size` as a greedy one of its own.
+
+    Its recorded log-probs are of the full distribution like all others; it is a baseline and never trained.
+    """
+    if not sampling.greedy_baseline:
+        return [request]
+    sampled = tuple(index for index in request.indices if index < sampling.group_size)
+    greedy = tuple(index for index in request.indices if index >= sampling.group_size)
+    parts = [replace(request, indices=sampled)] if sampled else []
+    return [*parts, replace(request, indices=greedy, top_k=1)] if greedy else parts
+
+
+async def roll_out(
+    engine: Engine, environment: Environment, request: GenRequest, *, row: Mapping[str, Any],
+    deliver: Callable[[list[Finished]], Awaitable[bool]], keep: Callable[[list[GenDelta]], Awaitable[bool]],
+) -> bool:  # fmt: skip
+    """Play one request and deliver its samples; `deliver`, and `keep` with tokens of samples under way, answer False
+    once the lease is lost. Whether it was still held at the end.
+    """
+    ready: list[Finished | GenDelta] = []
+    bell = Bell()
+
+    async def pump() -> None:
+        async for item in environment.play(engine, request, row):
+            ready.append(item)
+            bell.ring()
+
+    pumping = asyncio.create_task(pump())
+    pumping.add_done_callback(lambda _: bell.ring())
+    try:
+        while ready or not pumping.done():
+            await bell.wait(timeout_s=LOOK_S)
+            batch, ready[:] = list(ready), []
+            finished = [item for item in batch if isinstance(item, Finished)]
+            done = {item.sample.index for item in finished}
+            deltas = [item for item in batch if isinstance(item, GenDelta) and item.index not in done]
+            held = (not finished or await deliver(finished)) and (not deltas or await keep(deltas))
+            if not held:
+                await engine.abort([request.id])
+                return False
+        pumping.result()
+        return True
+    finally:
+        pumping.cancel()
+        # Its own error has come out above, or another one has. bounded: it was cancelled
+        await asyncio.gather(pumping, return_exceptions=True)
+
+
+async def side_by_side(works: Sequence[Coroutine[Any, Any, bool]]) -> None:
+    """Run the parts of one group at once; the first that fails, or that answers False, ends them all."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        waiting = set(tasks)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            held = [task.result() for task in done]
+            if not all(held):
+                return
+    finally:
+        for task in tasks:
+            task.cancel()
+        # Errors have come out above. bounded: they were cancelled
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,195 @@
+"""One session of a policy, token by token: what it saw, what it said, and how both become one sample.
+
+Called by `producers.environments`, and by whoever else plays turns with an engine (an endpoint for agents). Pure: it
+asks no engine and waits for nothing. Guarantees:
+1. tokens go in and out as they are: what the policy sampled is stored as it was sampled, what it saw as it was given;
+   nothing is turned into text and back;
+2. a response holds every sampled token once. `mask` is 1 there and 0 at what was observed, which has log-prob 0 and the
+   version of the last sampled token before it (the first one of its row where there is none before);
+3. a context that goes on from the tokens so far continues the row; any other opens a row of its own, with a prompt of
+   its own (`wire.SampleHead.rows`). Each row is a sequence that a learner trains by itself;
+4. observations behind the last sampled token of a row, and rows without one, are left out: nothing was said after them.
+
+Example, prompt [1, 2]: a turn of [5, 6], the observation [7], a turn of [8] give the response [5, 6, 7, 8] with mask
+[1, 1, 0, 1]. Asked next with the context [1, 9], which does not begin like [1, 2, 5, 6, 7, 8], a turn of [4] opens a
+row: response [5, 6, 7, 8, 1, 9, 4], mask [1, 1, 0, 1, 0, 0, 1], rows ((4, 2),).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from asyncrl.engine import GenDelta, GenRequest
+from asyncrl.errors import WorkError
+from asyncrl.versions import Runs, joined_runs
+from asyncrl.wire import FloatArray, IntArray
+from producers.rollout.rollout import Finished
+
+SEEDS = 1 << 56  # a lease's seed has seven bytes
+TURN_SEED = 0x9E3779B97F4A7C15  # odd: the turns of a sample have seeds of their own
+
+
+class _Row:
+    """One sequence: its own prompt (None: the group's), and what followed."""
+
+    def __init__(self, context: IntArray, *, own: bool) -> None:
+        self.context = context  # prompt and all that followed
+        self.prompt_tokens = len(context)
+        self.own = own
+        self.pieces: list[tuple[IntArray, FloatArray | None, Runs]] = []  # tokens behind the prompt; None: observed
+        self.said = 0  # tokens up to the last sampled one
+        self.turns: list[tuple[int, int]] = []  # (number of the turn, place behind the prompt of its last token)
+
+    def add(self, tokens: IntArray, logprobs: FloatArray | None, runs: Runs) -> None:
+        self.context = np.concatenate([self.context, tokens])
+        self.pieces.append((tokens, logprobs, runs))
+
+
+class Session:
+    """See the module. `prompt_ids` i4 `[P]` are those of the group, `index` is the sample's."""
+
+    def __init__(self, prompt_ids: IntArray, *, index: int) -> None:
+        self.index = index
+        self.turns = 0
+        self._id = ""
+        self._finish = "stop"
+        self._rows = [_Row(_ids(prompt_ids), own=False)]
+
+    @property
+    def context(self) -> IntArray:
+        """What the policy has seen and said in the row that is open, prompt and all: what it is asked with next."""
+        return self._rows[-1].context
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the row that is open."""
+        return self._rows[-1].prompt_tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows so far; the first one counts from the beginning."""
+        return len(self._rows)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens behind the prompt of the row that is open."""
+        return len(self.context) - self.prompt_tokens
+
+    def request(self, group: GenRequest, *, max_prompt_tokens: int, max_new_tokens: int) -> GenRequest:
+        """What to ask an engine for the next turn, with the sampling of the group's request. Turns draw from streams of
+        their own. An engine takes prompts of `max_prompt_tokens`; what is beyond counts as begun.
+        """
+        begun = len(self.context) - min(self.prompt_tokens, max_prompt_tokens)
+        return replace(
+            group, id=f"{group.id}:{self.index}:{self.turns}", prompt_ids=self.context, indices=(self.index,),
+            seed=(group.seed + self.turns * TURN_SEED) % SEEDS, max_new_tokens=max_new_tokens, begun=begun,
+            delta_tokens=0,
+        )  # fmt: skip
+
+    def extend(self, prompt_ids: IntArray | Sequence[int]) -> bool:
+        """The context of the next turn: True where it goes on from the open row (what is new in it is an observation),
+        False where it opened another row.
+        """
+        ids, row = _ids(prompt_ids), self._rows[-1]
+        known = len(row.context)
+        if len(ids) >= known and np.array_equal(ids[:known], row.context):
+            self.observe(ids[known:])
+            return True
+        if not len(ids):
+            raise WorkError("sample.invalid", "a context without tokens", where=f"session of sample {self.index}")
+        if not row.turns:
+            self._rows.pop()  # nothing was said in it
+        self._rows.append(_Row(ids, own=True))
+        return False
+
+    def observe(self, token_ids: IntArray | Sequence[int]) -> None:
+        """Tokens that the policy is shown."""
+        ids = _ids(token_ids)
+        if len(ids):
+            self._rows[-1].add(ids, None, ())
+
+    def add_turn(self, delta: GenDelta) -> None:
+        """What the policy said, whole (`asyncrl.engine.joined`), when it was asked with `context`."""
+        if not len(delta.token_ids) or len(delta.token_ids) != len(delta.logprobs):
+            raise WorkError("engine.broken", f"a turn of {len(delta.token_ids)} tokens and {len(delta.logprobs)} "
+                            "log-probs", where=f"{delta.id} sample {delta.index}")  # fmt: skip
+        row = self._rows[-1]
+        row.add(_ids(delta.token_ids), np.asarray(delta.logprobs, np.float32), delta.runs)
+        row.said = len(row.context) - row.prompt_tokens
+        row.turns.append((self.turns, row.said - 1))
+        self.turns += 1
+        self._id, self._finish = delta.id, delta.finish or "stop"
+
+    def finish(
+        self, reward: float | None = None, turn_rewards: Sequence[float] = (), *, finish: str = "",
+        parts: Mapping[str, float] | None = None,
+    ) -> Finished:  # fmt: skip
+        """The sample. `reward` is that of the whole, `turn_rewards` (one per turn, from the first on) among it; None:
+        reward workers score it. `finish`: stop | length, otherwise that of the last turn.
+
+        Raises:
+            WorkError: `sample.invalid` where nothing was said, or there are more rewards than turns.
+        """
+        said = [row for row in self._rows if row.turns]
+        if not said or len(turn_rewards) > self.turns:
+            what = f"{len(turn_rewards)} rewards for {self.turns} turns" if said else "nothing was said"
+            raise WorkError("sample.invalid", what, where=f"session of sample {self.index}")
+        joined = _Joined()
+        for row in said:
+            joined.take(row, turn_rewards)
+        sample = GenDelta(
+            self._id, self.index, np.concatenate(joined.tokens), np.concatenate(joined.logprobs), joined.runs,
+            finish or self._finish,
+        )  # fmt: skip
+        mask = np.concatenate(joined.mask)
+        plain = bool(mask.all()) and not joined.rows
+        return Finished(sample, reward, None if plain else mask, tuple(joined.rows), tuple(joined.turns),
+                        dict(parts or {}))  # fmt: skip
+
+
+class _Joined:
+    """The rows of a session after each other."""
+
+    def __init__(self) -> None:
+        self.tokens: list[IntArray] = []
+        self.logprobs: list[FloatArray] = []
+        self.mask: list[Any] = []
+        self.runs: Runs = ()
+        self.rows: list[tuple[int, int]] = []
+        self.turns: list[tuple[int, float]] = []
+        self._at = 0
+
+    def take(self, row: _Row, turn_rewards: Sequence[float]) -> None:
+        """One more row, up to its last sampled token."""
+        if row.own:
+            self.rows.append((self._at, row.prompt_tokens))
+            self._add(row.context[: row.prompt_tokens], None, self._version_before(row))
+        start, left = self._at, row.said
+        for tokens, logprobs, runs in row.pieces:
+            if left > 0:
+                self._add(tokens, logprobs, runs or self._version_before(row))
+                left -= len(tokens)
+        self.turns += [(start + place, float(turn_rewards[number])) for number, place in row.turns
+                       if number < len(turn_rewards) and turn_rewards[number]]  # fmt: skip
+
+    def _version_before(self, row: _Row) -> Runs:
+        """Of the last sampled token before; else of the first one that will follow in this row."""
+        if self.runs:
+            return ((self.runs[-1][0], 0),)
+        return ((next(runs for _, _, runs in row.pieces if runs)[0][0], 0),)
+
+    def _add(self, tokens: IntArray, logprobs: FloatArray | None, runs: Runs) -> None:
+        count = len(tokens)
+        self.tokens.append(tokens)
+        self.logprobs.append(np.zeros(count, np.float32) if logprobs is None else logprobs)
+        self.mask.append(np.full(count, logprobs is not None, np.uint8))
+        self.runs = joined_runs(self.runs, ((runs[0][0], count),) if logprobs is None else runs)
+        self._at += count
+
+
+def _ids(tokens: Any) -> IntArray:
+    return np.asarray(tokens, dtype=np.int32).reshape(-1)

@@ -1,0 +1,213 @@
+"""The weight-sync service: sockets, held questions and the log around the decisions of `weightsync.coordinator.rounds`.
+
+Run as `python -m weightsync.main --config RESOLVED.toml`. Talks to one publisher (the learner), to the receivers of
+the producers and to observers. Guarantees:
+1. it holds nothing that cannot be told again: after a restart members poll with what they hold, and the publisher
+   publishes its manifest again when it hears that the service does not know it;
+2. a held poll or question is answered when there is something to do, or after its own `wait_s`;
+3. one line per decided round in metrics/weightsync.jsonl: version, digest, bytes carried, and of every member its
+   digest or why not, transport, encoding and source; one for an error that a member reports outside of its round;
+4. one service per run: the second one is `service.duplicate`.
+Weights never pass through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+
+import msgspec
+import uvloop
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.metrics import MetricsLog
+from asyncrl.net.permissions import needs_owner
+from asyncrl.net.sockets import Call, Keys, Responder
+from asyncrl.runtime import role
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.liveness import Sign
+from asyncrl.runtime.run_dir import RunDir, endpoint, run_id
+from asyncrl.wire import (
+    Hello,
+    Instruction,
+    MemberPoll,
+    Message,
+    Ok,
+    Publish,
+    RoundReply,
+    RoundRequest,
+    StatusReply,
+    StatusRequest,
+    Stop,
+    Welcome,
+)  # fmt: skip
+from weightsync.coordinator import status as standing
+from weightsync.coordinator.records import Publisher
+from weightsync.coordinator.rounds import Rounds
+
+TICK_S = 0.05
+LONGEST_HOLD_S = 10.0
+
+
+@dataclass
+class Held:
+    """A question without an answer yet."""
+
+    call: Call
+    until: float
+
+
+class Service:
+    """Made and used on one event loop."""
+
+    def __init__(self, config: Config, *, address: str, keys: Keys | None) -> None:
+        started_ms = time.time_ns() // 1_000_000
+        self._run_id = run_id(config)
+        self._epoch = started_ms
+        self._rounds = Rounds(config.weightsync, generation=started_ms)
+        self._polls: dict[str, Held] = {}
+        self._questions: dict[bytes, Held] = {}
+        self._sessions = 0
+        self._stop_asked = ""
+        self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl")
+        self._mode = config.weightsync.transport
+        self._sign = Sign(RunDir(config.run_dir).alive, role="weightsync", name="weightsync")
+        self._sign_s = config.log.heartbeat_s
+        self._responder = Responder(
+            address, self._handle, keys=keys, max_bytes=config.network.max_message_bytes,
+            insecure=config.network.insecure_no_auth, restricted=needs_owner,
+        )  # fmt: skip
+        self.address = self._responder.address
+
+    async def run(self, stop: role.Stop) -> None:
+        """Answer until somebody asks for the end."""
+        try:
+            while not stop.is_set() and not self._stop_asked:
+                await asyncio.sleep(TICK_S)
+                self._sign.beat(every_s=self._sign_s)
+                self._advance()
+            if self._stop_asked:
+                stop.set(self._stop_asked)
+                for name in list(self._polls):
+                    self._polls.pop(name).call.reply(Instruction("stop", detail=self._stop_asked))
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._sign.close()
+            self._responder.close()
+            self._log.close()
+
+    def _handle(self, calls: list[Call]) -> None:
+        for call in calls:
+            try:
+                answer = self._answer(call)
+            except AsyncRLError as error:
+                call.refuse(error)
+            else:
+                if answer is not None:
+                    call.reply(answer)
+        self._advance()
+
+    def _answer(self, call: Call) -> Message | None:
+        """The answer to one request; None where it is held."""
+        message, now = call.message, time.monotonic()
+        if isinstance(message, MemberPoll):
+            return self._hold_poll(call, message, now)
+        if isinstance(message, RoundRequest):
+            reply = self._rounds.ask(message, now=now)
+            if reply is None:
+                self._questions[call.peer] = Held(call, now + min(message.wait_s, LONGEST_HOLD_S))
+            return reply
+        if isinstance(message, Publish):
+            published = self._rounds.publish(message, now=now)
+            failpoint("weightsync.at_publish")
+            return published
+        if isinstance(message, Hello):
+            return self._welcome(message)
+        if isinstance(message, StatusRequest):
+            status = standing.status(self._rounds, now=now) | {"transport": self._mode, **self._responder.counters}
+            return StatusReply(msgspec.json.encode(status).decode())
+        if isinstance(message, Stop):
+            self._stop_asked = message.reason or "asked to stop"
+            return Ok("stopping")
+        raise WireError("wire.unexpected", f"{type(message).__name__} at the weight-sync service")
+
+    def _welcome(self, message: Hello) -> Welcome:
+        if message.role == "learner":
+            self._rounds.hello(message.name, Publisher(message.host, message.fingerprint))
+        self._sessions += 1
+        return Welcome(self._run_id, self._epoch, self._sessions, self._rounds.committed)
+
+    def _hold_poll(self, call: Call, message: MemberPoll, now: float) -> Instruction | None:
+        if self._rounds.is_late(message):
+            return None  # a copy of an older question: nobody waits for its answer
+        earlier = self._polls.pop(message.member, None)
+        if earlier is not None and earlier.call.request != call.request:
+            earlier.call.reply(Instruction("wait"))
+        instruction = self._rounds.poll(message, now=now)
+        if instruction is None:
+            self._polls[message.member] = Held(call, now + min(message.wait_s, LONGEST_HOLD_S))
+        return instruction
+
+    def _advance(self) -> None:
+        """Let time pass, then look again at everything that is held."""
+        now = time.monotonic()
+        self._rounds.tick(now=now)
+        self._write_finished()  # before the answers: who hears of a round finds it in the log
+        for peer, held in list(self._questions.items()):
+            self._retry_question(peer, held, now)
+        for name, held in list(self._polls.items()):
+            instruction = self._rounds.instruct(name, now=now)
+            if instruction is not None or now >= held.until:
+                del self._polls[name]
+                held.call.reply(instruction or standing.wait(self._rounds, name, now=now))
+        self._write_finished()
+
+    def _write_finished(self) -> None:
+        for round_, ended in self._rounds.finished:
+            numbers, words = standing.round_line(round_, ended=ended)
+            self._log.write(numbers, **words)
+        self._rounds.finished.clear()
+        for name, error in self._rounds.complaints:
+            numbers, words = standing.complaint_line(self._rounds, name, error)
+            self._log.write(numbers, **words)
+        self._rounds.complaints.clear()
+
+    def _retry_question(self, peer: bytes, held: Held, now: float) -> None:
+        message: RoundRequest = held.call.message
+        try:
+            reply: RoundReply | None = self._rounds.ask(message, now=now)
+            if reply is None and now >= held.until:
+                reply = self._rounds.ask(msgspec.structs.replace(message, seen=""), now=now)
+        except AsyncRLError as error:
+            del self._questions[peer]
+            held.call.refuse(error)
+            return
+        if reply is not None:
+            del self._questions[peer]
+            held.call.reply(reply)
+
+
+async def serve(config: Config, stop: role.Stop, *, address: str, keys: Keys | None) -> None:
+    """Run one service to its end."""
+    await Service(config, address=address, keys=keys).run(stop)
+
+
+def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
+    """The role: hold the run's lock and serve."""
+    lock = RunDir(config.run_dir).lock("weightsync")
+    try:
+        uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.key_of(args, config)))
+    finally:
+        lock.close()
+
+
+def main() -> None:
+    """Entry of `python -m weightsync.main`."""
+    sys.exit(role.run("weightsync", body))
+
+
+if __name__ == "__main__":
+    main()

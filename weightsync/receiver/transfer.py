@@ -1,0 +1,203 @@
+"""Takes one version from an inbox into an engine: reads a blob ahead, decodes, applies, compares digests.
+
+Called by the receiver, once per instruction. Guarantees:
+1. a blob is read on a thread of its own while the one before is decoded, applied and digested; one thread uses the
+   inbox, from `open` to `close`;
+2. what counts is the digest of what the engine holds after it took a bucket (of what it was handed, where it cannot
+   say), compared with the manifest's, however the bytes came about;
+3. with hops the bytes of the base are the engine's own (`read_bucket`); they are decoded in a buffer of this transfer,
+   the next bucket while the engine takes this one. The blobs of all hops but the last are kept until their buckets
+   are due: a transport hands out hop after hop;
+4. a bucket is read (or decoded) right into the room of an engine that lends it (`bucket_room`), else into memory of
+   the transport (of this transfer), which the engine copies;
+5. leaving it early, by an error, a deadline or a cancellation, leaves a reading thread with memory of its own, or with
+   room that its engine uses no more after the abort: it closes the inbox after its read.
+Every failure is a `TransportError`; `HopsUseless` says that whole weights would help.
+
+Example (3 buckets, 2 hops): blobs 0 1 2 are kept, then blob 3 comes: bucket 0 = base, blob 0, blob 3; and so on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from asyncrl.engine import Engine
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.wire import Buffer, Instruction, Manifest, Tensor
+from weightsync.plan.buckets import by_bucket
+from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.receiver.relay_copy import HeldVersion
+from weightsync.transports.base import Inbox, TransportError, blob_sizes
+
+T = TypeVar("T")
+CLOSE_S = 1.0  # for a read that is under way; after that its thread goes on alone
+Decode = Callable[[Buffer, memoryview, Sequence[Tensor]], None]
+
+
+class HopsUseless(TransportError):
+    """These hops do not lead to the version from what the engine holds."""
+
+
+class Reading:
+    """An inbox on its own thread, one blob ahead."""
+
+    def __init__(self, inbox: Inbox, blobs: int, room: Callable[[int], memoryview | None]) -> None:
+        self._inbox = inbox
+        self._blobs = blobs
+        self._room = room  # where a blob may be put
+        self._next = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-read")
+        self._ahead: asyncio.Future[memoryview] | None = None
+        self.waited_s = 0.0  # time that the work stood still for the transport
+
+    def _run(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def open(self) -> None:
+        """Reach the source and begin to read."""
+        await self._run(self._inbox.open)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        self._ahead = None
+        if self._next < self._blobs:
+            self._ahead = self._run(self._inbox.read, self._next, self._room(self._next))
+        self._next += 1
+
+    async def next(self) -> memoryview:
+        """The next blob; the one before is not valid any more."""
+        assert self._ahead is not None
+        started = time.perf_counter()
+        view = await self._ahead  # bounded: the inbox keeps the deadline of its instruction
+        self.waited_s += time.perf_counter() - started
+        self._read_on()
+        return view
+
+    async def close(self) -> None:
+        """Close the inbox on its thread; does not wait long for a read that is stuck (it has the deadline itself)."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead.add_done_callback(_heard)
+        closed = self._run(self._inbox.close)
+        closed.add_done_callback(_heard)
+        self._pool.shutdown(wait=False)
+        await asyncio.wait({closed}, timeout=CLOSE_S)
+
+
+def _heard(future: asyncio.Future[T]) -> None:
+    """Nobody waits for it any more: its error is not worth a line in the log."""
+    if future.done() and not future.cancelled():
+        future.exception()
+
+
+class Intake:
+    """One transfer. `taken` is the host copy after `run`, where it was asked for."""
+
+    def __init__(
+        self, engine: Engine, instruction: Instruction, tensors: tuple[Tensor, ...], inbox: Inbox, *,
+        keep: bool = False, decode: Decode | None = None,
+    ) -> None:  # fmt: skip
+        assert instruction.manifest is not None
+        self.taken: HeldVersion | None = None
+        self._engine = engine
+        self._manifest: Manifest = instruction.manifest
+        self._hops = instruction.hops
+        self._tensors = tensors
+        self._groups = by_bucket(tensors, len(self._manifest.bucket_bytes))
+        self._keep = keep
+        self._decode = decode
+        blobs = len(blob_sizes(self._manifest, self._hops))
+        self._reading = Reading(inbox, blobs, (lambda _: None) if self._hops else self._room)
+        self._encoded: list[list[bytes]] = []
+        self._buckets: list[Buffer] = []
+        self._lent: dict[int, memoryview] = {}  # room of the engine, by bucket
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which nothing could be done but wait for the transport."""
+        return self._reading.waited_s
+
+    async def run(self) -> None:
+        """Bring every bucket into the engine. Raises TransportError."""
+        manifest = self._manifest
+        digest = whole_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
+        if digest != manifest.digest:
+            raise TransportError("the manifest's bucket digests do not make its digest")
+        try:
+            await self._reading.open()
+            for _ in self._hops[:-1]:
+                self._encoded.append([bytes(await self._reading.next()) for _ in self._groups])
+            if self._hops:
+                self._encoded.append([])
+                await self._take_decoded()
+            else:
+                for number in range(len(self._groups)):
+                    await self._take(number, await self._reading.next())
+        finally:
+            await self._reading.close()
+        if self._keep:
+            self.taken = HeldVersion(manifest, self._tensors, self._hops, self._buckets, self._encoded)
+
+    def _room(self, number: int) -> memoryview | None:
+        """Room of the engine for this bucket, if it lends any."""
+        lend: Callable[[int], memoryview | None] | None = getattr(self._engine, "bucket_room", None)
+        room = lend(number) if lend is not None else None
+        if room is not None:
+            self._lent[number] = room
+        return room
+
+    async def _take(self, number: int, view: memoryview) -> None:
+        held = await self._engine.apply_bucket(number, view)
+        failpoint("weightsync.after_bucket")
+        if not held:
+            held = await asyncio.to_thread(bucket_digest, self._groups[number], view)
+        if held != self._manifest.bucket_digests[number]:
+            kind = HopsUseless if self._hops else TransportError
+            raise kind(f"bucket {number} of version {self._manifest.version} has another digest than published")
+        if self._keep:
+            room = self._lent.get(number)  # the engine's own bytes, wherever these came from
+            self._buckets.append(room if room is not None else await asyncio.to_thread(bytes, view))
+
+    async def _take_decoded(self) -> None:
+        """Every bucket by hops; the next one is decoded while the engine takes this one."""
+        coming = asyncio.ensure_future(self._decoded(0))
+        try:
+            for number in range(len(self._groups)):
+                bucket = await coming  # bounded: the deadline of the inbox, and three copies of one bucket
+                if number + 1 < len(self._groups):
+                    coming = asyncio.ensure_future(self._decoded(number + 1))
+                await self._take(number, bucket)
+        finally:
+            coming.cancel()
+            await asyncio.wait({coming}, timeout=CLOSE_S)
+            _heard(coming)
+
+    async def _decoded(self, number: int) -> memoryview:
+        """The bytes of one bucket: the engine's, changed by the blobs of all hops."""
+        last = await self._reading.next()
+        bucket = self._room(number)
+        if bucket is None:
+            bucket = memoryview(bytearray(self._manifest.bucket_bytes[number]))
+        if not await self._engine.read_bucket(number, bucket):
+            raise HopsUseless(f"this engine cannot say what it holds of bucket {number}")
+        blobs: list[Buffer] = [*(encoded[number] for encoded in self._encoded[:-1]), last]
+        try:
+            await asyncio.to_thread(self._apply_all, blobs, bucket, self._groups[number])
+        except TransportError as error:
+            raise HopsUseless(f"bucket {number}: {error.message}") from None
+        if self._keep:
+            self._encoded[-1].append(bytes(last))
+        return bucket
+
+    def _apply_all(self, blobs: Sequence[Buffer], bucket: memoryview, tensors: Sequence[Tensor]) -> None:
+        decode = self._decode
+        if decode is None:
+            from weightsync.encoding.delta import decode as decode_delta
+
+            decode = decode_delta
+        for blob in blobs:
+            decode(blob, bucket, tensors)

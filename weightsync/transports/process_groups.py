@@ -1,0 +1,108 @@
+"""Process groups for the collective transport: by backend, with the tensors that the backend can carry.
+
+Called by `collective` alone; imports torch. Which backend a host has is the device layer's word. `nccl` and `hccl` need
+tensors on their device, so each blob is staged there and back; `gloo` reads and writes host memory in place.
+Measured on Gloo alone: `nccl` and `hccl` have never run on their hardware here. `hccl` is tested by name, with a
+backend of that name that is Gloo inside.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+
+from asyncrl.errors import ConfigError
+from asyncrl.runtime.device import collective_device, device_module
+
+#: The names of torch.distributed that type checkers do not see.
+dist: Any = torch.distributed
+GroupMaker = Callable[[Any, int, int, timedelta], Any]
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupNCCL(store, rank, size, timeout)
+
+
+def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """The group of a backend that registered itself with torch, as torch_npu does."""
+    return registered("hccl")(store, rank, size, timeout)
+
+
+#: Process groups by backend.
+GROUPS: dict[str, GroupMaker] = {"gloo": _gloo, "nccl": _nccl, "hccl": _hccl}
+
+
+def group_of(backend: str) -> GroupMaker:
+    """The maker of process groups. Raises `config.extra` for a backend that this build does not have."""
+    if backend not in GROUPS:
+        raise ConfigError("config.extra", f"collective backend {backend!r} is not one of {', '.join(GROUPS)}")
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise ConfigError("config.extra", "collective backend nccl: this build of torch does not have it")
+    if backend == "hccl":
+        registered("hccl")
+    return GROUPS[backend]
+
+
+def registered(backend: str) -> GroupMaker:
+    """The maker of a backend from `torch.distributed.Backend.register_backend`; its package is imported if need be.
+
+    Torch offers no public call that makes such a group beside the default one, which is the trainer's: so this reads
+    the creator that was registered (`Backend._plugins`; a test fails should torch move it).
+    """
+    if not hasattr(dist.Backend, backend.upper()):
+        try:
+            importlib.import_module(device_module(backend))
+        except (ImportError, OSError) as error:
+            raise ConfigError("config.extra", f"collective backend {backend}: {error}") from None
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None:
+        raise ConfigError("config.extra", f"collective backend {backend}: nothing registered it with torch")
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, timeout)
+        options = SimpleNamespace(
+            store=store, group_rank=rank, group_size=size, timeout=timeout, group_id="weightsync",
+            global_ranks_in_group=list(range(size)),
+        )  # fmt: skip
+        return plugin.creator_fn(options, None)
+
+    return make
+
+
+class Place:
+    """Where a backend wants its tensors: host memory in place, or a device with a copy there and back."""
+
+    def __init__(self, backend: str, *, device: str = "") -> None:
+        """Raises `config.type` where this host has no such device; `device` is chosen by the backend where empty."""
+        found = collective_device(backend, device)
+        self._device = found.torch_device
+        self._finish = found.synchronize
+        self.staged = backend != "gloo"
+
+    def send(self, view: memoryview) -> torch.Tensor:
+        """A tensor with these bytes."""
+        host = torch.frombuffer(view, dtype=torch.uint8)
+        return host.to(self._device, copy=True) if self.staged else host
+
+    def room(self, view: memoryview) -> torch.Tensor:
+        """A tensor whose bytes `fetch` brings into the view."""
+        if not self.staged:
+            return torch.frombuffer(view, dtype=torch.uint8)
+        return torch.empty(view.nbytes, dtype=torch.uint8, device=self._device)
+
+    def fetch(self, tensor: torch.Tensor, view: memoryview) -> None:
+        """Bring what arrived into the view."""
+        if self.staged:
+            torch.frombuffer(view, dtype=torch.uint8).copy_(tensor)
+            self._finish()

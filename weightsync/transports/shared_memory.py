@@ -1,0 +1,86 @@
+"""Transport `local`: shared memory on one host. One writer, any number of readers, no copy in between.
+
+The staging slots of the publisher are files that the members map read-only. Guarantees:
+1. a reader never blocks the writer: an old slot may be overwritten while it is read, which a wrong bucket digest shows;
+2. slots are never truncated in place, so a reader cannot be killed by SIGBUS;
+3. a file that is not there, not ours or too small raises `TransportUnusable`: this member does not share the host;
+4. a slot stays mapped from round to round (`Maps`): faulting its pages in costs as much as copying them twice. What the
+   publisher removed is unmapped when the next one is opened.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+from asyncrl.wire import Instruction
+from weightsync.plan.buckets import bucket_starts
+from weightsync.staging import MOST_SLOTS, PREFIX
+from weightsync.transports.base import TransportUnusable
+
+
+class Maps:
+    """The slots that this member has mapped, at most as many as a publisher has. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int], tuple[Path, memoryview]] = {}  # by device, inode, size; oldest first
+
+    def view(self, path: Path, needed: int) -> memoryview:
+        """The first `needed` bytes of the file. Raises TransportUnusable."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise TransportUnusable(f"local: {path} is not visible here: {error.strerror}") from None
+        try:
+            found = os.fstat(descriptor)
+            if found.st_size < needed:
+                raise TransportUnusable(f"local: {path} is smaller than the plan")
+            key = (found.st_dev, found.st_ino, needed)
+            self._forget()
+            if key not in self._known:
+                mapping = mmap.mmap(descriptor, needed, access=mmap.ACCESS_READ)
+                self._known[key] = (path, memoryview(mapping))
+                while len(self._known) > MOST_SLOTS:
+                    del self._known[next(iter(self._known))]
+            return self._known[key][1]
+        finally:
+            os.close(descriptor)
+
+    def _forget(self) -> None:
+        """Drop what the publisher has removed."""
+        for key, (path, _) in list(self._known.items()):
+            try:
+                there = os.stat(path, follow_symlinks=False)
+            except OSError:
+                there = None
+            if there is None or (there.st_dev, there.st_ino) != key[:2]:
+                del self._known[key]
+
+
+class LocalInbox:
+    """Maps the slot that the instruction names; `maps` keeps it for the rounds to come."""
+
+    def __init__(self, instruction: Instruction, maps: Maps | None = None) -> None:
+        assert instruction.manifest is not None
+        self._path = Path(instruction.address)
+        self._sizes = instruction.manifest.bucket_bytes
+        self._starts, self._needed = bucket_starts(self._sizes)
+        self._maps = maps or Maps()
+        self._view: memoryview | None = None
+
+    def open(self) -> None:
+        """Map the file."""
+        if not self._path.name.startswith(PREFIX):
+            raise TransportUnusable(f"local: {self._path} is not a staging file")
+        self._view = self._maps.view(self._path, self._needed)
+
+    def read(self, number: int, into: memoryview | None = None) -> memoryview:
+        """A view of the bucket in the mapping: who takes it copies it once, so `into` would save nothing."""
+        assert self._view is not None
+        start = self._starts[number]
+        return self._view[start : start + self._sizes[number]]
+
+    def close(self) -> None:
+        """Forget the view (a digest may still be running on it in its thread)."""
+        self._view = None
