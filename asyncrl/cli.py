@@ -81,9 +81,11 @@ def _stop_output() -> None:
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     top = argparse.ArgumentParser(
-        prog="asyncrl", description="Asynchronous, disaggregated RL for language models on message queues.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="asyncrl",
+        description="Asynchronous, disaggregated RL for language models on message queues.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     top.add_argument("--version", action=_Version, help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in MODULES:

@@ -120,11 +120,9 @@ class Engine(Protocol):
     async def close(self, *, grace_s: float) -> None:
         """Stop decoding; samples under way end with an error."""
 
-    def capabilities(self) -> EngineCapabilities:
-        """After `start`; cheap."""
+    def capabilities(self) -> EngineCapabilities: ...
 
-    def health(self) -> EngineHealth:
-        """Cheap; any thread."""
+    def health(self) -> EngineHealth: ...
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
         """Deltas of the request's samples, in order within a sample."""

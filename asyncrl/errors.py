@@ -1,6 +1,6 @@
 """Every error a user can meet: one tree, a stable code and a remedy each.
 
-Called by every role. Guarantees:
+Guarantees:
 1. each `AsyncRLError` carries a code of `CATALOGUE`, a message, where it happened and what to do;
 2. `exit_code` says what a supervisor does: 2, 65, 75 and 78 are final, the others are restarted within a budget;
 3. `render()` is what the terminal shows; a user error never shows a traceback.

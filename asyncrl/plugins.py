@@ -1,7 +1,7 @@
 """What third parties implement, found by name: engines (their contract: `asyncrl.engine`), environments
 (`asyncrl.environment`), rewards, prompt sources, trackers.
 
-Called by producers (engines, prompt sources), reward workers and the front door (trackers). Guarantees:
+Guarantees:
 1. a name is looked up in the built-in table first, then in the entry-point group; an unknown name is an error that
    lists the known ones;
 2. nothing heavy is imported before a plugin is asked for.

@@ -8,7 +8,7 @@
     def test_my_environment():
         assert all(found.kept for found in check_environment("my_envs:Guess", row={"prompt": "guess"}))
 
-Called by authors, and (`run_contract`) by the command `test-env`. Guarantees: nothing heavy is imported before a helper
+Guarantees: nothing heavy is imported before a helper
 is called; `assert_reward` raises AssertionError with the whole report; functions run in the worker's child process.
 """
 
@@ -26,9 +26,16 @@ from asyncrl.plugins import load_object
 
 
 def check_reward(
-    function: str, rows: Sequence[Mapping[str, Any]], *, args: Mapping[str, Any] | None = None, response_key: str = "",
-    prompt_key: str = "prompt", timeout_s: float = 10.0, memory_bytes: int = 2 << 30, sandbox: str = "bubblewrap",
-) -> Any:  # fmt: skip
+    function: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    args: Mapping[str, Any] | None = None,
+    response_key: str = "",
+    prompt_key: str = "prompt",
+    timeout_s: float = 10.0,
+    memory_bytes: int = 2 << 30,
+    sandbox: str = "bubblewrap",
+) -> Any:
     """The report on a reward function: `ok`, `checks` (verdict, text, remedy), `outcomes`, `render()`.
 
     `function` and `args` are as in `[[reward]]`; the module must be importable (its folder on PYTHONPATH). Raises
@@ -36,9 +43,15 @@ def check_reward(
     """
     check = load_object("producers.rewards.contract_test:check_reward", code="config.extra")
     return check(
-        function, rows, args=args, response_key=response_key, prompt_key=prompt_key, timeout_s=timeout_s,
-        memory_bytes=memory_bytes, sandbox=sandbox,
-    )  # fmt: skip
+        function,
+        rows,
+        args=args,
+        response_key=response_key,
+        prompt_key=prompt_key,
+        timeout_s=timeout_s,
+        memory_bytes=memory_bytes,
+        sandbox=sandbox,
+    )
 
 
 def assert_reward(function: str, rows: Sequence[Mapping[str, Any]], **options: Any) -> None:
@@ -48,9 +61,14 @@ def assert_reward(function: str, rows: Sequence[Mapping[str, Any]], **options: A
 
 
 def check_environment(
-    name: str, *, row: Mapping[str, Any], args: Mapping[str, Any] | None = None, model: str = "",
-    says: Sequence[str] = (), config: Path | None = None,
-) -> list[Any]:  # fmt: skip
+    name: str,
+    *,
+    row: Mapping[str, Any],
+    args: Mapping[str, Any] | None = None,
+    model: str = "",
+    says: Sequence[str] = (),
+    config: Path | None = None,
+) -> list[Any]:
     """The findings (`name`, `kept`, `detail`) about an environment, played with a row and given answers.
 
     `model`: a folder whose tokenizer and chat template show what is observed; `config`: a TOML whose settings count.

@@ -1,6 +1,6 @@
 """Weight versions and lag: the arithmetic of staleness.
 
-Called by the wire, the buffer, producers and the learner. A version is the number of learner steps done when the
+A version is the number of learner steps done when the
 weights were published; version 0 is the start weights. Guarantees:
 1. a lag is `training version - oldest version`, where the training version is the one that the step starts from;
 2. runs are the run-length form of per-token versions: `[(version, tokens), ...]` without empty runs;

@@ -67,21 +67,40 @@ def measure(folder: Path, *, steps: int) -> dict[str, Any]:
     config = folder / "run.toml"
     config.write_text(configuration(folder, folder / "model", steps=steps))
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "asyncrl", "launch", "all", str(config)], cwd=ROOT, check=False,
-                          capture_output=True, text=True, timeout=1800)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "launch", "all", str(config)],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
     seconds = time.monotonic() - began
-    told = subprocess.run([sys.executable, "-m", "asyncrl", "audit", str(folder / "run"), "--json"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "audit", str(folder / "run"), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     audit = json.loads(told.stdout[told.stdout.index("{") :])
     rewards = curve(folder / "run")
     first, last = ends(rewards)
     return {
-        "steps": steps, "sessions": steps * 64, "turns_per_session": 2, "seconds": round(seconds, 1),
-        "reward_first": round(first, 3), "reward_last": round(last, 3), "rewards": [round(item, 3) for item in rewards],
-        "lost": audit["lost"], "doubled": audit["doubled"], "trained_groups": audit["trained"],
-    }  # fmt: skip
+        "steps": steps,
+        "sessions": steps * 64,
+        "turns_per_session": 2,
+        "seconds": round(seconds, 1),
+        "reward_first": round(first, 3),
+        "reward_last": round(last, 3),
+        "rewards": [round(item, 3) for item in rewards],
+        "lost": audit["lost"],
+        "doubled": audit["doubled"],
+        "trained_groups": audit["trained"],
+    }
 
 
 def main() -> int:

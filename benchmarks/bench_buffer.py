@@ -34,11 +34,11 @@ sys.path.insert(0, str(ROOT))
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import stages
+import stages  # noqa: E402, RUF100
 
-from asyncrl import wire
-from asyncrl.config import Config, dump, parse
-from asyncrl.engine import GenDelta
+from asyncrl import wire  # noqa: E402, RUF100
+from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
+from asyncrl.engine import GenDelta  # noqa: E402, RUF100
 from asyncrl.net.sockets import keep_memory
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from buffers.client.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, group_data
@@ -79,10 +79,16 @@ def make_groups(size: str, count: int = 32) -> list[tuple[Any, list[GenDelta]]]:
     for _ in range(count):
         lengths = np.minimum(np.exp(generator.normal(np.log(median), sigma, 8)), max(4096, median)).astype(int)
         samples = [
-            GenDelta(str(i), i, generator.integers(0, 32000, n).astype(np.int32),
-                      -generator.random(n, dtype=np.float32), ((0, int(n)),), "stop")
+            GenDelta(
+                str(i),
+                i,
+                generator.integers(0, 32000, n).astype(np.int32),
+                -generator.random(n, dtype=np.float32),
+                ((0, int(n)),),
+                "stop",
+            )
             for i, n in enumerate(np.maximum(1, lengths))
-        ]  # fmt: skip
+        ]
         groups.append((generator.integers(0, 32000, 256).astype(np.int32), samples))
     return groups
 

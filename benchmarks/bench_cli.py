@@ -22,13 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports
+import reports  # noqa: E402, RUF100
 
 LIMITS_S = {"--help": 0.5, "check configs/quickstart.toml": 0.7}
 COMMANDS = (
-    "--help", "check configs/quickstart.toml", "explain config.conflict", "explain buffer.max_staleness",
-    "diff configs/quickstart.toml configs/gsm8k-grpo.toml", "schema", "launch all configs/quickstart.toml --dry-run",
-)  # fmt: skip
+    "--help",
+    "check configs/quickstart.toml",
+    "explain config.conflict",
+    "explain buffer.max_staleness",
+    "diff configs/quickstart.toml configs/gsm8k-grpo.toml",
+    "schema",
+    "launch all configs/quickstart.toml --dry-run",
+)
 
 
 def prepare(folder: Path) -> None:
@@ -36,8 +41,16 @@ def prepare(folder: Path) -> None:
     shutil.copytree(ROOT / "configs", folder / "configs")
     model = folder / "runs" / "models" / "running_sum"
     model.mkdir(parents=True)
-    sizes = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-             "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    sizes = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     (model / "config.json").write_text(json.dumps(sizes))
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).write_text("")
@@ -49,8 +62,15 @@ def prepare(folder: Path) -> None:
 def seconds(words: list[str], folder: Path) -> tuple[float, float]:
     """Wall and processor time of one command, which must do what it says."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "asyncrl", *words], cwd=folder, capture_output=True, text=True,
-                          timeout=60, check=False, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+    )
     took = time.perf_counter() - started
     if done.returncode not in (0, 1) or "Traceback" in done.stderr:
         raise SystemExit(f"asyncrl {' '.join(words)}: {done.stderr}")
@@ -60,10 +80,19 @@ def seconds(words: list[str], folder: Path) -> tuple[float, float]:
 
 def modules(words: list[str], folder: Path) -> int:
     """Modules that are imported when the command has run."""
-    code = "import sys\nfrom asyncrl.cli import main\ntry:\n main(sys.argv[1:])\nexcept SystemExit:\n pass\n" \
-           "print(len(sys.modules), file=sys.stderr)"  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, capture_output=True, text=True, timeout=60,
-                          check=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)})  # fmt: skip
+    code = (
+        "import sys\nfrom asyncrl.cli import main\ntry:\n main(sys.argv[1:])\nexcept SystemExit:\n pass\n"
+        "print(len(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+    )
     return int(done.stderr.split()[-1])
 
 
@@ -90,8 +119,13 @@ def main() -> None:
             figures[command] = {name: round(value, 3) for name, value in took.items()}
             figures[command] |= {"modules": modules(words, folder), "limit_s": LIMITS_S.get(command)}
             print(f"{command:55} {figures[command]}")
-    reports.write(ROOT / "benchmarks" / "results" / "cli.json", "time until a command of the front door has answered",
-                  packages=("msgspec", "numpy"), rounds=rounds, figures=figures)  # fmt: skip
+    reports.write(
+        ROOT / "benchmarks" / "results" / "cli.json",
+        "time until a command of the front door has answered",
+        packages=("msgspec", "numpy"),
+        rounds=rounds,
+        figures=figures,
+    )
 
 
 if __name__ == "__main__":

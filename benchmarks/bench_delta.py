@@ -33,7 +33,7 @@ import zstandard
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from weightsync.encoding import delta
+from weightsync.encoding import delta  # noqa: E402, RUF100
 from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
 
 RESULTS = ROOT / "benchmarks" / "results" / "delta.json"
@@ -140,8 +140,10 @@ def figures_of(
     busy = {name: statistics.median(b for _, b in rows) for name, rows in spent.items()}
     rates = {name: round(plan.nbytes / seconds / 1e9, 3) for name, seconds in wall.items()}
     takes = {
-        "compare": wall["compare"], "pick out": wall["find"] - wall["compare"], "pack": wall["encode"] - wall["find"],
-    }  # fmt: skip
+        "compare": wall["compare"],
+        "pick out": wall["find"] - wall["compare"],
+        "pack": wall["encode"] - wall["find"],
+    }
     share = sum(map(len, blobs)) / plan.nbytes
     return {
         "changed_elements": changed / (plan.nbytes / 2),
@@ -151,8 +153,9 @@ def figures_of(
         "gb_per_core_s": {name: round(plan.nbytes / max(seconds, 1e-9) / 1e9, 3) for name, seconds in busy.items()},
         "memcpy_times": {name: round(seconds / wall["memcpy"], 2) for name, seconds in wall.items()},
         "encode_is": {name: round(seconds / wall["encode"], 3) for name, seconds in takes.items()},
-        "small_enough": bool(share <= MOST), "fast_enough": bool(plan.nbytes / wall["encode"] >= SCANNED),
-    }  # fmt: skip
+        "small_enough": bool(share <= MOST),
+        "fast_enough": bool(plan.nbytes / wall["encode"] >= SCANNED),
+    }
 
 
 def limits(found: dict[str, Any]) -> str:
@@ -174,8 +177,10 @@ def run_synthetic(setting: Synthetic) -> dict[str, Any]:
     for kind in ("random bits", "last places"):
         found = synthetic(setting, kind)
         report[kind] = found | {"limited_by": limits(found)}
-        print(f"{kind}: {found['share_of_full']:.3%} of full, GB/s {found['gb_per_s']}, {report[kind]['limited_by']}",
-              flush=True)  # fmt: skip
+        print(
+            f"{kind}: {found['share_of_full']:.3%} of full, GB/s {found['gb_per_s']}, {report[kind]['limited_by']}",
+            flush=True,
+        )
     return report
 
 
@@ -198,8 +203,10 @@ def run_trace(given: argparse.Namespace) -> dict[str, Any]:
     for lr in given.lrs:
         found = run(given.task, given.model, msgspec.structs.replace(first, lr=lr), gang, task_reward(given.task))
         report["by_lr"].append(found)
-        print({name: found[name] for name in ("lr", "share_of_full", "changed_elements", "encode_ms", "decode_ms")},
-              flush=True)  # fmt: skip
+        print(
+            {name: found[name] for name in ("lr", "share_of_full", "changed_elements", "encode_ms", "decode_ms")},
+            flush=True,
+        )
     gang.leave()
     return report
 

@@ -37,10 +37,19 @@ def measure(task: str, name: str, staleness: int, steps: int) -> dict[str, float
     folder = ROOT / "runs" / f"bench-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     reward = f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]'
-    settings = [f"run.dir={folder}", f"buffer.max_staleness={staleness}", f"learner.steps={steps}",
-                f"model.path=runs/models/{task}", f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false",
-                "learner.checkpoint_every=1000", reward,
-                "evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false"]  # fmt: skip
+    settings = [
+        f"run.dir={folder}",
+        f"buffer.max_staleness={staleness}",
+        f"learner.steps={steps}",
+        f"model.path=runs/models/{task}",
+        f"data.path=runs/data/{task}.jsonl",
+        "log.tensorboard=false",
+        "learner.checkpoint_every=1000",
+        reward,
+        "evaluation.every=0",
+        "evaluation.at_start=false",
+        "evaluation.at_end=false",
+    ]
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)

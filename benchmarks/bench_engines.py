@@ -38,12 +38,12 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports
-from children import Child
+import reports  # noqa: E402, RUF100
+from children import Child  # noqa: E402, RUF100
 
-from asyncrl import config as configuration
-from asyncrl.engine import GenRequest
-from asyncrl.wire import Manifest
+from asyncrl import config as configuration  # noqa: E402, RUF100
+from asyncrl.engine import GenRequest  # noqa: E402, RUF100
+from asyncrl.wire import Manifest  # noqa: E402, RUF100
 from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
 from producers.engines.hf import attention
 from producers.engines.hf import slot_cache as slot_memory
@@ -92,7 +92,8 @@ class HF:
 
     def __init__(self, folder: Path, setting: Setting, *, kv: str = "keep") -> None:
         self.loop = asyncio.new_event_loop()
-        self.engine = HFEngine(configuration.parse(f"""
+        self.engine = HFEngine(
+            configuration.parse(f"""
 model.path = "{folder}"
 model.dtype = "float32"
 data.source = "a:b"
@@ -104,7 +105,8 @@ producers.threads = {setting.threads}
 producers.kv_at_swap = "{kv}"
 [[reward]]
 function = "a:b"
-"""))  # fmt: skip
+""")
+        )
         self.loop.run_until_complete(self.engine.start())
         self.model: Any = self.engine._model
         self.asked, self.cap = 0, setting.cap
@@ -162,8 +164,12 @@ function = "a:b"
         await going
         decoder: Any = self.engine._decoder
         pause, step = statistics.median(paused), decoder.busy_s / max(1, decoder.steps)
-        return {"pause_ms": round(1e3 * pause, 3), "worst_ms": round(1e3 * max(paused), 3),
-                "step_ms": round(1e3 * step, 3), "steps": round(pause / step, 3)}  # fmt: skip
+        return {
+            "pause_ms": round(1e3 * pause, 3),
+            "worst_ms": round(1e3 * max(paused), 3),
+            "step_ms": round(1e3 * step, 3),
+            "steps": round(pause / step, 3),
+        }
 
     def close(self) -> None:
         """Stop the engine."""
@@ -188,8 +194,15 @@ class Padded:
             ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in batch])
             mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
             new = max(new for _, new in batch)
-            self.model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=True,
-                                top_k=0, pad_token_id=0)  # fmt: skip
+            self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=True,
+                top_k=0,
+                pad_token_id=0,
+            )
         return time.perf_counter() - started, sum(new for _, new in requests)
 
     def close(self) -> None:
@@ -201,11 +214,16 @@ class VLLM(Child):
 
     def __init__(self, python: Path, folder: Path, setting: Setting, log: Path) -> None:
         super().__init__(
-            [str(python), str(Path(__file__).with_name("vllm_rounds.py"))], log=log,
+            [str(python), str(Path(__file__).with_name("vllm_rounds.py"))],
+            log=log,
             first={"model": str(folder), "slots": 64, "max_len": MAX_PROMPT + setting.cap},
-            env={"OMP_NUM_THREADS": str(setting.threads), "PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1",
-                 "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+            env={
+                "OMP_NUM_THREADS": str(setting.threads),
+                "PYTHONPATH": "",
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
 
     def run(self, requests: Round, in_flight: int) -> tuple[float, int]:
         """Seconds and tokens."""
@@ -245,10 +263,18 @@ def rates_of(ways: dict[str, Any], setting: Setting, *, vocabulary: int, flights
 
 def tail_of(setting: Setting, vocabulary: int) -> dict[str, Any]:
     """A step over 63 samples of 60 tokens and one that is longer: ms in bands and in one band, turn by turn."""
-    model: Any = make_tiny_qwen3(
-        vocabulary, hidden_size=setting.hidden, mlp_size=3 * setting.hidden, layers=setting.layers,
-        head_dim=64, max_positions=8192,
-    ).requires_grad_(False).eval()  # fmt: skip
+    model: Any = (
+        make_tiny_qwen3(
+            vocabulary,
+            hidden_size=setting.hidden,
+            mlp_size=3 * setting.hidden,
+            layers=setting.layers,
+            head_dim=64,
+            max_positions=8192,
+        )
+        .requires_grad_(False)
+        .eval()
+    )
     model.set_attn_implementation("sdpa")
     attention.install(model)
     cpu, found = torch.device("cpu"), {}
@@ -257,8 +283,11 @@ def tail_of(setting: Setting, vocabulary: int) -> dict[str, Any]:
         return [Band(None, int(-(-lengths.max() // STEP) * STEP))]
 
     for long in TAILS:
-        decoder = Decoder(SlotMemory(model, slots=64, max_len=8192, device=cpu, where=""),
-                          SlotTable(64, max_new_tokens=512, device=cpu), recompute=False)  # fmt: skip
+        decoder = Decoder(
+            SlotMemory(model, slots=64, max_len=8192, device=cpu, where=""),
+            SlotTable(64, max_new_tokens=512, device=cpu),
+            recompute=False,
+        )
         decoder.swap(0, lambda: None)
         for row in range(64):
             prompt = np.arange(long if row == 0 else 60, dtype=np.int32) % vocabulary
@@ -317,8 +346,14 @@ def main() -> None:
         folder = Path(name)
         make_tokenizer(folder)
         vocabulary = 1024
-        model = make_tiny_qwen3(vocabulary, hidden_size=setting.hidden, mlp_size=3 * setting.hidden,
-                                layers=setting.layers, head_dim=64, max_positions=MAX_PROMPT + setting.cap)  # fmt: skip
+        model = make_tiny_qwen3(
+            vocabulary,
+            hidden_size=setting.hidden,
+            mlp_size=3 * setting.hidden,
+            layers=setting.layers,
+            head_dim=64,
+            max_positions=MAX_PROMPT + setting.cap,
+        )
         parameters = count_parameters(model)
         save_model(folder, model)
         with opened(folder, setting, vllm_python, results.with_suffix(".vllm.log")) as ways:
@@ -333,10 +368,15 @@ def main() -> None:
     print(f"swap {swap}", flush=True)
     reached = met(figures, swap)
     reports.write(
-        results, "tokens per second of engines over long-tailed lengths, one small Qwen3, float32, CPU",
+        results,
+        "tokens per second of engines over long-tailed lengths, one small Qwen3, float32, CPU",
         setting=msgspec.structs.asdict(setting) | {"parameters": parameters, "vocabulary": vocabulary},
-        by_in_flight=figures, swap=swap, long_tail=tail_of(setting, vocabulary), wanted=WANTED, met=reached,
-    )  # fmt: skip
+        by_in_flight=figures,
+        swap=swap,
+        long_tail=tail_of(setting, vocabulary),
+        wanted=WANTED,
+        met=reached,
+    )
     sys.exit(0 if all(reached.values()) else 1)
 
 

@@ -54,8 +54,16 @@ def consecutive(steps: int) -> dict[int, Path]:
     launch(folder, f"learner.steps={steps}", "learner.checkpoint_every=1", f"learner.checkpoint_keep={steps}")
     wanted = sorted({step for first in PAIRS for step in (first, first + 1)})
     for step in wanted:
-        command = [sys.executable, "-m", "learners.checkpoints.export", str(folder), "--step", str(step), "--out",
-                   str(folder / f"hf-{step}")]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "learners.checkpoints.export",
+            str(folder),
+            "--step",
+            str(step),
+            "--out",
+            str(folder / f"hf-{step}"),
+        ]
         subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return {step: folder / f"hf-{step}" for step in wanted}
 
@@ -64,8 +72,16 @@ def whole_run(engine: str, kv: str, python: str, steps: int) -> dict[str, float]
     """Speed, reward and swaps of one run."""
     folder = ROOT / "runs" / f"bench-kv-{engine}-{kv}"
     own = (f"producers.python={python}",) if engine == "vllm" else ()
-    lines = launch(folder, f"learner.steps={steps}", f"producers.engine={engine}", f"producers.kv_at_swap={kv}",
-                   "producers.count=1", "learner.checkpoint_every=1000", "weightsync.timeout_s=120", *own)  # fmt: skip
+    lines = launch(
+        folder,
+        f"learner.steps={steps}",
+        f"producers.engine={engine}",
+        f"producers.kv_at_swap={kv}",
+        "producers.count=1",
+        "learner.checkpoint_every=1000",
+        "weightsync.timeout_s=120",
+        *own,
+    )
     steady, seconds = lines[WARM:], lines[-1]["t"] - lines[WARM - 1]["t"]
     swaps = [line["swap_s"] for line in _lines(folder / "metrics" / "roles.jsonl") if line.get("swap_s")]
     return {
@@ -92,9 +108,15 @@ async def _gap(engine: str, kv: str, old: Path, new: Path) -> dict[str, float]:
     from asyncrl.config import load
     from asyncrl.plugins import find
 
-    settings = [f"run.dir={old.parent / 'gap'}", f"model.path={old}", f"data.path={ROOT}/runs/data/{TASK}.jsonl",
-                f"producers.engine={engine}", f"producers.kv_at_swap={kv}", "producers.count=1",
-                f"producers.slots={PROMPTS * SAMPLES}"]  # fmt: skip
+    settings = [
+        f"run.dir={old.parent / 'gap'}",
+        f"model.path={old}",
+        f"data.path={ROOT}/runs/data/{TASK}.jsonl",
+        f"producers.engine={engine}",
+        f"producers.kv_at_swap={kv}",
+        "producers.count=1",
+        f"producers.slots={PROMPTS * SAMPLES}",
+    ]
     config = load(ROOT / "configs" / "quickstart.toml", settings)
     made = find("asyncrl.engines", engine)(config)
     await made.start()
@@ -108,8 +130,11 @@ async def _gap(engine: str, kv: str, old: Path, new: Path) -> dict[str, float]:
         started = time.perf_counter()
         await made.commit_update()
         commit_s = time.perf_counter() - started
-        samples = [(prompt, item) for prompt, group in zip(prompts, await asyncio.gather(*going), strict=True)
-                   for item in group]  # fmt: skip
+        samples = [
+            (prompt, item)
+            for prompt, group in zip(prompts, await asyncio.gather(*going), strict=True)
+            for item in group
+        ]
     finally:
         await made.close(grace_s=5)
     return _compare(samples, old, new) | {"commit_s": commit_s, "swap_s": made.health().swap_s}
@@ -139,8 +164,9 @@ async def _push(engine: Any, folder: Path, version: int, *, commit: bool = True)
 
     held = dict(_model(folder).named_parameters())
     raw = {name: value.detach().contiguous().flatten().numpy().view("uint8") for name, value in held.items()}
-    plan = plan_buckets([TensorSpec(name, "F32", tuple(value.shape)) for name, value in held.items()],
-                        bucket_bytes=1 << 20)  # fmt: skip
+    plan = plan_buckets(
+        [TensorSpec(name, "F32", tuple(value.shape)) for name, value in held.items()], bucket_bytes=1 << 20
+    )
     digests, whole = digest_tensors(plan.tensors, lambda name: raw[name])
     await engine.begin_update(Manifest(version, plan.digest, plan.bucket_bytes, digests, whole), plan.tensors)
     for number, group in enumerate(by_bucket(plan.tensors, len(plan.bucket_bytes))):
@@ -174,17 +200,21 @@ def _compare(samples: list[Any], old: Path, new: Path) -> dict[str, float]:
         mixed += 1
         ids = torch.tensor([[*prompt, *item.token_ids.tolist()]])
         with torch.inference_mode():
-            tables = [torch.log_softmax(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float(), -1)
-                      for model in models]  # fmt: skip
+            tables = [
+                torch.log_softmax(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float(), -1) for model in models
+            ]
         plain = [table.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy() for table in tables]
         gaps.append(np.abs(plain[1] - item.logprobs)[after])
         moved.append(np.abs(plain[1] - plain[0])[after])
     every, apart = (np.concatenate(parts) if parts else np.zeros(1) for parts in (gaps, moved))
     return {
-        "samples_of_both": mixed, "tokens_after": int(every.size), "gap_mean": float(every.mean()),
-        "gap_p99": float(np.quantile(every, 0.99)), "gap_max": float(every.max()),
+        "samples_of_both": mixed,
+        "tokens_after": int(every.size),
+        "gap_mean": float(every.mean()),
+        "gap_p99": float(np.quantile(every, 0.99)),
+        "gap_max": float(every.max()),
         "policies_apart_mean": float(apart.mean()),
-    }  # fmt: skip
+    }
 
 
 def gap_elsewhere(python: str, engine: str, kv: str, pair: tuple[Path, Path]) -> dict[str, float]:
@@ -215,8 +245,13 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "asyncrl", "demo", "--prepare-only"], cwd=ROOT, check=True, timeout=600)
     engines = {"hf": sys.executable} | ({"vllm": str(Path(args.python).absolute())} if args.python else {})
     folders = consecutive(max(PAIRS) + 1)
-    result: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
-                              "cpus": os.cpu_count(), "gap": {}, "runs": {}}  # fmt: skip
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": os.cpu_count(),
+        "gap": {},
+        "runs": {},
+    }
     for engine, python in engines.items():
         for kv in POLICIES:
             found = [gap_elsewhere(python, engine, kv, (folders[k], folders[k + 1])) for k in PAIRS]

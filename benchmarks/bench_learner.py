@@ -11,7 +11,8 @@ the ratio within a round; `by_cpu` is that of seconds of the processor, which a 
 round the norms of the gradients must agree. Memory is the most that was resident during a step beyond what
 was there once the model was loaded, so with gradients and optimizer. Ways:
 
-- ours: from the claimed batch to the updated weights (`learners.step.resilient_step`, `learners.backends.fsdp2.backend`, one rank);
+- ours: from the claimed batch to the updated weights (`learners.step.resilient_step`,
+`learners.backends.fsdp2.backend`, one rank);
 - minimal: by hand, for one process and one loss: packed rows, the same attention, full logits, fused AdamW;
 - trl: TRL's GRPOTrainer, from its padded batch to the updated weights; rows per micro-batch: `--trl-rows`. On a CPU it
   also scores the padding; its experimental asynchronous trainer packs, and was not measured.
@@ -40,9 +41,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports
-from bench_packing import lengths_of, make_batch
-from children import Child
+import reports  # noqa: E402, RUF100
+from bench_packing import lengths_of, make_batch  # noqa: E402, RUF100
+from children import Child  # noqa: E402, RUF100
 
 from learners.warm_start.tiny_model import count_parameters, make_tiny_qwen3, make_tokenizer, save_model
 
@@ -78,10 +79,13 @@ def batch_of(setting: Setting, round_: int) -> tuple[list[dict[str, Any]], int, 
     batch: Any = make_batch(setting, sigma=SIGMA, seed=round_, vocabulary=setting.vocabulary)  # type: ignore[arg-type]
     lengths = lengths_of(batch)
     groups = [
-        {"prompt": group.prompt_ids.tolist(), "responses": [sample.response.tolist() for sample in group.samples],
-         "rewards": [sample.reward for sample in group.samples]}
+        {
+            "prompt": group.prompt_ids.tolist(),
+            "responses": [sample.response.tolist() for sample in group.samples],
+            "rewards": [sample.reward for sample in group.samples],
+        }
         for group in batch.groups
-    ]  # fmt: skip
+    ]
     shape = {"sequences": len(lengths), "mean": round(float(np.mean(lengths)), 1), "longest": max(lengths)}
     return groups, sum(lengths), shape
 
@@ -93,10 +97,17 @@ def opened(setting: Setting, folder: Path, options: Any) -> dict[str, Child]:
         pythons["trl"] = str(options.trl_python)
     first = msgspec.structs.asdict(setting) | {"model": str(folder), "overrides": options.set}
     script = str(Path(__file__).with_name("learner_rounds.py"))
-    env = {"OMP_NUM_THREADS": str(setting.threads), "PYTHONPATH": "", "HF_HUB_OFFLINE": "1",
-           "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}  # fmt: skip
-    return {way: Child([python, script], first=first | {"way": way}, log=folder / f"{way}.log", env=env)
-            for way, python in pythons.items()}  # fmt: skip
+    env = {
+        "OMP_NUM_THREADS": str(setting.threads),
+        "PYTHONPATH": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    return {
+        way: Child([python, script], first=first | {"way": way}, log=folder / f"{way}.log", env=env)
+        for way, python in pythons.items()
+    }
 
 
 def steps(setting: Setting, ways: dict[str, Child]) -> dict[str, Any]:
@@ -130,13 +141,14 @@ def steps(setting: Setting, ways: dict[str, Child]) -> dict[str, Any]:
         rates = [tokens / spent for tokens, spent in zip(useful, seconds[way], strict=True)]
         others = [other for other in ways if other != way]
         return {
-            "useful_tokens_per_s": round(statistics.median(rates)), "range": [round(min(rates)), round(max(rates))],
+            "useful_tokens_per_s": round(statistics.median(rates)),
+            "range": [round(min(rates)), round(max(rates))],
             "peak_extra_mib": round((peaks[way] - ways[way].ready["ready"]) / MIB, 1),
             "peak_mib": round(peaks[way] / MIB, 1),
             **{f"times_{other}": times(seconds, way, other) for other in others},
             **{f"times_{other}_by_cpu": times(cpu, way, other) for other in others},
             "version": ways[way].ready["version"],
-        }  # fmt: skip
+        }
 
     return {way: row(way) for way in ways}
 
@@ -155,11 +167,26 @@ def publish(setting: Setting, folder: Path) -> dict[str, Any]:
     out = folder / "publish.json"
     script = str(Path(__file__).with_name("learner_publish.py"))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-         "--nproc-per-node", "2", script, str(folder), str(out), str(setting.publish_rounds)],
-        capture_output=True, text=True, timeout=300, check=False,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            "2",
+            script,
+            str(folder),
+            str(out),
+            str(setting.publish_rounds),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    )
     if not out.exists():
         raise SystemExit(
             f"the ranks of the publish ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
@@ -176,9 +203,15 @@ def run_steps(setting: Setting, options: Any) -> tuple[dict[str, Any], int]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tokenizer(folder)
-        model = make_tiny_qwen3(setting.vocabulary, hidden_size=setting.hidden, mlp_size=3 * setting.hidden,
-                                heads=setting.hidden // 32, kv_heads=setting.hidden // 64, layers=setting.layers,
-                                max_positions=setting.cap + 64)  # fmt: skip
+        model = make_tiny_qwen3(
+            setting.vocabulary,
+            hidden_size=setting.hidden,
+            mlp_size=3 * setting.hidden,
+            heads=setting.hidden // 32,
+            kv_heads=setting.hidden // 64,
+            layers=setting.layers,
+            max_positions=setting.cap + 64,
+        )
         parameters = count_parameters(model)
         save_model(folder, model)
         ways = opened(setting, folder, options)
@@ -194,9 +227,17 @@ def run_publish(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tokenizer(folder)
-        save_model(folder, make_tiny_qwen3(
-            setting.vocabulary, hidden_size=256, mlp_size=768, heads=8, kv_heads=4, layers=28,
-        ))  # fmt: skip
+        save_model(
+            folder,
+            make_tiny_qwen3(
+                setting.vocabulary,
+                hidden_size=256,
+                mlp_size=768,
+                heads=8,
+                kv_heads=4,
+                layers=28,
+            ),
+        )
         return publish(setting, folder)
 
 
@@ -234,19 +275,28 @@ def main() -> None:
         ratio = sent["float32"]["times_per_parameter"]
         wanted = WANTED["publish_float32"]
         reports.write(
-            options.results.with_name("learner_publish.json"), "the gather of a publish, two ranks",
-            setting={"rounds": setting.publish_rounds}, reached={"publish_float32": ratio},
-            wanted={"publish_float32": wanted}, met={"publish_float32": ratio >= wanted}, publish=sent,
-        )  # fmt: skip
+            options.results.with_name("learner_publish.json"),
+            "the gather of a publish, two ranks",
+            setting={"rounds": setting.publish_rounds},
+            reached={"publish_float32": ratio},
+            wanted={"publish_float32": wanted},
+            met={"publish_float32": ratio >= wanted},
+            publish=sent,
+        )
         sys.exit(0 if ratio >= wanted else 1)
     reached = {name: figures["ours"][name] for name in ("times_minimal", "times_trl") if name in figures["ours"]}
     reached["publish_float32"] = sent["float32"]["times_per_parameter"]
     met = {name: value >= WANTED[name] for name, value in reached.items()}
     reports.write(
-        options.results, "useful tokens per second of a GRPO step, memory, and the gather of a publish",
+        options.results,
+        "useful tokens per second of a GRPO step, memory, and the gather of a publish",
         setting=msgspec.structs.asdict(setting) | {"parameters": parameters, "overrides": options.set},
-        reached=reached, wanted=WANTED, met=met, steps=figures, publish=sent,
-    )  # fmt: skip
+        reached=reached,
+        wanted=WANTED,
+        met=met,
+        steps=figures,
+        publish=sent,
+    )
     sys.exit(0 if all(met.values()) else 1)
 
 

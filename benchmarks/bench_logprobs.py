@@ -30,7 +30,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from children import forget_peak, resident
+from children import forget_peak, resident  # noqa: E402, RUF100
 
 from learners.models.logprobs import chunked_logprobs
 
@@ -86,8 +86,13 @@ def child(name: str, shape: tuple[int, int, int], out: Path | None) -> None:
     extra = resident("VmHWM") - before
     if out is not None:
         assert hidden.grad is not None and weight.grad is not None
-        np.savez(out, logprobs=logprobs.detach().numpy(), entropy=entropy.detach().numpy(), hidden=hidden.grad.numpy(),
-                 weight=weight.grad.numpy())  # fmt: skip
+        np.savez(
+            out,
+            logprobs=logprobs.detach().numpy(),
+            entropy=entropy.detach().numpy(),
+            hidden=hidden.grad.numpy(),
+            weight=weight.grad.numpy(),
+        )
     print(json.dumps({"extra_mib": round(extra / MIB, 1), "seconds": round(seconds, 2)}))
 
 
@@ -97,8 +102,9 @@ def child(name: str, shape: tuple[int, int, int], out: Path | None) -> None:
 def measure(name: str, shape: tuple[int, int, int], out: Path | None = None) -> dict[str, float]:
     """Figures of a way from a fresh process."""
     command = [sys.executable, __file__, "--child", name, "--shape", *map(str, shape)]
-    done = subprocess.run(command + (["--out", str(out)] if out else []), capture_output=True, text=True, timeout=900,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        command + (["--out", str(out)] if out else []), capture_output=True, text=True, timeout=900, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout)
@@ -108,8 +114,13 @@ def measure(name: str, shape: tuple[int, int, int], out: Path | None = None) -> 
 def differences(wanted: Path, got: Path) -> dict[str, dict[str, float]]:
     """Largest difference of every array, and the largest value that it has."""
     with np.load(wanted) as left, np.load(got) as right:
-        return {name: {"max_difference": float(np.abs(left[name] - right[name]).max()),
-                       "largest": float(np.abs(left[name]).max())} for name in left.files}  # fmt: skip
+        return {
+            name: {
+                "max_difference": float(np.abs(left[name] - right[name]).max()),
+                "largest": float(np.abs(left[name]).max()),
+            }
+            for name in left.files
+        }
 
 
 def run(shape: tuple[int, int, int], folder: Path) -> dict[str, object]:

@@ -1,8 +1,10 @@
 """Useful tokens per second of a training step over long-tailed lengths: packed rows against padded ones.
 
-Run: `python benchmarks/bench_packing.py`. The real path on one rank: `learners.batch.assembly.assemble` cuts a claimed batch,
+Run: `python benchmarks/bench_packing.py`. The real path on one rank: `learners.batch.assembly.assemble` cuts a
+claimed batch,
 `encode_share` and `decode_share` carry it, `learners.step.update.train_step` runs forward, backward and AdamW on
-`learners.backends.fsdp2.backend`; the model is a Qwen3 from `learners.warm_start.tiny_model`. Useful tokens are those of prompts and
+`learners.backends.fsdp2.backend`; the model is a Qwen3 from `learners.warm_start.tiny_model`. Useful tokens are those
+of prompts and
 responses, without padding: equal in every way, as are the token budget of a micro-batch, the weights at the start and
 the order of the batches. Response lengths are lognormal, cut at a cap. Ways:
 
@@ -33,9 +35,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import reports
+import reports  # noqa: E402, RUF100
 
-from asyncrl import config as configuration
+from asyncrl import config as configuration  # noqa: E402, RUF100
 from asyncrl.wire.batch_arrays import ClaimedBatch, GroupData, SampleData
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.batch import assembly as batches
@@ -102,8 +104,9 @@ def assemble(way: str, batch: Any, config: configuration.Config) -> tuple[batche
 
     patched = {"pad": in_order, "padded_rows": to_longest} if way == "padded" else {"pad": batches.pad}
     with mock.patch.multiple(batches, **patched):
-        step = batches.assemble(batch, algorithm=learner.algorithm, ranks=1, max_tokens=learner.micro_batch_tokens,
-                                packing=learner.packing)  # fmt: skip
+        step = batches.assemble(
+            batch, algorithm=learner.algorithm, ranks=1, max_tokens=learner.micro_batch_tokens, packing=learner.packing
+        )
     return batches.decode_share(batches.encode_share(step.shares[0]))
 
 
@@ -118,9 +121,13 @@ def widened(micro: batches.MicroBatch, width: int) -> batches.MicroBatch:
         return (flat // micro.width * width + flat % micro.width).astype(np.int32)
 
     return msgspec.structs.replace(
-        micro, width=width, input_ids=wide(micro.input_ids), positions=moved(micro.positions),
-        position_ids=np.tile(np.arange(width, dtype=np.int32), rows), cu_seqlens=moved(micro.cu_seqlens),
-    )  # fmt: skip
+        micro,
+        width=width,
+        input_ids=wide(micro.input_ids),
+        positions=moved(micro.positions),
+        position_ids=np.tile(np.arange(width, dtype=np.int32), rows),
+        cu_seqlens=moved(micro.cu_seqlens),
+    )
 
 
 def make_config(folder: Path, setting: Setting, overrides: list[str]) -> configuration.Config:
@@ -164,8 +171,11 @@ def measure(setting: Setting, sigma: float, folder: Path, gang: Gang, vocabulary
             else:
                 seconds[way].append(spent)
                 pieces = [piece for part in share for piece in part.micro]
-                micro[way] = {"micro_batches": len(pieces), "widest": max(piece.width for piece in pieces),
-                              "tokens_computed": sum(piece.input_ids.size for piece in pieces)}  # fmt: skip
+                micro[way] = {
+                    "micro_batches": len(pieces),
+                    "widest": max(piece.width for piece in pieces),
+                    "tokens_computed": sum(piece.input_ids.size for piece in pieces),
+                }
         if round_:
             useful.append(sum(lengths))
             shape = {"sequences": len(lengths), "mean": round(float(np.mean(lengths)), 1), "longest": max(lengths)}
@@ -183,8 +193,9 @@ def agree(first: dict[str, dict[str, float]]) -> None:
 
 def figures_of(seconds: dict[str, list[float]], useful: list[int], micro: dict[str, Any]) -> dict[str, Any]:
     """Tokens per second and how many times the padded ways, by way."""
-    rates = {way: [tokens / spent for tokens, spent in zip(useful, taken, strict=True)]
-             for way, taken in seconds.items()}  # fmt: skip
+    rates = {
+        way: [tokens / spent for tokens, spent in zip(useful, taken, strict=True)] for way, taken in seconds.items()
+    }
 
     def times(way: str, other: str) -> float:
         return round(statistics.median(a / b for a, b in zip(rates[way], rates[other], strict=True)), 2)
@@ -199,7 +210,7 @@ def figures_of(seconds: dict[str, list[float]], useful: list[int], micro: dict[s
             "last_batch": micro[way],
         }
         for way, rate in rates.items()
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -215,8 +226,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         vocabulary = len(make_tokenizer(folder))
-        model = make_tiny_qwen3(vocabulary, hidden_size=setting.hidden, mlp_size=3 * setting.hidden,
-                                layers=setting.layers, max_positions=setting.cap + 64)  # fmt: skip
+        model = make_tiny_qwen3(
+            vocabulary,
+            hidden_size=setting.hidden,
+            mlp_size=3 * setting.hidden,
+            layers=setting.layers,
+            max_positions=setting.cap + 64,
+        )
         parameters = count_parameters(model)
         save_model(folder, model)
         config = make_config(folder, setting, [])
@@ -230,10 +246,14 @@ def main() -> None:
         gang.leave()
     times = next(row["figures"]["packed"]["times_padded"] for row in rows if row["sigma"] == HEADLINE)
     reports.write(
-        results, "useful tokens per second of a training step, packed against padded rows, one rank, float32",
+        results,
+        "useful tokens per second of a training step, packed against padded rows, one rank, float32",
         setting=msgspec.structs.asdict(setting) | {"parameters": parameters, "vocabulary": vocabulary},
-        times=times, wanted=WANTED, met=times >= WANTED, by_sigma=rows,
-    )  # fmt: skip
+        times=times,
+        wanted=WANTED,
+        met=times >= WANTED,
+        by_sigma=rows,
+    )
     sys.exit(0 if times >= WANTED else 1)
 
 

@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import reports
+import reports  # noqa: E402, RUF100
 
-from asyncrl.config import Config, dump, parse
-from asyncrl.engine import GenDelta
+from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
+from asyncrl.engine import GenDelta  # noqa: E402, RUF100
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from buffers.client.client import ObserverClient, ProducerClient
 
@@ -88,10 +88,16 @@ async def fill(config: Config, samples: int) -> None:
         assert leases, "the buffer gives no leases"
         for lease in leases:
             made = [
-                GenDelta(str(index), index, np.full(200, 3 + index, np.int32), np.full(200, -0.5, np.float32),
-                         ((0, 200),), "stop")
+                GenDelta(
+                    str(index),
+                    index,
+                    np.full(200, 3 + index, np.int32),
+                    np.full(200, -0.5, np.float32),
+                    ((0, 200),),
+                    "stop",
+                )
                 for index in lease.missing
-            ]  # fmt: skip
+            ]
             await client.submit(lease, prompt_ids=prompt, samples=made, digests={}, row={"prompt": "p"})
             sent += len(made)
     client.close()
@@ -104,9 +110,12 @@ def start(stack: ExitStack, config: Config, module: str, name: str) -> None:
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     with (run.logs / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, "--config", str(run.config), "--name", name], cwd=ROOT, env=env, stdout=log,
+            [sys.executable, "-m", module, "--config", str(run.config), "--name", name],
+            cwd=ROOT,
+            env=env,
+            stdout=log,
             stderr=log,
-        )  # fmt: skip
+        )
     stack.callback(process.wait, 30)
     stack.callback(process.terminate)
 
@@ -160,10 +169,14 @@ def main() -> None:
             figures[function]["ideal_per_s"] = round(busy / CALL_S, 1)
         print(f"{function:10} {figures[function]}", flush=True)
     reports.write(
-        ROOT / "benchmarks/results/rewards.json", f"rewards per second with {args.workers} workers of one core each, a "
-        "function of 10 ms", packages=("pyzmq", "msgspec", "tokenizers"), workers=args.workers, samples=args.samples,
-        batch_samples=args.batch, figures=figures,
-    )  # fmt: skip
+        ROOT / "benchmarks/results/rewards.json",
+        f"rewards per second with {args.workers} workers of one core each, a function of 10 ms",
+        packages=("pyzmq", "msgspec", "tokenizers"),
+        workers=args.workers,
+        samples=args.samples,
+        batch_samples=args.batch,
+        figures=figures,
+    )
 
 
 if __name__ == "__main__":

@@ -37,10 +37,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from sync_rig import Weights, World, baselines, specs_of
+from sync_rig import Weights, World, baselines, specs_of  # noqa: E402, RUF100
 
-from asyncrl import config as settings
-from asyncrl.errors import AsyncRLError
+from asyncrl import config as settings  # noqa: E402, RUF100
+from asyncrl.errors import AsyncRLError  # noqa: E402, RUF100
 from weightsync.copy_digest import copy_digest, cores
 from weightsync.plan.buckets import Plan, plan_buckets
 from weightsync.plan.digest import Digest
@@ -89,8 +89,9 @@ def measure(worlds: dict[str, World], weights: Weights, repeats: int) -> dict[st
                 rows[name].append(ratios(base | row | {"memcpy_s": copied}, len(world.members)))
     return {
         name: {key: float(f"{statistics.median(row[key] for row in found):.4g}") for key in found[0]}
-        for name, found in rows.items() if found
-    }  # fmt: skip
+        for name, found in rows.items()
+        if found
+    }
 
 
 def stages(weights: Weights, repeats: int) -> dict[str, float]:
@@ -98,9 +99,11 @@ def stages(weights: Weights, repeats: int) -> dict[str, float]:
     digest = Digest()
     pairs = [(weights.copy, weights.data)]
     works: dict[str, Callable[[], object]] = {
-        "copy": lambda: np.copyto(weights.copy, weights.data), "digest": lambda: digest.update(weights.data),
-        "both_1_thread": lambda: copy_digest(pairs, threads=1), "both_all_threads": lambda: copy_digest(pairs),
-    }  # fmt: skip
+        "copy": lambda: np.copyto(weights.copy, weights.data),
+        "digest": lambda: digest.update(weights.data),
+        "both_1_thread": lambda: copy_digest(pairs, threads=1),
+        "both_all_threads": lambda: copy_digest(pairs),
+    }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     for _ in range(max(3, repeats)):
         for name, work in works.items():
@@ -174,8 +177,18 @@ def run_all(options: Any, weights: Weights, generators: int, notes: list[str]) -
                 for world in worlds.values():
                     world.end()
     for name, row in found.items():
-        shown = ("memcpy_s", "blocked_s", "transfer_s", "round_s", "flat_s", "per_tensor_s", "pause_s", "waited_s",
-                 "apply_s", "attest_s")  # fmt: skip
+        shown = (
+            "memcpy_s",
+            "blocked_s",
+            "transfer_s",
+            "round_s",
+            "flat_s",
+            "per_tensor_s",
+            "pause_s",
+            "waited_s",
+            "apply_s",
+            "attest_s",
+        )
         print(f"{generators} x {name:11}", *(f"{key} {row[key]:.3f}" for key in shown))
     return found
 

@@ -22,17 +22,21 @@ import xxhash
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from bench_buffer import REWARDS, ROW, SIZES, make_groups
+from bench_buffer import REWARDS, ROW, SIZES, make_groups  # noqa: E402, RUF100
 
-from asyncrl import wire
+from asyncrl import wire  # noqa: E402, RUF100
 from buffers.client.client import group_data
 
 
 def encode(prompt: Any, samples: Any) -> list[Any]:
     """As a producer does it."""
-    fields, payload = wire.pack_arrays({
-        "prompt": prompt, "response": np.concatenate([s.token_ids for s in samples]),
-        "logprobs": np.concatenate([s.logprobs for s in samples])})  # fmt: skip
+    fields, payload = wire.pack_arrays(
+        {
+            "prompt": prompt,
+            "response": np.concatenate([s.token_ids for s in samples]),
+            "logprobs": np.concatenate([s.logprobs for s in samples]),
+        }
+    )
     heads = tuple(wire.SampleHead(s.index, len(s.token_ids), s.finish, s.runs) for s in samples)
     row = msgspec.json.encode(ROW).decode()
     head = wire.Samples("p", 1, 1, heads, {0: "d" * 32}, fields, row, len(prompt), rewards=REWARDS)

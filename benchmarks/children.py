@@ -21,9 +21,13 @@ class Child:
     def __init__(self, command: Sequence[str], *, first: Any, log: Path, env: dict[str, str] | None = None) -> None:
         self._log = log.open("wb")
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
             env={**os.environ, **(env or {})},
-        )  # fmt: skip
+        )
         self.ready = self.ask(first)
 
     def ask(self, line: Any) -> Any:

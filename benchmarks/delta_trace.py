@@ -1,7 +1,8 @@
 """A real training trace in bf16 for `bench_delta.py`: what changes in the weights from step to step.
 
-Called by `bench_delta.py`. GRPO on the demo's task by the learner's own parts: `learners.backends.fsdp2.backend` on one rank
-with fp32 master weights and optimizer states, `learners.batch.assembly.assemble` and `learners.step.update.train_step`, bf16 on the
+GRPO on the demo's task by the learner's own parts: `learners.backends.fsdp2.backend` on one rank
+with fp32 master weights and optimizer states, `learners.batch.assembly.assemble` and
+`learners.step.update.train_step`, bf16 on the
 wire. The generator is transformers' own `generate` on a bf16 model that is fed by deltas alone: after every step it
 takes the decoded bytes, whose digest is compared with that of the learner's weights. Nothing runs beside anything else,
 so every batch is on-policy; prompts are new in every step.
@@ -56,9 +57,15 @@ def settings(task: str, model: Path, trace: Trace) -> configuration.Config:
     """The quickstart's settings, in bf16."""
     return configuration.load(
         quickstart(),
-        [*task_settings(task), f"model.path={model}", "model.dtype=bfloat16", f"learner.optim.lr={trace.lr}",
-         f"sampling.max_new_tokens={trace.new_tokens}", f"learner.steps={trace.steps}"],
-    )  # fmt: skip
+        [
+            *task_settings(task),
+            f"model.path={model}",
+            "model.dtype=bfloat16",
+            f"learner.optim.lr={trace.lr}",
+            f"sampling.max_new_tokens={trace.new_tokens}",
+            f"learner.steps={trace.steps}",
+        ],
+    )
 
 
 class Generator:
@@ -96,9 +103,16 @@ class Generator:
         texts = [row["prompt"] for row in rows for _ in range(trace.samples)]
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         made = self.model.generate(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=True, temperature=1.0,
-            top_k=0, top_p=1.0, max_new_tokens=trace.new_tokens, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=trace.new_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         new = made.sequences[:, inputs["input_ids"].shape[1] :]
         logprobs = torch.stack([torch.log_softmax(logits.float(), -1) for logits in made.logits], 1)
         logprobs = logprobs.gather(2, new.unsqueeze(2)).squeeze(2)
@@ -116,9 +130,16 @@ class Generator:
         length = int(ends[0]) + 1 if len(ends) else len(ids)
         text = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
         return SampleData(
-            index, ids[:length].numpy().astype(np.int32), logprobs[:length].clamp(max=0.0).numpy(), None,
-            ((0, length),), "stop" if len(ends) else "length", reward(text, truth), {}, {},
-        )  # fmt: skip
+            index,
+            ids[:length].numpy().astype(np.int32),
+            logprobs[:length].clamp(max=0.0).numpy(),
+            None,
+            ((0, length),),
+            "stop" if len(ends) else "length",
+            reward(text, truth),
+            {},
+            {},
+        )
 
 
 def staged(backend: FSDP2Backend, plan: Plan) -> list[np.ndarray]:
@@ -170,15 +191,20 @@ def run(task: str, model: Path, trace: Trace, gang: Gang, reward: Reward) -> dic
         changed.append(changed_elements(old, new, plan) / elements)
         old = new
     return {
-        "lr": trace.lr, "steps": trace.steps, "weights_bytes": plan.nbytes, "elements": elements,
-        "share_of_full": summary(share), "changed_elements": summary(changed),
+        "lr": trace.lr,
+        "steps": trace.steps,
+        "weights_bytes": plan.nbytes,
+        "elements": elements,
+        "share_of_full": summary(share),
+        "changed_elements": summary(changed),
         "bytes_per_changed_element": round(sum(share) * plan.nbytes / max(1.0, sum(changed) * elements), 3),
-        "encode_ms": summary([1e3 * s for s in encode_s]), "decode_ms": summary([1e3 * s for s in decode_s]),
+        "encode_ms": summary([1e3 * s for s in encode_s]),
+        "decode_ms": summary([1e3 * s for s in decode_s]),
         "encode_gb_per_s": round(plan.nbytes / statistics.median(encode_s) / 1e9, 3),
         "decode_gb_per_s": round(plan.nbytes / statistics.median(decode_s) / 1e9, 3),
         "reward_first_5": round(statistics.fmean(rewards[:5]), 3),
         "reward_last_5": round(statistics.fmean(rewards[-5:]), 3),
-    }  # fmt: skip
+    }
 
 
 def summary(values: list[float]) -> dict[str, float]:

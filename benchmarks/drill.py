@@ -76,9 +76,18 @@ def start(run: Path, settings: list[str], log: Path) -> subprocess.Popen[bytes]:
     """`asyncrl launch all` in the background."""
     shutil.rmtree(run, ignore_errors=True)
     words = [
-        sys.executable, "-m", "asyncrl", "launch", "all", str(ROOT / "configs" / "quickstart.toml"), "--plain",
-        "--set", f"run.dir={run}", "--set", "buffer.store=redis",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "asyncrl",
+        "launch",
+        "all",
+        str(ROOT / "configs" / "quickstart.toml"),
+        "--plain",
+        "--set",
+        f"run.dir={run}",
+        "--set",
+        "buffer.store=redis",
+    ]
     for setting in settings:
         words += ["--set", setting]
     with log.open("wb") as file:
@@ -153,11 +162,16 @@ def main() -> int:
     result = {
         "command": f"python benchmarks/drill.py --seed {args.seed} --rounds {args.rounds}"
         + "".join(f" --set {setting}" for setting in args.settings),
-        "kept": kept, "faults": faults, "undisturbed": calm, "disturbed": shaken,
-    }  # fmt: skip
+        "kept": kept,
+        "faults": faults,
+        "undisturbed": calm,
+        "disturbed": shaken,
+    }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{len(faults)} of {len(order)} kills; trained {shaken['audit']['trained']} against "
-          f"{calm['audit']['trained']} undisturbed; promises {'kept' if kept else 'BROKEN'}; {RESULTS}")  # fmt: skip
+    print(
+        f"{len(faults)} of {len(order)} kills; trained {shaken['audit']['trained']} against "
+        f"{calm['audit']['trained']} undisturbed; promises {'kept' if kept else 'BROKEN'}; {RESULTS}"
+    )
     return 0 if kept else 1
 
 

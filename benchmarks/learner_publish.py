@@ -1,6 +1,7 @@
 """The gather of a publish as bench_learner.py measures it: `torchrun learner_publish.py MODEL OUT ROUNDS`.
 
-Rank 0 copies every whole tensor to its place in buckets that are there already (`weightsync.plan.buckets`), as a publisher
+Rank 0 copies every whole tensor to its place in buckets that are there already (`weightsync.plan.buckets`), as a
+publisher
 does, without digests. Ways, turn by turn: `streamed`: `Backend.iter_hf_weights`; `per_parameter`: `full_tensor()` of
 each parameter, cast to the dtype that is sent; `state_dict`: `get_model_state_dict` with all of it on rank 0. Figures
 of rank 0 go to OUT by dtype of the model: medians in ms, ratios within a round, and the most bytes that were resident
@@ -24,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from bench_packing import Setting, make_config
-from children import forget_peak, resident
+from bench_packing import Setting, make_config  # noqa: E402, RUF100
+from children import forget_peak, resident  # noqa: E402, RUF100
 
-from asyncrl.config import WeightSyncConfig
+from asyncrl.config import WeightSyncConfig  # noqa: E402, RUF100
 from learners.backends.fsdp2.backend import DTYPES, FSDP2Backend, bytes_of
 from learners.backends.fsdp2.sharded_module import OWN
 from learners.gang.gang import Gang
@@ -49,8 +50,10 @@ class Rounds:
         self.plan = plan_buckets(specs, bucket_bytes=WeightSyncConfig().bucket_bytes)
         self.buckets = [np.ones(size, np.uint8) for size in self.plan.bucket_bytes]
         self.ways: dict[str, Callable[[], Chunks]] = {
-            "streamed": self.streamed, "per_parameter": self.per_parameter, "state_dict": self.state_dict,
-        }  # fmt: skip
+            "streamed": self.streamed,
+            "per_parameter": self.per_parameter,
+            "state_dict": self.state_dict,
+        }
 
     def streamed(self) -> Chunks:
         """As the learner does it."""
@@ -112,11 +115,13 @@ class Rounds:
             return round(statistics.median(b / a for a, b in zip(seconds["streamed"], seconds[way], strict=True)), 2)
 
         return {
-            "tensors": len(self.plan.tensors), "bytes": self.plan.nbytes,
+            "tensors": len(self.plan.tensors),
+            "bytes": self.plan.nbytes,
             "ms": {way: round(1e3 * statistics.median(taken), 1) for way, taken in seconds.items()},
             "extra_mib": {way: round(most / (1 << 20), 1) for way, most in extra.items()},
-            "times_per_parameter": times("per_parameter"), "times_state_dict": times("state_dict"),
-        }  # fmt: skip
+            "times_per_parameter": times("per_parameter"),
+            "times_state_dict": times("state_dict"),
+        }
 
 
 def main() -> None:

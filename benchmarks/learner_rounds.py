@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from children import Answers, forget_peak, resident
+from children import Answers, forget_peak, resident  # noqa: E402, RUF100
 
 CLIP = (0.8, 1.28)
 
@@ -58,13 +58,26 @@ class Ours:
             return SampleData(index, response, behaviour, None, ((0, response.size),), "stop", reward, {}, {})
 
         self.step += 1
-        return ClaimedBatch(self.step, 0, False, tuple(
-            GroupData(number, 4, {}, np.array(group["prompt"], np.int32), tuple(
-                sample(index, *pair)
-                for index, pair in enumerate(zip(group["responses"], group["rewards"], strict=True))
-            ), {})
-            for number, group in enumerate(groups)
-        ), {})  # fmt: skip
+        return ClaimedBatch(
+            self.step,
+            0,
+            False,
+            tuple(
+                GroupData(
+                    number,
+                    4,
+                    {},
+                    np.array(group["prompt"], np.int32),
+                    tuple(
+                        sample(index, *pair)
+                        for index, pair in enumerate(zip(group["responses"], group["rewards"], strict=True))
+                    ),
+                    {},
+                )
+                for number, group in enumerate(groups)
+            ),
+            {},
+        )
 
     def train(self, batch: Any) -> float:
         """One step; the norm of its gradient."""
@@ -151,8 +164,14 @@ def serve(given: dict[str, Any], answers: Answers) -> None:
         forget_peak()
         wall, cpu = time.perf_counter(), time.process_time()
         norm = way.train(batch)
-        answers.say({"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "grad_norm": norm,
-                     "peak": resident("VmHWM")})  # fmt: skip
+        answers.say(
+            {
+                "seconds": time.perf_counter() - wall,
+                "cpu": time.process_time() - cpu,
+                "grad_norm": norm,
+                "peak": resident("VmHWM"),
+            }
+        )
 
 
 def serve_trl(given: dict[str, Any], answers: Answers) -> None:
@@ -169,12 +188,18 @@ def serve_trl(given: dict[str, Any], answers: Answers) -> None:
         line = answers.hear()
         if line is None:
             raise KeyboardInterrupt
-        flat = [(group["prompt"], ids, reward) for group in line["groups"]
-                for ids, reward in zip(group["responses"], group["rewards"], strict=True)]  # fmt: skip
+        flat = [
+            (group["prompt"], ids, reward)
+            for group in line["groups"]
+            for ids, reward in zip(group["responses"], group["rewards"], strict=True)
+        ]
         assert len(flat) == len(prompts)
         now["rewards"] = [reward for _, _, reward in flat]
-        return {"prompt_ids": [prompt for prompt, _, _ in flat], "completion_ids": [ids for _, ids, _ in flat],
-                "logprobs": None}  # fmt: skip
+        return {
+            "prompt_ids": [prompt for prompt, _, _ in flat],
+            "completion_ids": [ids for _, ids, _ in flat],
+            "logprobs": None,
+        }
 
     class Timed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -195,18 +220,36 @@ def serve_trl(given: dict[str, Any], answers: Answers) -> None:
     samples = given["groups"] * given["samples"]
     with tempfile.TemporaryDirectory() as out:
         trainer = Timed(
-            given["model"], reward_funcs=lambda completions, **_: now["rewards"],
+            given["model"],
+            reward_funcs=lambda completions, **_: now["rewards"],
             processing_class=AutoTokenizer.from_pretrained(given["model"]),
-            train_dataset=Dataset.from_dict({"prompt": ["1"] * 10_000}), rollout_func=rollout, callbacks=[Stop()],
+            train_dataset=Dataset.from_dict({"prompt": ["1"] * 10_000}),
+            rollout_func=rollout,
+            callbacks=[Stop()],
             args=GRPOConfig(
-                out, use_cpu=True, bf16=False, gradient_checkpointing=False, learning_rate=1e-6, beta=0.0,
-                lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, loss_type="dapo", epsilon_high=0.28,
-                per_device_train_batch_size=given["trl_rows"], num_generations=given["samples"],
-                gradient_accumulation_steps=samples // given["trl_rows"], max_completion_length=given["cap"],
-                logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, max_steps=1000,
+                out,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                learning_rate=1e-6,
+                beta=0.0,
+                lr_scheduler_type="constant",
+                weight_decay=0.0,
+                max_grad_norm=1.0,
+                loss_type="dapo",
+                epsilon_high=0.28,
+                per_device_train_batch_size=given["trl_rows"],
+                num_generations=given["samples"],
+                gradient_accumulation_steps=samples // given["trl_rows"],
+                max_completion_length=given["cap"],
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                max_steps=1000,
                 model_init_kwargs={"dtype": "float32"},
             ),
-        )  # fmt: skip
+        )
         answers.say({"ready": resident("VmRSS"), "version": __version__})
         try:
             trainer.train()

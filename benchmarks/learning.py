@@ -84,15 +84,20 @@ def train(task: str, words: list[str], settings: tuple[str, ...], *, steps: int,
     rewards = [round(float(line["reward_mean"]), 4) for line in lines]
     values = [line.get(name, 0.0) for line in lines for name in ("loss", "grad_norm", "entropy")]
     return {
-        "settings": [*words, *settings], "seed": seed, "steps": len(lines), "code": done.returncode,
-        "audit": audit.returncode, "finite": all(math.isfinite(value) for value in values), "rewards": rewards,
+        "settings": [*words, *settings],
+        "seed": seed,
+        "steps": len(lines),
+        "code": done.returncode,
+        "audit": audit.returncode,
+        "finite": all(math.isfinite(value) for value in values),
+        "rewards": rewards,
         "first5": round(statistics.fmean(rewards[:5]), 4) if rewards else 0.0,
         "last5": round(statistics.fmean(rewards[-5:]), 4) if rewards else 0.0,
         "lag_mean": round(statistics.fmean(line["lag_mean"] for line in lines), 3) if lines else 0.0,
         "ess": round(statistics.fmean(line.get("ess", 1.0) for line in lines), 4) if lines else 0.0,
         "seconds": round(time.monotonic() - began, 1),
         "error": "" if done.returncode == 0 else done.stdout[-600:],
-    }  # fmt: skip
+    }
 
 
 def known() -> dict[str, Any]:
@@ -158,27 +163,35 @@ def table(_: argparse.Namespace) -> None:
     head = text.split("<!-- tables -->")[0].rstrip()
     PAGE.write_text(head + "\n\n<!-- tables -->\n\n" + "\n".join(lines) + "\n")
     draw(
-        PAGE.with_name("learning-presets.png"), columns=5,
+        PAGE.with_name("learning-presets.png"),
+        columns=5,
         panels={preset: [("", run["rewards"])] for (_task, preset, _seed), run in sorted(single.items())},
-    )  # fmt: skip
+    )
     draw(
-        PAGE.with_name("learning-staleness.png"), columns=len(CORRECTIONS),
+        PAGE.with_name("learning-staleness.png"),
+        columns=len(CORRECTIONS),
         panels={
             f"{bound}, {correction}": [(f"seed {run['seed']}", run["rewards"]) for run in swept[bound][correction]]
-            for bound in sorted(swept) for correction in CORRECTIONS if correction in swept[bound]
+            for bound in sorted(swept)
+            for correction in CORRECTIONS
+            if correction in swept[bound]
         },
-    )  # fmt: skip
+    )
 
 
 def preset_rows(single: dict[tuple[str, ...], dict[str, Any]]) -> list[str]:
     """The table of the presets."""
-    lines = ["| preset | seed | reward, first 5 -> last 5 steps | steps | mean lag | finite, audit | also set |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    lines = [
+        "| preset | seed | reward, first 5 -> last 5 steps | steps | mean lag | finite, audit | also set |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for (_task, preset, seed), run in sorted(single.items()):
         extra = ", ".join(f"`{setting}`" for setting in run["settings"][2:])
         sound = f"{'yes' if run['finite'] else 'NO'}, {'OK' if run['audit'] == 0 and run['code'] == 0 else 'NOT OK'}"
-        lines.append(f"| {preset} | {seed} | {run['first5']:.3f} -> {run['last5']:.3f} | {run['steps']} | "
-                     f"{run['lag_mean']:.2f} | {sound} | {extra} |")  # fmt: skip
+        lines.append(
+            f"| {preset} | {seed} | {run['first5']:.3f} -> {run['last5']:.3f} | {run['steps']} | "
+            f"{run['lag_mean']:.2f} | {sound} | {extra} |"
+        )
     return lines
 
 
@@ -199,8 +212,10 @@ def sweep_rows(swept: dict[str, dict[str, list[dict[str, Any]]]]) -> list[str]:
 
 def layout_rows(split: dict[str, list[dict[str, Any]]]) -> list[str]:
     """The table of back-ends and layouts: seeds in turn, and how far the curve is from one process's mean of seeds."""
-    lines = ["| learner | reward, last 5 steps, per seed | steps 16-25, per seed | distance to one process | audit |",
-             "| --- | --- | --- | --- | --- |"]  # fmt: skip
+    lines = [
+        "| learner | reward, last 5 steps, per seed | steps 16-25, per seed | distance to one process | audit |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     alone = [run["rewards"] for run in split.get("one process", [])]
     means = [statistics.fmean(values) for values in zip(*alone, strict=True)]
     for name in (name for name in LAYOUTS if name in split):

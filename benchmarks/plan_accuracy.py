@@ -54,11 +54,22 @@ def run_of(task: str, name: str, steps: int) -> RunDir:
     producers, bound, groups = SETTINGS[name]
     folder = ROOT / "runs" / f"plan-{producers}-{bound}-{groups}"
     shutil.rmtree(folder, ignore_errors=True)
-    settings = [f"run.dir={folder}", f"producers.count={producers}", f"buffer.max_staleness={bound}",
-                f"buffer.batch_groups={groups}", f"learner.steps={steps}", f"model.path=runs/models/{task}",
-                f"data.path=runs/data/{task}.jsonl", "log.tensorboard=false", "learner.checkpoint_every=10",
-                f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]', "log.archive=false",
-                "evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false"]  # fmt: skip
+    settings = [
+        f"run.dir={folder}",
+        f"producers.count={producers}",
+        f"buffer.max_staleness={bound}",
+        f"buffer.batch_groups={groups}",
+        f"learner.steps={steps}",
+        f"model.path=runs/models/{task}",
+        f"data.path=runs/data/{task}.jsonl",
+        "log.tensorboard=false",
+        "learner.checkpoint_every=10",
+        f'reward=[{{function="asyncrl.demo.tasks:{task}_reward"}}]',
+        "log.archive=false",
+        "evaluation.every=0",
+        "evaluation.at_start=false",
+        "evaluation.at_end=false",
+    ]
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl", "launch", "all", "configs/quickstart.toml", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
@@ -86,8 +97,11 @@ def compared(task: str, names: list[str], steps: int) -> dict[str, Any]:
             "load_1m": [round(began, 2), round(os.getloadavg()[0], 2)],
         }
         row = rows[name]
-        print(f"{name:<32} steps/s {got.steps_s:.3f} forecast, {did.steps_s:.3f} made ({row['steps_s_error']:+.0%}); "
-              f"lag {got.lag_mean:.2f}, {did.lag_mean:.2f}", flush=True)  # fmt: skip
+        print(
+            f"{name:<32} steps/s {got.steps_s:.3f} forecast, {did.steps_s:.3f} made ({row['steps_s_error']:+.0%}); "
+            f"lag {got.lag_mean:.2f}, {did.lag_mean:.2f}",
+            flush=True,
+        )
     return rows
 
 
@@ -118,8 +132,10 @@ def main() -> None:
         "within_limits": f"{good} of {len(rows) - 1}", "worst_steps_s_error": round(worst, 4), "settings": rows,
     }  # fmt: skip
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{good} of {len(rows) - 1} other settings within {LIMIT:.0%} of the speed and {LAG_LIMIT} steps (or "
-          f"{LIMIT:.0%}) of the lag; worst speed {worst:+.0%} -> {RESULTS.relative_to(ROOT)}")  # fmt: skip
+    print(
+        f"{good} of {len(rows) - 1} other settings within {LIMIT:.0%} of the speed and {LAG_LIMIT} steps (or "
+        f"{LIMIT:.0%}) of the lag; worst speed {worst:+.0%} -> {RESULTS.relative_to(ROOT)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where the time of a group goes: the durable path in one thread, stage by stage, without sockets.
 
-Called by `bench_buffer.py`; alone: `python benchmarks/stages.py [--how place|frames]`. The same calls as in the
+Alone: `python benchmarks/stages.py [--how place|frames]`. The same calls as in the
 processes (client's packing, service, store, history, learner's reading), with the CPU time of each stage taken out of
 the stage that calls it. What a group costs beyond the sum is sockets, event loops, wake-ups and cold caches.
 """
@@ -22,11 +22,11 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl import wire
-from asyncrl.config import dump, parse
+from asyncrl import wire  # noqa: E402, RUF100
+from asyncrl.config import dump, parse  # noqa: E402, RUF100
 from asyncrl.net.sockets import keep_memory
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.wire import Packet
+from asyncrl.wire import Packet  # noqa: E402, RUF100
 from buffers import main as server
 from buffers.client import client as clients
 from buffers.client.client import LearnerClient, ProducerClient
@@ -119,19 +119,27 @@ def _patch(clock: Clock, serving: Any) -> list[tuple[Any, str, Any]]:
     kept += [(clients, "claimed", clients.claimed)]
     groups = serving.groups
     for stage, owner, name in (
-        ("producer: pack arrays", wire, "pack_parts"), ("validate", wire, "validate_samples"),
-        ("decode header", wire, "decode_samples"), ("frames and checksums", wire, "encode"),
+        ("producer: pack arrays", wire, "pack_parts"),
+        ("validate", wire, "validate_samples"),
+        ("decode header", wire, "decode_samples"),
+        ("frames and checksums", wire, "encode"),
         ("frames and checksums", wire, "decode"),
         ("service: read and verify the place", serving.segments.guests, "read"),
         ("service: write the segment", serving.segments, "flush"),
         ("service: release", serving.segments, "release"),
-        ("service: samples into the state machine", groups, "samples"), ("service: leases", groups, "lease"),
-        ("service: claim, commit, retire", groups, "claim"), ("service: claim, commit, retire", groups, "commit"),
-        ("service: claim, commit, retire", groups, "checkpointed"), ("service: rows", groups, "take"),
-        ("service: history lines", service, "lines_of"), ("service: store", serving.store, "apply"),
-        ("service: history file", serving.history, "write"), ("service: running lengths", serving._lengths, "take"),
-        ("service: drain, calls, answers", serving, "handle"), ("learner: arrays", clients, "claimed"),
-    ):  # fmt: skip
+        ("service: samples into the state machine", groups, "samples"),
+        ("service: leases", groups, "lease"),
+        ("service: claim, commit, retire", groups, "claim"),
+        ("service: claim, commit, retire", groups, "commit"),
+        ("service: claim, commit, retire", groups, "checkpointed"),
+        ("service: rows", groups, "take"),
+        ("service: history lines", service, "lines_of"),
+        ("service: store", serving.store, "apply"),
+        ("service: history file", serving.history, "write"),
+        ("service: running lengths", serving._lengths, "take"),
+        ("service: drain, calls, answers", serving, "handle"),
+        ("learner: arrays", clients, "claimed"),
+    ):
         clock.patch(stage, owner, name)
     return kept
 

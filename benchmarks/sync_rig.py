@@ -26,8 +26,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl import config as settings
-from asyncrl.errors import AsyncRLError
+from asyncrl import config as settings  # noqa: E402, RUF100
+from asyncrl.errors import AsyncRLError  # noqa: E402, RUF100
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from weightsync.plan.buckets import Plan, TensorSpec
 from weightsync.publisher.publisher import Publisher
@@ -46,11 +46,19 @@ def specs_of(gib: float) -> list[TensorSpec]:
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed.weight", (words, HIDDEN)), ("norm.weight", (HIDDEN,))]
     for layer in range(LAYERS):
         for name, shape in (
-            ("q.weight", (HIDDEN, HIDDEN)), ("q.bias", (HIDDEN,)), ("k.weight", (KEYS, HIDDEN)), ("k.bias", (KEYS,)),
-            ("v.weight", (KEYS, HIDDEN)), ("v.bias", (KEYS,)), ("o.weight", (HIDDEN, HIDDEN)),
-            ("gate.weight", (mlp, HIDDEN)), ("up.weight", (mlp, HIDDEN)), ("down.weight", (HIDDEN, mlp)),
-            ("norm1.weight", (HIDDEN,)), ("norm2.weight", (HIDDEN,)),
-        ):  # fmt: skip
+            ("q.weight", (HIDDEN, HIDDEN)),
+            ("q.bias", (HIDDEN,)),
+            ("k.weight", (KEYS, HIDDEN)),
+            ("k.bias", (KEYS,)),
+            ("v.weight", (KEYS, HIDDEN)),
+            ("v.bias", (KEYS,)),
+            ("o.weight", (HIDDEN, HIDDEN)),
+            ("gate.weight", (mlp, HIDDEN)),
+            ("up.weight", (mlp, HIDDEN)),
+            ("down.weight", (HIDDEN, mlp)),
+            ("norm1.weight", (HIDDEN,)),
+            ("norm2.weight", (HIDDEN,)),
+        ):
             shapes.append((f"layers.{layer}.{name}", shape))
     return [TensorSpec(name.replace(".", "_"), "BF16", shape) for name, shape in shapes]
 
@@ -63,9 +71,12 @@ def config_of(run: Path, transport: str) -> settings.Config:
         member_timeout_s=LIMIT_S,  # type: ignore[arg-type]
     )
     return settings.Config(
-        run=settings.RunConfig(dir=str(run)), model=settings.ModelConfig(path="none"), weightsync=sync,
-        data=settings.DataConfig(source="a:b"), reward=(settings.RewardFunctionConfig(function="a:b"),),
-    )  # fmt: skip
+        run=settings.RunConfig(dir=str(run)),
+        model=settings.ModelConfig(path="none"),
+        weightsync=sync,
+        data=settings.DataConfig(source="a:b"),
+        reward=(settings.RewardFunctionConfig(function="a:b"),),
+    )
 
 
 # ---------------------------------------------------------------- a generator
@@ -148,9 +159,13 @@ def member(config_path: str, name: str, gib: float) -> None:
     config, specs = settings.load(Path(config_path)), specs_of(gib)
     engine = BenchEngine(specs)
     receiver = Receiver(
-        endpoint(config, "weightsync"), engine=engine, name=name, keys=None,  # type: ignore[arg-type]
-        config=config.weightsync, attest_every_s=0,
-    )  # fmt: skip
+        endpoint(config, "weightsync"),
+        engine=engine,
+        name=name,
+        keys=None,  # type: ignore[arg-type]
+        config=config.weightsync,
+        attest_every_s=0,
+    )
     printing = threading.Lock()
 
     def say(line: dict[str, Any]) -> None:
@@ -267,9 +282,12 @@ class Process:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._child = subprocess.Popen(
             [sys.executable, __file__, "--member", name, "--config", str(config), "--gib", str(gib)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -310,13 +328,19 @@ class World:
         run.config.write_text(settings.dump(self.config))
         self._service = subprocess.Popen(
             [sys.executable, "-m", "weightsync.main", "--config", str(run.config), "--name", "weightsync"],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+        )
         self.members = [Process(run.config, f"g{number}", gib) for number in range(members)]
         self.publisher = Publisher(
-            endpoint(self.config, "weightsync"), keys=None, config=self.config.weightsync, name="learner",
-            fingerprint="bench", scratch=run.root / "staging",
-        )  # fmt: skip
+            endpoint(self.config, "weightsync"),
+            keys=None,
+            config=self.config.weightsync,
+            name="learner",
+            fingerprint="bench",
+            scratch=run.root / "staging",
+        )
         self.version = 0
 
     def start(self) -> None:
@@ -335,14 +359,15 @@ class World:
         said = [process.answer("version", LIMIT_S, self.version) for process in self.members]
         self.publisher.wait_committed(self.version, members=len(self.members), timeout_s=LIMIT_S)
         return {
-            "blocked_s": ended - started, "round_s": max(line["committed"] for line in said) - ended,
+            "blocked_s": ended - started,
+            "round_s": max(line["committed"] for line in said) - ended,
             "transfer_s": max(line["taken"] for line in said) - ended,
             "begin_s": statistics.mean(line["begin"] for line in said) - ended,
             "pause_s": max(line["pause_s"] for line in said),
             "apply_s": statistics.mean(line["apply_s"] for line in said),
             "waited_s": statistics.mean(line["waited_s"] for line in said),
             "attest_s": statistics.mean(line["attest_s"] for line in said),
-        }  # fmt: skip
+        }
 
     def end(self) -> None:
         """Stop all."""

@@ -28,8 +28,17 @@ RUN = ROOT / "runs" / "tool-calculator"
 def prepare(seed: int) -> float:
     """Model and prompts; seconds."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "learners.warm_start.calculator", "--out", "runs/models/calculator",
-               "--data", "runs/data/calculator.jsonl", "--seed", str(seed)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "learners.warm_start.calculator",
+        "--out",
+        "runs/models/calculator",
+        "--data",
+        "runs/data/calculator.jsonl",
+        "--seed",
+        str(seed),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1200)
     return time.monotonic() - began
 
@@ -53,22 +62,32 @@ def train(steps: int, seed: int) -> dict[str, Any]:
         "--set",
         "log.tensorboard=false",
     ]
-    done = subprocess.run(command, cwd=ROOT, timeout=1800, check=False)  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, timeout=1800, check=False)
     took = time.monotonic() - began
     audit = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "audit", str(RUN), "--json"], cwd=ROOT, capture_output=True, timeout=300,
-        check=False, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "asyncrl", "audit", str(RUN), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        text=True,
+    )
     found = json.loads(audit.stdout[audit.stdout.index("{") :])
     lines = [json.loads(line) for line in (RUN / "metrics" / "learner.jsonl").read_text().splitlines()]
     rewards = [round(line["reward_mean"], 4) for line in lines]
     return {
-        "code": done.returncode, "audit": audit.returncode, "lost": found["lost"], "doubled": found["doubled"],
-        "steps": len(lines), "seconds": round(took, 1), "rewards": rewards,
-        "first3": round(statistics.fmean(rewards[:3]), 4), "last3": round(statistics.fmean(rewards[-3:]), 4),
+        "code": done.returncode,
+        "audit": audit.returncode,
+        "lost": found["lost"],
+        "doubled": found["doubled"],
+        "steps": len(lines),
+        "seconds": round(took, 1),
+        "rewards": rewards,
+        "first3": round(statistics.fmean(rewards[:3]), 4),
+        "last3": round(statistics.fmean(rewards[-3:]), 4),
         "observed_share": round(statistics.fmean(line["observed_share"] for line in lines), 4),
         "lag_mean": round(statistics.fmean(line["lag_mean"] for line in lines), 3),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -79,8 +98,13 @@ def main() -> None:
     args = parser.parse_args()
     warm_start_s = prepare(args.seed)
     run = train(args.steps, args.seed)
-    reports.write(RESULTS, "a tiny model learns to call a calculator and to repeat its answer; two turns, on a CPU",
-                  warm_start_s=round(warm_start_s, 1), seed=args.seed, run=run)  # fmt: skip
+    reports.write(
+        RESULTS,
+        "a tiny model learns to call a calculator and to repeat its answer; two turns, on a CPU",
+        warm_start_s=round(warm_start_s, 1),
+        seed=args.seed,
+        run=run,
+    )
     print(f"reward {run['first3']} -> {run['last3']} in {run['steps']} steps, {run['seconds']} s; audit {run['audit']}")
 
 

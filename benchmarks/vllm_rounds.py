@@ -21,9 +21,14 @@ async def one(llm: Any, name: str, prompt: list[int], new: int) -> int:
     from vllm.sampling_params import RequestOutputKind
 
     wanted = SamplingParams(
-        max_tokens=new, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False, seed=hash(name) % 2**31,
+        max_tokens=new,
+        ignore_eos=True,
+        temperature=1.0,
+        logprobs=0,
+        detokenize=False,
+        seed=hash(name) % 2**31,
         output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+    )
     count = 0
     async for output in llm.generate({"prompt_token_ids": prompt}, wanted, request_id=name):
         count = len(output.outputs[0].token_ids)
@@ -52,12 +57,22 @@ async def main() -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
-        model=given["model"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0,
-        max_model_len=given["max_len"], max_num_seqs=given["slots"], max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.1, kv_cache_memory_bytes=256 << 20, disable_log_stats=True,
-        enable_prefix_caching=False,
-    ))  # fmt: skip
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=given["model"],
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            seed=0,
+            max_model_len=given["max_len"],
+            max_num_seqs=given["slots"],
+            max_num_batched_tokens=2048,
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=256 << 20,
+            disable_log_stats=True,
+            enable_prefix_caching=False,
+        )
+    )
 
     def say(line: dict[str, Any]) -> None:
         answers.write(json.dumps(line) + "\n")

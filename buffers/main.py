@@ -95,9 +95,11 @@ def open_service(config: Config, store: Store) -> BufferService:
     write_atomic(RunDir(config.run_dir).service, b"%d" % opened.epoch)
     failpoint("buffer.at_open")
     groups = Groups(
-        settings_of(config), epoch=opened.epoch, wall_offset=time.time() - now,
+        settings_of(config),
+        epoch=opened.epoch,
+        wall_offset=time.time() - now,
         filters=filters_of(config.buffer.filters),
-    )  # fmt: skip
+    )
     groups.load(opened.rows)
     evaluations = Evaluations(config, groups)
     evaluations.load(opened.rows)
@@ -135,9 +137,14 @@ def open_service(config: Config, store: Store) -> BufferService:
     groups.check()
     evaluations.check()
     service = BufferService(
-        config, groups=groups, store=store, segments=segments, history=history, process_gone=process_gone,
+        config,
+        groups=groups,
+        store=store,
+        segments=segments,
+        history=history,
+        process_gone=process_gone,
         evaluations=evaluations,
-    )  # fmt: skip
+    )
     service.flush()
     failpoint("buffer.after_open")
     return service
@@ -176,7 +183,6 @@ def _sync(service: BufferService) -> None:
 
 
 async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
-    """Open, serve, close."""
     keys = run_keys(config, make=True) if config.network.key_file else key_of(args, config)
     failed: list[BaseException] = []
 
@@ -227,7 +233,6 @@ def body(args: RoleArgs, config: Config, stop: Stop) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     sys.exit(run("buffer", body))
 
 

@@ -79,27 +79,49 @@ def show(item: msgspec.structs.FieldInfo) -> str:
 
 def error_codes() -> str:
     """The table of codes."""
-    rows = ["# Errors", "", "Generated from `asyncrl/errors.py` and `asyncrl/configure/error_texts.toml`; `asyncrl explain CODE`",
-            "prints the same. Exit codes 0, 2, 65, 75 and 78 are final; a supervisor restarts after the others within",
-            "a budget.", "", "| code | meaning | what to do | exit code |", "| --- | --- | --- | --- |"]  # fmt: skip
+    rows = [
+        "# Errors",
+        "",
+        "Generated from `asyncrl/errors.py` and `asyncrl/configure/error_texts.toml`; `asyncrl explain CODE`",
+        "prints the same. Exit codes 0, 2, 65, 75 and 78 are final; a supervisor restarts after the others within",
+        "a budget.",
+        "",
+        "| code | meaning | what to do | exit code |",
+        "| --- | --- | --- | --- |",
+    ]
     rows += [
         f"| `{code}` | {info.title} | {info.remedy} | {info.exit_code} |" for code, info in errors.CATALOGUE.items()
     ]
     for code, text in error_texts().items():
-        rows += ["", f"## `{code}`: {errors.CATALOGUE[code].title}", "", text.cause, "", "```", text.example, "```", "",
-                 text.do]  # fmt: skip
+        rows += [
+            "",
+            f"## `{code}`: {errors.CATALOGUE[code].title}",
+            "",
+            text.cause,
+            "",
+            "```",
+            text.example,
+            "```",
+            "",
+            text.do,
+        ]
     return "\n".join(rows) + "\n"
 
 
 def command_line() -> str:
     """Every command with its arguments, options and example."""
     rows = [
-        "# Command line", "", "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same.", "",
+        "# Command line",
+        "",
+        "Generated from `asyncrl/commands`; `asyncrl COMMAND --help` prints the same.",
+        "",
         "Mistakes are text and an exit code: 0 done, 1 failed, 2 wrong configuration or command, 65 what is made",
         "cannot be trained on, 69 something outside does not answer, 70 an internal error or a hang, 75 another",
-        "process has taken over, 78 the peers do not fit ([errors](errors.md)).", "",
-        "| command | what it does |", "| --- | --- |",
-    ]  # fmt: skip
+        "process has taken over, 78 the peers do not fit ([errors](errors.md)).",
+        "",
+        "| command | what it does |",
+        "| --- | --- |",
+    ]
     commands = subcommands(cli.parser())
     rows += [f"| [`asyncrl {name}`](#asyncrl-{name}) | {cell(text)} |" for name, (_, text) in commands.items()]
     for name, (one, _) in commands.items():
@@ -138,8 +160,14 @@ def cell(text: str) -> str:
 
 def metric_names() -> str:
     """The table of metrics."""
-    rows = ["# Metrics", "", "Generated from `asyncrl/metrics/__init__.py`. Files: `metrics/*.jsonl` in the run folder.", "",
-            "| name | unit | written by | meaning |", "| --- | --- | --- | --- |"]  # fmt: skip
+    rows = [
+        "# Metrics",
+        "",
+        "Generated from `asyncrl/metrics/__init__.py`. Files: `metrics/*.jsonl` in the run folder.",
+        "",
+        "| name | unit | written by | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
     rows += [f"| `{name}` | {m.unit} | {m.role} | {m.meaning} |" for name, m in metrics.CATALOGUE.items()]
     return "\n".join(rows) + "\n"
 
@@ -147,17 +175,21 @@ def metric_names() -> str:
 def wire_messages() -> str:
     """Every message with its fields in order."""
     parts = [
-        "# Wire protocol", "", f"Generated from `asyncrl/wire/__init__.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
-        "answers. A message is `[prefix][header][payload]...`:", "",
+        "# Wire protocol",
+        "",
+        f"Generated from `asyncrl/wire/__init__.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
+        "answers. A message is `[prefix][header][payload]...`:",
+        "",
         "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8",
         "  (0 request, 1 reply, 2 request that takes `Replies`),",
         "  payload frames u16, request u64, payload bytes u64, check u64`: xxh3_64 of header and payloads, xor that of",
         "  the prefix before it;",
         "- header: msgpack array `[tag, field, field, ...]` in the order below; surplus fields are refused;",
         "- payload: field-major arrays, little-endian, each start aligned to 64 bytes, named in the header.",
-        "", "A reply carries the request's number. A request may be sent again with the same number: services are",
+        "",
+        "A reply carries the request's number. A request may be sent again with the same number: services are",
         "idempotent. Conformance vectors for other languages: `tests/vectors/wire.json` (other-languages.md).",
-    ]  # fmt: skip
+    ]
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
         comments = meanings_of(kind)
@@ -170,22 +202,30 @@ def wire_messages() -> str:
 def algorithm_names() -> str:
     """Names, options, papers and presets, from the tables, the signatures and the files."""
     parts = [
-        "# Algorithms", "",
-        "Generated from `asyncrl/config/sections/algorithm_catalogue.py`, signatures in `learners/algorithms` and `configs/presets`. What is",
-        "chosen by name under `[learner.algorithm]`; options go into `advantage_options`, `loss_options` and",
-        "`correction_options`, where the word `off` stands for no value. A package of yours adds names by the",
-        "entry-point groups `asyncrl.advantages`, `asyncrl.losses` and `asyncrl.corrections`; `asyncrl check` explains",
-        "what does not fit together.",
-    ]  # fmt: skip
+        "# Algorithms",
+        "",
+        "Generated from `asyncrl/config/sections/algorithm_catalogue.py`, signatures in `learners/algorithms` and",
+        "`configs/presets`. What is chosen by name under `[learner.algorithm]`; options go into `advantage_options`,",
+        "`loss_options` and `correction_options`, where the word `off` stands for no value. A package of yours",
+        "adds names by the entry-point groups `asyncrl.advantages`, `asyncrl.losses` and `asyncrl.corrections`;",
+        "`asyncrl check` explains what does not fit together.",
+    ]
     for kind, entries in algorithms.TABLES.items():
         parts += ["", f"## {kind}", "", "| name | options | needs | arXiv |", "| --- | --- | --- | --- |"]
         for name, entry in entries.items():
             known = algorithms.option_types()[kind][name]
             options = ", ".join(f"`{key} = {_toml(option['default'])}`" for key, option in known.items())
             parts.append(f"| `{name}` | {options} | {_needs(entry)} | {entry.paper} |")
-    parts += ["", "## Presets", "", "`preset = \"NAME\"` under `[learner.algorithm]`, or `--preset NAME`. Settings of",
-              "your file win over a preset that it names; a preset of the command line wins over the file.", "",
-              "| name | what | algorithm |", "| --- | --- | --- |"]  # fmt: skip
+    parts += [
+        "",
+        "## Presets",
+        "",
+        '`preset = "NAME"` under `[learner.algorithm]`, or `--preset NAME`. Settings of',
+        "your file win over a preset that it names; a preset of the command line wins over the file.",
+        "",
+        "| name | what | algorithm |",
+        "| --- | --- | --- |",
+    ]
     for name in presets.names():
         title = (presets.FOLDER / f"{name}.toml").read_text().splitlines()[0].removeprefix("# ")
         made = config.parse(_LEAST, overrides=[f"{presets.KEY}={name}"])
@@ -233,9 +273,14 @@ def status_schema() -> str:
 
 PAGES = {
     "status.schema.json": status_schema,
-    "configuration.md": configuration, "errors.md": error_codes, "metrics.md": metric_names, "wire.md": wire_messages,
-    "../asyncrl/config/sections/algorithm_options.json": option_data, "algorithms.md": algorithm_names, "cli.md": command_line,
-}  # fmt: skip
+    "configuration.md": configuration,
+    "errors.md": error_codes,
+    "metrics.md": metric_names,
+    "wire.md": wire_messages,
+    "../asyncrl/config/sections/algorithm_options.json": option_data,
+    "algorithms.md": algorithm_names,
+    "cli.md": command_line,
+}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

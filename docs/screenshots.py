@@ -38,8 +38,17 @@ MOST_BYTES = 300_000
 RUN_S = 1200.0
 CHROMIUM_S = 120.0
 LOOPBACK = "127.0.0.1"
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update", "--hide-scrollbars")  # fmt: skip
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--hide-scrollbars",
+)
 #: When (step) which process is killed; the picture of `top` is taken at step TOP_AT.
 KILLS = ((10, "producer-1"), (18, "learner"))
 TOP_AT = 24
@@ -86,8 +95,9 @@ def demo(
     folder.mkdir(parents=True, exist_ok=True)
     overrides = [word for setting in settings for word in ("--set", setting)]
     with (folder / "demo.log").open("wb") as log:
-        child = subprocess.Popen([sys.executable, "-m", "asyncrl", "demo", *overrides], cwd=folder, stdout=log,
-                                 stderr=subprocess.STDOUT)  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl", "demo", *overrides], cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             if watch is not None:
                 watch(run, child)
@@ -157,9 +167,21 @@ def tensorboard(run: RunDir, picture: Pictures) -> None:
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", run.tensorboard.name, "--host", LOOPBACK,
-         "--port", str(port)], cwd=run.tensorboard.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tensorboard.main",
+            "--logdir",
+            run.tensorboard.name,
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(port),
+        ],
+        cwd=run.tensorboard.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         until(lambda: answers(port), server)
         picture.take(f"http://{LOOPBACK}:{port}/#custom_scalars", "tensorboard", width=1280, height=1000, load_ms=25000)
@@ -194,10 +216,20 @@ class Pictures:
         target.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as profile:
             subprocess.run(
-                [self._chromium, *FLAGS, f"--user-data-dir={profile}", f"--screenshot={target}",
-                 f"--window-size={width},{height}", f"--virtual-time-budget={load_ms}", address],
-                check=False, timeout=CHROMIUM_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [
+                    self._chromium,
+                    *FLAGS,
+                    f"--user-data-dir={profile}",
+                    f"--screenshot={target}",
+                    f"--window-size={width},{height}",
+                    f"--virtual-time-budget={load_ms}",
+                    address,
+                ],
+                check=False,
+                timeout=CHROMIUM_S,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         if not target.exists() or target.stat().st_size > MOST_BYTES:
             raise SystemExit(f"{target}: missing, or larger than {MOST_BYTES} bytes")
         self._taken.append(target)

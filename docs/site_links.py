@@ -1,6 +1,6 @@
 """Links of the site: what lies beside docs/ (results files, configurations, tests) is named by its path instead.
 
-Called by mkdocs (`hooks` in mkdocs.yml). In a checkout the links lead there; the site does not hold these files.
+In a checkout the links lead there; the site does not hold these files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluations as the learner sees them: their figures go to the tracker, and the end of the run waits for the last one.
 
-Called by `learners.rank_zero` on rank 0. Guarantees:
+Guarantees:
 1. between two steps it asks and never waits; an answer that does not come is asked for again after the next step;
 2. the end waits until none runs or waits any more, at most `2 * evaluation.timeout_s` and a little: one that runs, and
    the one of the last step after it. The end of the process's time (SIGTERM) ends the wait;
@@ -26,10 +26,14 @@ class LastEvaluations:
     """Asks `ask(seen=...)`, tells `track(values, step=...)`."""
 
     def __init__(
-        self, config: Config, *, ask: Callable[..., tuple[list[dict[str, Any]], str]],
-        track: Callable[..., None] | None, clock: Callable[[], float] = time.monotonic,
+        self,
+        config: Config,
+        *,
+        ask: Callable[..., tuple[list[dict[str, Any]], str]],
+        track: Callable[..., None] | None,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.enabled = config.evaluation.enabled
         self.last: dict[str, Any] = {}
         self.figures: dict[int, dict[str, float]] = {}  # by step, of those that have ended
@@ -82,8 +86,11 @@ class LastEvaluations:
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line, without its labels."""
-    return {name: float(value) for name, value in line.items()
-            if name.startswith(METRICS) and isinstance(value, int | float)}  # fmt: skip
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name.startswith(METRICS) and isinstance(value, int | float)
+    }
 
 
 def told(line: Mapping[str, Any]) -> str:

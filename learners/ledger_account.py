@@ -1,6 +1,6 @@
 """What rank 0 knows of the buffer's ledger by itself, and the mark by which the learners of a run fence each other.
 
-Called by `learners.rank_zero`. Guarantees:
+Guarantees:
 1. `text` is the ledger of everything in the current weights: that of the newest durable checkpoint plus what was
    trained or quarantined since; it needs no answer of the buffer;
 2. a learner epoch is never used twice, also where the buffer forgot it: the highest one stands in the run folder and

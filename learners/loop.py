@@ -1,6 +1,6 @@
 """The learner's main loop, the same on every rank.
 
-Called by `learners.main`. Rank 0 has `services`; the others follow the orders that it shares. Guarantees:
+Rank 0 has `services`; the others follow the orders that it shares. Guarantees:
 1. a step is: claim, cut, train, publish version `step`, commit it, record, and a checkpoint every few steps;
 2. a checkpoint holds the buffer's ledger; the buffer retires groups only after it is durable, however long after its
    step that is (`learners.checkpoints.saving`);
@@ -74,9 +74,14 @@ class Learner:
     """One rank of the learner. `run` is the loop."""
 
     def __init__(
-        self, config: Config, *, gang: Gang, backend: Backend, services: Services | None,
+        self,
+        config: Config,
+        *,
+        gang: Gang,
+        backend: Backend,
+        services: Services | None,
         progress: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._progress = progress  # told after every step: a watchdog listens
         self._gang = gang
@@ -91,9 +96,14 @@ class Learner:
         self._services = services
         self._saver = Checkpoints(config, gang=gang, backend=backend, durable=self._durable, say=_say)
         self._trial = Trial(
-            config.learner, gang=gang, backend=backend, bury=self._bury, say=_say, seed=config.run.seed,
+            config.learner,
+            gang=gang,
+            backend=backend,
+            bury=self._bury,
+            say=_say,
+            seed=config.run.seed,
             group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
-        )  # fmt: skip
+        )
         self._based = False  # the base of adapters was staged by this process
         self._skipped = 0
         self._gap_said = False
@@ -265,11 +275,19 @@ class Learner:
             kept = shown.gather(self._gang, mine, batch, count)
         if self._services is None or batch is None:
             return
-        values = self._trial.stats | result.metrics | self._saver.stats | values | {
-            "step": batch.step, "version": batch.step, "replayed": int(batch.replayed),
-            "checkpoint_failures": float(self._saver.failures),
-            "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
-        }  # fmt: skip
+        values = (
+            self._trial.stats
+            | result.metrics
+            | self._saver.stats
+            | values
+            | {
+                "step": batch.step,
+                "version": batch.step,
+                "replayed": int(batch.replayed),
+                "checkpoint_failures": float(self._saver.failures),
+                "tokens_per_s": self._trial.stats["tokens"] / max(values["step_s"], 1e-9),
+            }
+        )
         self._look_at_gap(values)
         self._services.record(values, batch, self._trial.groups_log(batch, result), logprobs=kept)
         self._saver.note(values, self._services.evaluated)
@@ -293,10 +311,14 @@ class Learner:
         if self._services is not None:
             fence = self._services.mark.check
             state = checkpoint.State(
-                step=step, ledger=self._services.ledger(step), digests=dict(self._services.digests),
-                ranks=self._gang.size, config=dump(self._config), coefficients=self._trial.coefficients,
+                step=step,
+                ledger=self._services.ledger(step),
+                digests=dict(self._services.digests),
+                ranks=self._gang.size,
+                config=dump(self._config),
+                coefficients=self._trial.coefficients,
                 critic_warm=self._trial.critic_warm,
-            )  # fmt: skip
+            )
         self._saver.save(step, state, fence=fence, wait=wait, last=last)
 
     def _durable(self, state: checkpoint.State) -> None:

@@ -113,17 +113,29 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     publisher: Any = NoGenerators()
     if not streams(config):
         publisher = Publisher(
-            address or endpoint(config, "weightsync"), keys=keys, config=config.weightsync, name=args.name,
-            fingerprint=fingerprint, scratch=RunDir(config.run_dir).root / "weights",
-            run_dir=RunDir(config.run_dir).root, insecure=network.insecure_no_auth,
-        )  # fmt: skip
+            address or endpoint(config, "weightsync"),
+            keys=keys,
+            config=config.weightsync,
+            name=args.name,
+            fingerprint=fingerprint,
+            scratch=RunDir(config.run_dir).root / "weights",
+            run_dir=RunDir(config.run_dir).root,
+            insecure=network.insecure_no_auth,
+        )
     plan, adapter = plans_of(backend, bucket_bytes=config.weightsync.bucket_bytes)
     return Services(
-        config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
-        plan=plan, adapter=adapter,
+        config,
+        buffer=buffer,
+        publisher=publisher,
+        stop=stop,
+        takeover=args.takeover,
+        fingerprint=fingerprint,
+        plan=plan,
+        adapter=adapter,
         heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving),
-        decode=_decoder(config), vocabulary=_vocabulary(config),
-    )  # fmt: skip
+        decode=_decoder(config),
+        vocabulary=_vocabulary(config),
+    )
 
 
 def plans_of(backend: Any, *, bucket_bytes: int) -> tuple[Any, Any]:
@@ -145,15 +157,13 @@ class NoGenerators:
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
 
-    def start(self, *, epoch: int) -> None:
-        """Nothing is opened."""
+    def start(self, *, epoch: int) -> None: ...
 
     def committed_version(self) -> int:
         """Nobody holds a version."""
         return -1
 
-    def close(self, *, hurry: bool = False) -> None:
-        """Nothing is held."""
+    def close(self, *, hurry: bool = False) -> None: ...
 
 
 def _vocabulary(config: Config) -> int:

@@ -1,6 +1,6 @@
 """Everything that rank 0 of the learner says to the outside: buffer, weight sync, metrics, samples, heartbeats.
 
-Called by `learners.loop` on rank 0 alone. Guarantees:
+Guarantees:
 1. weights of a version are staged for the generators before the buffer hears of the version, so that a producer may
    hold it when the next lease is granted;
 2. a wait for a batch shows the buffer's diagnosis, and ends with it after `learner.batch_timeout_s` (`hang`);
@@ -93,10 +93,20 @@ class Services:
     """The outside of the learner. `plan` is the layout of the published weights, `adapter` that of adapters of them."""
 
     def __init__(
-        self, config: Config, *, buffer: BufferClient, publisher: WeightPublisher, plan: Any, stop: Stop,
-        takeover: bool = False, fingerprint: str = "", heart: Heart | None = None, decode: Any = None,
-        vocabulary: int = 0, adapter: AdapterPlan | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        *,
+        buffer: BufferClient,
+        publisher: WeightPublisher,
+        plan: Any,
+        stop: Stop,
+        takeover: bool = False,
+        fingerprint: str = "",
+        heart: Heart | None = None,
+        decode: Any = None,
+        vocabulary: int = 0,
+        adapter: AdapterPlan | None = None,
+    ) -> None:
         self.buffer = buffer
         self.publisher = publisher
         self.digests: dict[int, str] = {}
@@ -125,9 +135,10 @@ class Services:
         self._tracker = _tracker(config, run)
         self._archive = Archive(config, say=_say) if config.log.archive else None
         self._evaluations = LastEvaluations(
-            config, ask=lambda seen: buffer.evaluations(seen=seen),
+            config,
+            ask=lambda seen: buffer.evaluations(seen=seen),
             track=self._tracker.log if self._tracker is not None else None,
-        )  # fmt: skip
+        )
         self.evaluated = self._evaluations.figures
 
     # ------------------------------------------------------------ start and end
@@ -144,8 +155,11 @@ class Services:
         # Where the recorded batches end before what generators hold, those versions never come again: they go back.
         catching_up = step < self._committed <= answer.replay_to
         self._ahead = self._committed if catching_up else -1
-        print(f"learner: epoch {answer.epoch}, step {step}, batches recorded up to {answer.replay_to}, "
-              f"generators hold version {self._committed}", flush=True)  # fmt: skip
+        print(
+            f"learner: epoch {answer.epoch}, step {step}, batches recorded up to {answer.replay_to}, "
+            f"generators hold version {self._committed}",
+            flush=True,
+        )
         return self._publishes and not catching_up
 
     def register_again(self, step: int) -> None:
@@ -310,9 +324,13 @@ class Services:
     # ------------------------------------------------------------ records
 
     def record(
-        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None = None, *,
+        self,
+        values: dict[str, float],
+        batch: ClaimedBatch,
+        groups: dict[str, Any] | None = None,
+        *,
         logprobs: Mapping[int, list[float]] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The step's line of metrics, its samples, the tracker, and one line on the terminal. `logprobs`: the learner's
         of the samples that are kept, by their place in the batch."""
         step, values = batch.step, values | batch.lengths | self.publisher.stats
@@ -340,9 +358,12 @@ class Services:
         )
 
     def _write_records(
-        self, values: dict[str, float], batch: ClaimedBatch, groups: dict[str, Any] | None,
+        self,
+        values: dict[str, float],
+        batch: ClaimedBatch,
+        groups: dict[str, Any] | None,
         logprobs: Mapping[int, list[float]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if groups is not None:
             with self._groups.open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode({"t": time.time(), **groups}) + b"\n")
@@ -402,8 +423,11 @@ class Silence:
             self._said = False
         elif not self._said:
             self._said = True
-            print(f"learner: warning: the {self._service} does not answer since {SILENT_S:g} s; giving up after "
-                  f"{self._limit_s:g} s", flush=True)  # fmt: skip
+            print(
+                f"learner: warning: the {self._service} does not answer since {SILENT_S:g} s; giving up after "
+                f"{self._limit_s:g} s",
+                flush=True,
+            )
         return self._stop.is_set() and overdue_s >= LEAVE_S
 
 
@@ -413,9 +437,7 @@ class Heart:
     `ended` is set by `stop`: a beat under way should then be given up.
     """
 
-    def __init__(
-        self, beat: Any, *, every_s: float, close: Any = None, ended: threading.Event | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, beat: Any, *, every_s: float, close: Any = None, ended: threading.Event | None = None) -> None:
         self.stats: dict[str, float] = {}
         self.waiting_for = "its model to load"
         self._beat = beat

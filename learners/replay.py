@@ -114,8 +114,11 @@ class Replay:
         groups = tuple(group for group in batch.groups if group.group in step.groups)
         missing = sorted(set(step.groups) - {group.group for group in groups})
         if missing:
-            raise AsyncRLError("replay.missing", f"the archive of step {step.step} does not hold group {missing[0]}, "
-                               "which the run trained in it", where="replay")  # fmt: skip
+            raise AsyncRLError(
+                "replay.missing",
+                f"the archive of step {step.step} does not hold group {missing[0]}, which the run trained in it",
+                where="replay",
+            )
         return msgspec.structs.replace(batch, groups=groups)
 
     def _rescored(self, batch: ClaimedBatch) -> ClaimedBatch:
@@ -145,10 +148,14 @@ class Replay:
             from learners.step.resilient_step import Trial
 
             self._trial = Trial(
-                config.learner, gang=self._gang, backend=self._backend, bury=self._bury, say=_say,
+                config.learner,
+                gang=self._gang,
+                backend=self._backend,
+                bury=self._bury,
+                say=_say,
                 seed=config.run.seed,
                 group_size=config.sampling.group_size if config.sampling.greedy_baseline else 0,
-            )  # fmt: skip
+            )
             if before is not None:
                 self._trial.coefficients, self._trial.critic_warm = before.coefficients, before.critic_warm
             elif self._plan.checkpoint:
@@ -260,8 +267,11 @@ class Replay:
 
 def _with_rewards(group: GroupData, scores: GroupScores) -> GroupData:
     if content_of(one.response for one in group.samples) != scores.content:
-        raise AsyncRLError("rescore.file", f"the scores of group {group.group} are of other samples than the archive "
-                           "holds: score it again", where=f"step {scores.step}")  # fmt: skip
+        raise AsyncRLError(
+            "rescore.file",
+            f"the scores of group {group.group} are of other samples than the archive holds: score it again",
+            where=f"step {scores.step}",
+        )
     samples = tuple(
         msgspec.structs.replace(one, reward=scores.rewards[one.index], parts=scores.parts.get(one.index, {}), turns=())
         for one in group.samples
@@ -274,7 +284,7 @@ def _saved(folder: Path) -> Iterator[tuple[str, Any]]:
 
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                 yield name, file.get_tensor(name)
 
 
@@ -306,13 +316,27 @@ def _of_the_backend(config: Config) -> tuple[Any, ...]:
 
     learner = config.learner
     critic, process = learner.critic, learner.process_reward
-    optims = [(one.name, one.beta1, one.beta2, one.eps, one.weight_decay, one.momentum)
-              for one in (learner.optim, critic, process)]  # fmt: skip
+    optims = [
+        (one.name, one.beta1, one.beta2, one.eps, one.weight_decay, one.momentum)
+        for one in (learner.optim, critic, process)
+    ]
     return (
-        config.model, config.sampling.temperature, learner.backend, learner.packing, learner.logprob_chunk_tokens,
-        learner.gradient_checkpointing, learner.cpu_offload, learner.compile, learner.lora, *optims,
-        wants_critic(config), critic.model, wants_process_rewards(config), process.model, process.reference,
-    )  # fmt: skip
+        config.model,
+        config.sampling.temperature,
+        learner.backend,
+        learner.packing,
+        learner.logprob_chunk_tokens,
+        learner.gradient_checkpointing,
+        learner.cpu_offload,
+        learner.compile,
+        learner.lora,
+        *optims,
+        wants_critic(config),
+        critic.model,
+        wants_process_rewards(config),
+        process.model,
+        process.reference,
+    )
 
 
 def _numbers(stats: dict[str, float], result: StepResult) -> dict[str, float]:

@@ -66,9 +66,15 @@ class Producer:
     poll_s = POLL_S
 
     def __init__(
-        self, config: Config, *, client: ProducerClient, engine: Engine, receiver: Receiver, patience: Patience,
+        self,
+        config: Config,
+        *,
+        client: ProducerClient,
+        engine: Engine,
+        receiver: Receiver,
+        patience: Patience,
         held_out: HeldOutPrompts | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.client = client
         self.patience = patience
@@ -167,11 +173,17 @@ class Producer:
             await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
             return
         request = GenRequest(
-            f"{lease.group}:{lease.token}", prompt_ids, tuple(lease.missing), lease.seed, sampling.max_new_tokens,
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+            f"{lease.group}:{lease.token}",
+            prompt_ids,
+            tuple(lease.missing),
+            lease.seed,
+            sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             stop_ids=self.tokenizer.eos_ids,
             delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
-        )  # fmt: skip
+        )
         if not self.config.environment.is_single_turn:
             begun = ()  # turns cannot be taken up from tokens alone
         trail = Trail(request, begun, self.receiver.digests)
@@ -182,11 +194,14 @@ class Producer:
             failpoint("producer.before_send")
             reply = await self._patiently(
                 lambda: self.client.submit(
-                    lease, prompt_ids=prompt_ids, samples=samples, row=row,
+                    lease,
+                    prompt_ids=prompt_ids,
+                    samples=samples,
+                    row=row,
                     digests=trail.digests([sample.runs for sample in samples], self.receiver.digests),
                     **extras_of(finished),
                 )
-            )  # fmt: skip
+            )
             failpoint("producer.after_ack")
             self.samples += len(samples)
             for sample in samples if not is_evaluation(lease.group) else ():
@@ -205,9 +220,13 @@ class Producer:
             await self._patiently(lambda: self.client.give_back([lease], reason=reason))
 
     async def _play(
-        self, lease: Lease, row: Row, trail: Trail, sampling: SamplingConfig,
+        self,
+        lease: Lease,
+        row: Row,
+        trail: Trail,
+        sampling: SamplingConfig,
         deliver: Callable[[list[Finished]], Awaitable[bool]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """All parts of a group: what starts from the prompt, beside each sample that goes on from where others were."""
         keep = partial(self._keep, lease, trail)
 
@@ -300,14 +319,22 @@ class Producer:
         self._version = health.version
         return {
             "busy_share": min(1.0, (health.busy_s - busy) / max(1e-9, now - then)),
-            "generated_tokens": health.generated_tokens, "generated_samples": self.samples,
-            "groups_in_flight": len(self.work), "samples_in_flight": self.capacity.in_flight,
-            "held_tokens": self.capacity.held_tokens, "kv_used": health.kv_used, "preempted_samples": health.preempted,
-            "live_slots": health.running, "engine_version": health.version,
-            "swaps": self._swaps, "swap_s": health.swap_s, "refused_samples": self.refused,
-            "continued_samples": self.continued, "saved_tokens": self.saved_tokens,
+            "generated_tokens": health.generated_tokens,
+            "generated_samples": self.samples,
+            "groups_in_flight": len(self.work),
+            "samples_in_flight": self.capacity.in_flight,
+            "held_tokens": self.capacity.held_tokens,
+            "kv_used": health.kv_used,
+            "preempted_samples": health.preempted,
+            "live_slots": health.running,
+            "engine_version": health.version,
+            "swaps": self._swaps,
+            "swap_s": health.swap_s,
+            "refused_samples": self.refused,
+            "continued_samples": self.continued,
+            "saved_tokens": self.saved_tokens,
             **({} if self.environment.counts is None else asdict(self.environment.counts)),
-        }  # fmt: skip
+        }
 
     async def give_back(self, reason: str) -> None:
         """Cancel what is under way and return its leases; a buffer that is away takes them back by itself."""
@@ -335,9 +362,16 @@ async def until_stopped(stop: role.Stop, producer: Producer) -> None:
 
 
 def parts_of(
-    config: Config, args: role.RoleArgs, *, client: ProducerClient, engine: Any, patience: Patience,
-    held_out: HeldOutPrompts, sync: str, keys: Any,
-) -> tuple[Producer, Any]:  # fmt: skip
+    config: Config,
+    args: role.RoleArgs,
+    *,
+    client: ProducerClient,
+    engine: Any,
+    patience: Patience,
+    held_out: HeldOutPrompts,
+    sync: str,
+    keys: Any,
+) -> tuple[Producer, Any]:
     """What works and what receives weights, by the mode: rows of a data set as they are need no weights."""
     if streams(config):
         from producers.engines.dataset import DatasetProducer, NoWeights
@@ -345,9 +379,13 @@ def parts_of(
         nothing = NoWeights()
         return DatasetProducer(config, client=client, engine=engine, receiver=nothing, patience=patience), nothing
     receiver = Receiver(
-        sync or rundir.endpoint(config, "weightsync"), engine=engine, name=args.name, keys=keys,
-        config=config.weightsync, insecure=config.network.insecure_no_auth,
-    )  # fmt: skip
+        sync or rundir.endpoint(config, "weightsync"),
+        engine=engine,
+        name=args.name,
+        keys=keys,
+        config=config.weightsync,
+        insecure=config.network.insecure_no_auth,
+    )
     return Producer(
         config, client=client, engine=engine, receiver=receiver, patience=patience, held_out=held_out
     ), receiver

@@ -43,8 +43,9 @@ def config_of(folder: Path, text: str = "", *, reward: bool = True, room: int = 
     return parse(
         f'[model]\npath = "{folder}"\n[data]\npath = "rows.jsonl"\nmax_prompt_tokens = 200\n'
         f"[sampling]\nmax_new_tokens = {room}\n[learner]\nmicro_batch_tokens = 2000\n"
-        + ('[[reward]]\nfunction = "m:f"\n' if reward else "") + f"[environment]\n{text}"
-    )  # fmt: skip
+        + ('[[reward]]\nfunction = "m:f"\n' if reward else "")
+        + f"[environment]\n{text}"
+    )
 
 
 class SayingEngine:
@@ -85,9 +86,15 @@ class SayingEngine:
 
 
 def play(
-    environment: Any, engine: Any, config: Config, tokenizer: Tokenizer, row: dict[str, Any], *, samples: int,
+    environment: Any,
+    engine: Any,
+    config: Config,
+    tokenizer: Tokenizer,
+    row: dict[str, Any],
+    *,
+    samples: int,
     limit_s: float,
-) -> tuple[list[Finished], EnvironmentFailure | None]:  # fmt: skip
+) -> tuple[list[Finished], EnvironmentFailure | None]:
     """The finished samples of one group by index, and the failure that came out at the end."""
     prompt = encode_prompt(row, config.data, tokenizer, environment.tools)
     request = GenRequest("7:1", prompt, tuple(range(samples)), 5, config.sampling.max_new_tokens)

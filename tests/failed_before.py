@@ -1,7 +1,5 @@
 """How many tests failed in the last run here: exit code 1 where it is none, more than can be an accident, or where that
 run was ended before all tests had their turn.
-
-Called by `make test-again`.
 """
 
 import argparse

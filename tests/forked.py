@@ -114,9 +114,11 @@ class Forks:
         self._address = f"{self._folder.name}/socket"
         path = os.pathsep.join(map(str, [*paths, HERE, HERE.parent]))
         self._server = subprocess.Popen(
-            [sys.executable, __file__, self._address, *modules], stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__, self._address, *modules],
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         assert line == "ready\n", f"the parent of the children did not start: {line!r}"

@@ -37,9 +37,19 @@ def needs_bubblewrap() -> None:
 def served(limits: SandboxLimits) -> Iterator[str]:
     """The address of a sandbox server of ours that isolates where it can."""
     command = [
-        sys.executable, "-m", "asyncrl", "sandbox-server", "--port", "0",
-        "--kind", "none" if why_not() else "bubblewrap", "--output-bytes", str(limits.output_bytes), "--workers", "2",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "asyncrl",
+        "sandbox-server",
+        "--port",
+        "0",
+        "--kind",
+        "none" if why_not() else "bubblewrap",
+        "--output-bytes",
+        str(limits.output_bytes),
+        "--workers",
+        "2",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

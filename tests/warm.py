@@ -42,7 +42,8 @@ MODULES = (
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers", "zmq.asyncio",
     "buffers.client.client", "buffers.groups.machine", "buffers.main", "buffers.stores.sqlite", "weightsync.main",
-    "weightsync.publisher.publisher", "weightsync.receiver.receiver", "producers.engines.hf.engine", "producers.main", "producers.rewards.main",
+    "weightsync.publisher.publisher", "weightsync.receiver.receiver", "producers.engines.hf.engine", "producers.main",
+    "producers.rewards.main",
     "learners.gang.local_gang", "learners.loop", "learners.main", "learners.backends.fsdp2.backend", "asyncrl.cli",
     "asyncrl.launcher.launch", "asyncrl.report",
 )  # fmt: skip
@@ -62,9 +63,14 @@ def popen(argv: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
 
 
 def run(
-    argv: Sequence[str], *, timeout: float, check: bool = False, capture_output: bool = False,
-    input: Any = None, **how: Any,
-) -> subprocess.CompletedProcess[Any]:  # fmt: skip
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    check: bool = False,
+    capture_output: bool = False,
+    input: Any = None,
+    **how: Any,
+) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run`."""
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
     how |= {"stdin": subprocess.PIPE} if input is not None else {}
@@ -95,9 +101,12 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.address = f"{self._folder.name}/socket"
         self._server = plain_popen(
-            [sys.executable, __file__, self.address, *modules], stdout=subprocess.PIPE, stdin=subprocess.PIPE, cwd=ROOT,
+            [sys.executable, __file__, self.address, *modules],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-        )  # fmt: skip
+        )
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == b"ready\n", "the parent of the children did not start"
 
@@ -160,9 +169,11 @@ def order_of(asked: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     assert not asked["pass_fds"] and asked["preexec_fn"] is None
     env = os.environ if asked["env"] is None else asked["env"]
     return {
-        "argv": argv, "cwd": str(asked["cwd"] or os.getcwd()), "env": dict(env),
+        "argv": argv,
+        "cwd": str(asked["cwd"] or os.getcwd()),
+        "env": dict(env),
         "session": bool(asked["start_new_session"]),
-    }  # fmt: skip
+    }
 
 
 def can_run(argv: Sequence[str]) -> bool:
@@ -281,9 +292,11 @@ def settle(order: dict[str, Any], files: Sequence[int]) -> None:
 def text_file(number: int, now: bool) -> io.TextIOWrapper:
     raw = io.FileIO(number, "w", closefd=False)
     return io.TextIOWrapper(
-        raw if now else io.BufferedWriter(raw), "utf-8", write_through=now,  # type: ignore[arg-type]
+        raw if now else io.BufferedWriter(raw),
+        "utf-8",
+        write_through=now,  # type: ignore[arg-type]
         errors="backslashreplace" if number == 2 else "strict",
-    )  # fmt: skip
+    )
 
 
 def execute(file: str, argv: Sequence[str]) -> None:

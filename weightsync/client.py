@@ -1,6 +1,6 @@
 """The door to the weight-sync service for tools: status and stop. Blocking; no torch.
 
-Called by the front door and by tests. Guarantees: every call ends within `timeout_s` (`net.unreachable`).
+Guarantees: every call ends within `timeout_s` (`net.unreachable`).
 """
 
 from __future__ import annotations
@@ -32,5 +32,4 @@ class WeightSyncClient:
         self._requester.request(Stop(reason), timeout_s=self._timeout_s)
 
     def close(self) -> None:
-        """Close the connection."""
         self._requester.close()

@@ -1,8 +1,8 @@
 """Copying and digesting at once, on all cores: a few threads, each copies a piece and digests it from its cache.
 
-Called by `staging` (weights into a slot) and by engines (`copy_digest`: a bucket into the model's tensors;
 `digest_all`: what they hold). Guarantees:
-1. the digest is that of `weightsync.plan.digest`: of the source when weights are staged, so that a fault of the copy shows
+1. the digest is that of `weightsync.plan.digest`: of the source when weights are staged, so that a fault of the copy
+   shows
    at whoever reads it, and of the target in an engine, which answers for what it holds;
 2. pieces are taken in the order they were given; `settle` returns once every one is copied, and helps meanwhile;
 3. after `close` no thread touches a source or a target any more, also where a piece failed.
@@ -122,7 +122,7 @@ class Crew:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.close()
 
     def _help(self) -> None:

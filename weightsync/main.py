@@ -43,7 +43,7 @@ from asyncrl.wire import (
     StatusRequest,
     Stop,
     Welcome,
-)  # fmt: skip
+)
 from weightsync.coordinator import status as standing
 from weightsync.coordinator.records import Publisher
 from weightsync.coordinator.rounds import Rounds
@@ -77,9 +77,13 @@ class Service:
         self._sign = Sign(RunDir(config.run_dir).alive, role="weightsync", name="weightsync")
         self._sign_s = config.log.heartbeat_s
         self._responder = Responder(
-            address, self._handle, keys=keys, max_bytes=config.network.max_message_bytes,
-            insecure=config.network.insecure_no_auth, restricted=needs_owner,
-        )  # fmt: skip
+            address,
+            self._handle,
+            keys=keys,
+            max_bytes=config.network.max_message_bytes,
+            insecure=config.network.insecure_no_auth,
+            restricted=needs_owner,
+        )
         self.address = self._responder.address
 
     async def run(self, stop: role.Stop) -> None:

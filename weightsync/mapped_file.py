@@ -1,6 +1,5 @@
 """A new file of a given size, mapped into memory and its pages taken at once, in the first folder that has room.
 
-Called by `weightsync.staging` for what a learner publishes and by `producers.engines.staged_weights` for what an engine gets.
 Guarantees:
 1. the file is new and of this user alone, and its space is reserved: no later write fails for want of room;
 2. of an attempt that failed nothing is left.

@@ -1,6 +1,6 @@
 """The publisher's staging slots: where a version waits for its readers.
 
-Called by the publisher. A slot is a file under /dev/shm (where there is no room: in the run's scratch folder), mapped
+A slot is a file under /dev/shm (where there is no room: in the run's scratch folder), mapped
 by this process; the local transport lets members map it too, other transports send from it. Guarantees:
 1. the newest version is never overwritten, nor one that is being sent or encoded; of the others the oldest one is; one
    that is pinned (the base of adapters) stays, and counts for none of the numbers below;
@@ -195,7 +195,6 @@ class Staging:
             return slot.order == order
 
     def close(self) -> None:
-        """Remove the files."""
         with self._lock:
             for slot in self._slots:
                 slot.path.unlink(missing_ok=True)

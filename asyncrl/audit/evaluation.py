@@ -1,6 +1,6 @@
 """Follows the evaluations of a history for the audit: nothing of them was trained, and their figures are those told.
 
-Called by `asyncrl.audit.reader` for the events of evaluations, and by `asyncrl.audit.verdict`. Violations are of the
+Violations are of the
 kind `evaluation`:
 1. a claimed or committed group is a prompt of an evaluation, or a sample that was trained came under the token of a
    lease of an evaluation;
@@ -52,7 +52,6 @@ class EvaluationReader:
         self.ended: list[tuple[Begun, dict[str, Any]]] = []
 
     def take(self, name: str, event: Mapping[str, Any]) -> None:
-        """Follow one event."""
         what = name.removeprefix(MARK)
         if what == "begin":
             self._no_ending()
@@ -126,8 +125,10 @@ class EvaluationReader:
             right = digests.get(version)
             if right and digest not in right:
                 step, row = place_of(number)
-                self._bad(f"sample {index} of prompt {row}, step {step}: the digest of version {version} is "
-                          f"{digest or 'missing'}, committed was {', '.join(sorted(right))}")  # fmt: skip
+                self._bad(
+                    f"sample {index} of prompt {row}, step {step}: the digest of version {version} is "
+                    f"{digest or 'missing'}, committed was {', '.join(sorted(right))}"
+                )
         for begun, line in self.ended:
             self._same(begun, line, correct_above)
         if self.found.done:
@@ -143,8 +144,11 @@ class EvaluationReader:
         prompts, scored, failed, missing = (int(line[f"evaluation_{name}"]) for name in COUNTS)
         if prompts != scored + failed + missing:
             self._bad(f"{who}: {prompts} prompts are not {scored} scored + {failed} failed + {missing} missing")
-        whole = {number: mine for number, mine in begun.scores.items()
-                 if len(mine) == begun.samples and number not in begun.failed}  # fmt: skip
+        whole = {
+            number: mine
+            for number, mine in begun.scores.items()
+            if len(mine) == begun.samples and number not in begun.failed
+        }
         if len(whole) != scored:
             self._bad(f"{who} told {scored} scored prompts, the log has {len(whole)}")
             return

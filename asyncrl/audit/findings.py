@@ -120,9 +120,11 @@ def _tuning_lines(found: Audit) -> list[str]:
     for change in found.tuned:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.t))
         what = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in change.changed.items())
-        lines.append(f"  tune {change.n}{' (undo)' if change.undo else ''} after step {change.step}, {when} by "
-                     f"{change.author}: {what}; {change.steps} steps since, groups by lag: "
-                     f"{counts_text(change.lag_counts)}")  # fmt: skip
+        lines.append(
+            f"  tune {change.n}{' (undo)' if change.undo else ''} after step {change.step}, {when} by "
+            f"{change.author}: {what}; {change.steps} steps since, groups by lag: "
+            f"{counts_text(change.lag_counts)}"
+        )
     return lines
 
 
@@ -144,8 +146,10 @@ def _length_lines(found: Lengths) -> list[str]:
     means = [("trained", found.trained_mean), ("dropped", found.dropped_mean), ("dead", found.dead_mean)]
     told = ", ".join(f"{name} {mean:.1f}" for name, mean in means if mean)
     verdict = f"ALARM: {found.alarm}" if found.alarm else "no bias"
-    lines = [f"  lengths: mean made {found.made_mean:.1f}, {told} tokens; KS {found.ks:.3f} (limit "
-             f"{found.ks_limit:.3f}); {verdict}"]  # fmt: skip
+    lines = [
+        f"  lengths: mean made {found.made_mean:.1f}, {told} tokens; KS {found.ks:.3f} (limit "
+        f"{found.ks_limit:.3f}); {verdict}"
+    ]
     return lines + ([f"  early steps: {found.early}"] if found.early else [])
 
 

@@ -1,6 +1,6 @@
 """Proves from `history.jsonl` alone that nothing was lost, trained twice, too old or made by unknown weights.
 
-Called by `asyncrl audit`, the demo, the summary and the report. Guarantees:
+Guarantees:
 1. every issued group is counted in exactly one of: trained, dropped and dead (by reason), superseded, in flight, lost;
 2. it keeps no state of the service it audits and shares no code with it: only the log is believed (the configuration
    says the size of a group, `result.json` whether the run is done, a `fork.json` where a fork begins; figures of
@@ -122,10 +122,11 @@ def audit_run(root: Path) -> Audit:
     try:
         config = load(run.config)
         known = msgspec.structs.replace(
-            known, group_size=config.sampling.group_samples,
+            known,
+            group_size=config.sampling.group_samples,
             allow_over_bound=config.buffer.on_late == "train",
             correct_above=config.learner.algorithm.shaping.correct_above,
-        )  # fmt: skip
+        )
     except AsyncRLError:
         pass  # the log alone
     found = audit_file(run.history, expected=known)

@@ -1,6 +1,6 @@
 """Follows the events of a history for the audit: what became of every group, step, lease and epoch.
 
-Called by `asyncrl.audit.prove`. Guarantees:
+Guarantees:
 1. what cannot be true when an event is read is a violation at once; what depends on the end is left to
    `asyncrl.audit.verdict`;
 2. the surviving history: a learner that registers at step s takes back the commits after s;
@@ -20,9 +20,26 @@ from asyncrl.audit.findings import Audit, Tuned
 from asyncrl.evaluation.ids import MARK
 
 _HANDLED = frozenset(
-    {"service", "register", "issue", "lease", "lost", "cancel", "sample", "score", "ready", "claim", "commit", "retire",
-     "drop", "dead", "tune", "end", "fenced"}
-)  # fmt: skip
+    {
+        "service",
+        "register",
+        "issue",
+        "lease",
+        "lost",
+        "cancel",
+        "sample",
+        "score",
+        "ready",
+        "claim",
+        "commit",
+        "retire",
+        "drop",
+        "dead",
+        "tune",
+        "end",
+        "fenced",
+    }
+)
 #: Reasons of a lost lease that give up the samples of the group, too.
 FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
 TOKEN_SHIFT = 24  # a token is a service epoch, shifted, and a count
@@ -32,9 +49,24 @@ class Group:
     """What the log says of one group."""
 
     __slots__ = (
-        "accepted", "bound", "dead", "digests", "dropped", "given_up", "holder", "issued", "lengths", "life", "oldest",
-        "ready", "scored", "steps", "tokens", "uses", "versions",
-    )  # fmt: skip
+        "accepted",
+        "bound",
+        "dead",
+        "digests",
+        "dropped",
+        "given_up",
+        "holder",
+        "issued",
+        "lengths",
+        "life",
+        "oldest",
+        "ready",
+        "scored",
+        "steps",
+        "tokens",
+        "uses",
+        "versions",
+    )
 
     def __init__(self, uses: int = 1, *, issued: int = 0) -> None:
         self.uses = uses  # how many steps may train it
@@ -179,9 +211,16 @@ class Reader:
         if last is not None and number < last.n:
             self._bad("tune", f"change {number} came after change {last.n}")
         self.found.tuned.append(
-            Tuned(number, float(event.get("t", 0)), str(event["author"]), {str(event["key"]): change},
-                  max(self.commits, default=0), bool(event.get("undo")), lag_counts={})
-        )  # fmt: skip
+            Tuned(
+                number,
+                float(event.get("t", 0)),
+                str(event["author"]),
+                {str(event["key"]): change},
+                max(self.commits, default=0),
+                bool(event.get("undo")),
+                lag_counts={},
+            )
+        )
 
     # ------------------------------------------------------------ groups
 
@@ -204,8 +243,10 @@ class Reader:
         if group.holder and group.life == life:
             self._bad("lease", f"group {event['g']} was leased under token {token} while {group.holder} held it")
         if token >= 1 << TOKEN_SHIFT and token >> TOKEN_SHIFT not in self._services:
-            self._bad("epoch", f"token {token} of group {event['g']} is of service epoch {token >> TOKEN_SHIFT}, "
-                      "which never started")  # fmt: skip
+            self._bad(
+                "epoch",
+                f"token {token} of group {event['g']} is of service epoch {token >> TOKEN_SHIFT}, which never started",
+            )
         if group.oldest and group.bound not in (-1, bound):
             self._bad("bound", f"group {event['g']} was leased under bound {bound} and held samples of {group.bound}")
         elif self._bounds and bound not in self._bounds:
@@ -301,8 +342,9 @@ class Reader:
             if not group.ready:
                 self._bad("ready", f"group {number} was handed out for step {step} before it was ready")
             elif unscored := group.lengths.keys() - group.scored:
-                self._bad("score", f"group {number} was handed out for step {step} before sample {min(unscored)} was "
-                          "scored")  # fmt: skip
+                self._bad(
+                    "score", f"group {number} was handed out for step {step} before sample {min(unscored)} was scored"
+                )
 
     def _same_batch(self, step: int, earlier: Claim | None, claim: Claim) -> None:
         """A recorded batch comes back as it was, in its order, less the groups that were quarantined since."""
@@ -312,15 +354,20 @@ class Reader:
         gone = {number for number in earlier.groups if number in self.groups and self.groups[number].removed}
         left = [number for number in earlier.groups if number not in gone or number in claim.groups]
         if list(claim.groups) != left or claim.version != earlier.version:
-            self._bad("claim", f"step {step} was handed out again with other groups: {list(claim.groups)[:8]} after "
-                      f"{left[:8]}")  # fmt: skip
+            self._bad(
+                "claim",
+                f"step {step} was handed out again with other groups: {list(claim.groups)[:8]} after {left[:8]}",
+            )
 
     def _commit(self, event: dict[str, Any]) -> None:
         step = int(event["step"])
         commit = Commit(
-            int(event["version"]), int(event["epoch"]), str(event["digest"]), tuple(map(int, event["groups"])),
+            int(event["version"]),
+            int(event["epoch"]),
+            str(event["digest"]),
+            tuple(map(int, event["groups"])),
             len(self.found.tuned),
-        )  # fmt: skip
+        )
         if commit.epoch != self._epoch:  # told by a checkpoint's ledger, right before its learner registers?
             self._suspects.append((step, commit.epoch))
         if commit.digest:

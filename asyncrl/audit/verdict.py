@@ -1,6 +1,6 @@
 """Judges what a history leaves behind: endings, steps, lags, digests, lengths.
 
-Called by `asyncrl.audit.prove` once all events were read. Guarantees: every group is counted in exactly one of trained,
+Guarantees: every group is counted in exactly one of trained,
 dropped, dead, superseded, in flight and lost; every violation names its group or step.
 """
 
@@ -32,7 +32,6 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 def judge(reader: Reader, expected: Expected) -> Audit:
-    """The verdict."""
     reader.settle()
     verdict = _Verdict(reader, expected)
     verdict.endings()
@@ -177,8 +176,7 @@ class _Verdict:
     def _over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
         """A violation, but where it is allowed: by the configuration, or by a change before the step was committed."""
         self.found.over_bound += 1
-        text = (f"group {number} was trained in step {step} with lag {lag}, its bound is "
-                f"{self.groups[number].bound}")  # fmt: skip
+        text = f"group {number} was trained in step {step} with lag {lag}, its bound is {self.groups[number].bound}"
         changes = [change.changed.get("buffer.on_late") for change in self.found.tuned[: commit.tuning]]
         if self.expected.allow_over_bound or any(change and change[1] == "train" for change in changes):
             self.found.notes.append(text)
@@ -204,8 +202,10 @@ class _Verdict:
                             found.spans_matched += 1
                             continue
                         what = f"is {digest}, committed was {', '.join(sorted(right))}" if digest else "is missing"
-                        found.violation("digest", f"group {number} sample {index} (step {step}): the digest of "
-                                        f"version {version} {what}")  # fmt: skip
+                        found.violation(
+                            "digest",
+                            f"group {number} sample {index} (step {step}): the digest of version {version} {what}",
+                        )
         self._told_digests(version for version, digest in first.items() if not digest.startswith(DATA_PREFIX))
 
     def _told_digests(self, unknown: Iterable[int]) -> None:

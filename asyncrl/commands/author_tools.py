@@ -9,8 +9,12 @@ from asyncrl.commands.options import Commands, command
 
 def add(commands: Commands) -> None:
     """Declare them."""
-    one = command(commands, "test-reward", "try a reward function as a run would: signature, values, time, memory",
-                  example="asyncrl test-reward my_rewards:exact --data data/train.jsonl --samples 8")  # fmt: skip
+    one = command(
+        commands,
+        "test-reward",
+        "try a reward function as a run would: signature, values, time, memory",
+        example="asyncrl test-reward my_rewards:exact --data data/train.jsonl --samples 8",
+    )
     one.add_argument("function", metavar="NAME", help="module:name, path/file.py:name, builtin:name or an http address")
     one.add_argument("--data", required=True, metavar="FILE", help="rows, as in data.path")
     one.add_argument("--samples", default="4", metavar="N", help="rows to try it on (default 4)")
@@ -21,8 +25,12 @@ def add(commands: Commands) -> None:
     one.add_argument("--memory-bytes", default=str(2 << 30), metavar="BYTES", help="of its process (default 2 GiB)")
     one.add_argument("--sandbox", default="bubblewrap", metavar="KIND", help="as sandbox.kind (default bubblewrap)")
     one.set_defaults(run=_test_reward)
-    one = command(commands, "sandbox-server", "run programs in the sandbox for clients of SandboxFusion, on loopback",
-                  example="asyncrl sandbox-server --port 8080")  # fmt: skip
+    one = command(
+        commands,
+        "sandbox-server",
+        "run programs in the sandbox for clients of SandboxFusion, on loopback",
+        example="asyncrl sandbox-server --port 8080",
+    )
     one.add_argument("--port", default="8080", help="on 127.0.0.1; 0: any free one (default 8080)")
     one.add_argument("--kind", default="bubblewrap", help="bubblewrap; none: without isolation (default bubblewrap)")
     one.add_argument("--workers", default="2", metavar="N", help="programs at once (default 2)")

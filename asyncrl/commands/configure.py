@@ -17,30 +17,52 @@ EXPLAIN_EXAMPLES = """examples:
   asyncrl explain config.conflict                 an error
   asyncrl explain buffer.max_staleness            a setting, also: a section, a metric
 """
-ANSWERS = {"model": "folder of the model", "data": "file with the prompts", "reward": "'module:function'",
-           "preset": "algorithm (default: grpo_decoupled)", "name": "name of the run (default: first)"}  # fmt: skip
+ANSWERS = {
+    "model": "folder of the model",
+    "data": "file with the prompts",
+    "reward": "'module:function'",
+    "preset": "algorithm (default: grpo_decoupled)",
+    "name": "name of the run (default: first)",
+}
 
 
 def add(commands: Commands) -> None:
     """Declare them."""
     _add_init(commands)
-    one = command(commands, "check", "find every mistake of a configuration and show the derived numbers",
-                   example="asyncrl check my.toml --set buffer.max_staleness=8")  # fmt: skip
+    one = command(
+        commands,
+        "check",
+        "find every mistake of a configuration and show the derived numbers",
+        example="asyncrl check my.toml --set buffer.max_staleness=8",
+    )
     add_configs(one)
     one.add_argument("--json", action="store_true", help="everything as JSON, mistakes as well")
     one.set_defaults(run=_check)
     one = command(commands, "explain", "explain an error code, a setting or a metric", epilog=EXPLAIN_EXAMPLES)
-    one.add_argument("name", metavar="NAME", nargs="?", default="", help="a code, a dotted key, a section, a metric; "
-                     "without it: all codes")  # fmt: skip
+    one.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        default="",
+        help="a code, a dotted key, a section, a metric; without it: all codes",
+    )
     one.set_defaults(run=_explain)
-    one = command(commands, "diff", "compare two configurations by what they come to; exit code 1 where they differ",
-                   example="asyncrl diff my.toml runs/my")  # fmt: skip
+    one = command(
+        commands,
+        "diff",
+        "compare two configurations by what they come to; exit code 1 where they differ",
+        example="asyncrl diff my.toml runs/my",
+    )
     one.add_argument("left", metavar="A", type=Path, help="a TOML file, or the folder of a run")
     one.add_argument("right", metavar="B", type=Path, help="another one")
     one.add_argument("--json", action="store_true", help="the differences as JSON")
     one.set_defaults(run=_diff)
-    one = command(commands, "schema", "print the JSON schema of the configuration, for editors",
-                   example="asyncrl schema > asyncrl.schema.json")  # fmt: skip
+    one = command(
+        commands,
+        "schema",
+        "print the JSON schema of the configuration, for editors",
+        example="asyncrl schema > asyncrl.schema.json",
+    )
     one.set_defaults(run=_schema)
 
 
@@ -49,8 +71,14 @@ def _add_init(commands: Commands) -> None:
     one.add_argument("out", metavar="OUT.toml", nargs="?", type=Path, help="file to write (default: NAME.toml)")
     for name, text in ANSWERS.items():
         one.add_argument(f"--{name}", default="", metavar="TEXT", help=text)
-    one.add_argument("--from", dest="theirs", type=Path, metavar="FILE", help="take over a run of verl, TRL, "
-                     "prime-rl or OpenRLHF: its launch script, TRL's Python file, prime-rl's TOML")  # fmt: skip
+    one.add_argument(
+        "--from",
+        dest="theirs",
+        type=Path,
+        metavar="FILE",
+        help="take over a run of verl, TRL, "
+        "prime-rl or OpenRLHF: its launch script, TRL's Python file, prime-rl's TOML",
+    )
     one.add_argument("--answers", type=Path, metavar="FILE.toml", help="answers by these names, instead of questions")
     one.add_argument("--force", action="store_true", help="overwrite the file")
     one.set_defaults(run=_init)

@@ -15,8 +15,9 @@ DOCTOR_EXAMPLES = """examples:
 
 def add(commands: Commands) -> None:
     """Declare them."""
-    one = command(commands, "doctor", "what this machine can run, what is wrong with it, and what to do",
-                   epilog=DOCTOR_EXAMPLES)  # fmt: skip
+    one = command(
+        commands, "doctor", "what this machine can run, what is wrong with it, and what to do", epilog=DOCTOR_EXAMPLES
+    )
     one.add_argument("--only", action="append", default=[], metavar="PROBE", help="this probe alone; may be repeated")
     one.add_argument("--json", action="store_true", help="all findings as JSON")
     one.add_argument(

@@ -12,10 +12,19 @@ LIMIT_S = 900.0
 
 def add(commands: Commands) -> None:
     """Declare them."""
-    one = command(commands, "test-env", "play an environment with given answers and check its contract",
-                   example="asyncrl test-env my_envs:Guess --row '{\"prompt\": \"guess\"}'")  # fmt: skip
-    one.add_argument("name", nargs="?", default="", metavar="MODULE:NAME",
-                     help="or a known name (default: environment.name of --config)")  # fmt: skip
+    one = command(
+        commands,
+        "test-env",
+        "play an environment with given answers and check its contract",
+        example='asyncrl test-env my_envs:Guess --row \'{"prompt": "guess"}\'',
+    )
+    one.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="MODULE:NAME",
+        help="or a known name (default: environment.name of --config)",
+    )
     one.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take [environment], model and rows from it")
     one.add_argument("--model", default="", metavar="FOLDER", help="whose tokenizer and chat template to use")
     one.add_argument("--args", default="{}", metavar="JSON", help="arguments of the environment, an object")

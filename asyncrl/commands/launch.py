@@ -39,34 +39,49 @@ def add(commands: Commands) -> None:
 
 
 def _add_launch(commands: Commands) -> None:
-    one = command(commands, "launch", "start the roles of a run; the same command again resumes it",
-                   epilog=LAUNCH_EXAMPLES)  # fmt: skip
+    one = command(
+        commands, "launch", "start the roles of a run; the same command again resumes it", epilog=LAUNCH_EXAMPLES
+    )
     one.add_argument("target", metavar="TARGET", choices=TARGETS, help=f"what to start here: {', '.join(TARGETS)}")
     add_configs(one)
     one.add_argument("--connect", default="", metavar="URL", help="join the run whose buffer listens there")
     one.add_argument("--key", default="", metavar="FILE", help="key file of that run")
     one.add_argument("--judge", default="", metavar="NAME", help="target rewards: only workers of this judge")
-    one.add_argument("--insecure-no-auth", action="store_true", help="listen beyond this host without keys (services "
-                     "say so every minute)")  # fmt: skip
+    one.add_argument(
+        "--insecure-no-auth",
+        action="store_true",
+        help="listen beyond this host without keys (services say so every minute)",
+    )
     one.add_argument("--node-rank", type=int, default=0, metavar="N", help="number of this host in a gang of several")
     one.add_argument("--head", default="", metavar="HOST:PORT", help="where a gang of several hosts meets: on host 0")
     one.add_argument("--backend", choices=("slurm", "k8s", "ray"), help="with --render: scheduler of the jobs")
     one.add_argument("--render", type=Path, metavar="DIR", help="start nothing: write the jobs of [cluster] there")
-    one.add_argument("--job", action="store_true", help="as a job of a scheduler: a stop has cluster.grace_s, and the "
-                     "exit code 143 where it comes before the end")  # fmt: skip
+    one.add_argument(
+        "--job",
+        action="store_true",
+        help="as a job of a scheduler: a stop has cluster.grace_s, and the exit code 143 where it comes before the end",
+    )
     one.add_argument("--takeover", action="store_true", help="fence a learner that is still registered")
-    one.add_argument("--dry-run", action="store_true", help="print what would start (commands, files, environment), "
-                     "and start nothing")  # fmt: skip
+    one.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would start (commands, files, environment), and start nothing",
+    )
     one.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     add_output(one)
     one.set_defaults(run=_launch)
 
 
 def _add_demo(commands: Commands) -> None:
-    one = command(commands, "demo", "train a tiny model here, on the CPU, and check what was promised",
-                   example="asyncrl demo --task add --set buffer.max_staleness=0")  # fmt: skip
-    one.add_argument("--task", choices=("running_sum", "add"), default="running_sum", help="what it learns "
-                     "(default: running_sum)")  # fmt: skip
+    one = command(
+        commands,
+        "demo",
+        "train a tiny model here, on the CPU, and check what was promised",
+        example="asyncrl demo --task add --set buffer.max_staleness=0",
+    )
+    one.add_argument(
+        "--task", choices=("running_sum", "add"), default="running_sum", help="what it learns (default: running_sum)"
+    )
     one.add_argument("--resume", action="store_true", help="go on with the last demo instead of starting anew")
     one.add_argument("--prepare-only", action="store_true", help="make the model and the prompts, start nothing")
     add_set(one)
@@ -80,11 +95,19 @@ def _launch(args: argparse.Namespace) -> int:
     from asyncrl.launcher.launch import LaunchOptions, exit_code, launch
 
     options = LaunchOptions(
-        target=args.target, overrides=tuple(args.overrides), connect=args.connect, key=args.key,
-        takeover=args.takeover, verbose=args.verbose, plain=args.plain, judge=args.judge,
+        target=args.target,
+        overrides=tuple(args.overrides),
+        connect=args.connect,
+        key=args.key,
+        takeover=args.takeover,
+        verbose=args.verbose,
+        plain=args.plain,
+        judge=args.judge,
         insecure_no_auth=args.insecure_no_auth,
-        node_rank=args.node_rank, head=args.head, job=args.job,
-    )  # fmt: skip
+        node_rank=args.node_rank,
+        head=args.head,
+        job=args.job,
+    )
     if args.dry_run:
         from asyncrl.launcher.dry_run import dry_run
 
@@ -112,9 +135,13 @@ def _demo(args: argparse.Namespace) -> int:
     from asyncrl.demo.demo import demo
 
     return demo(
-        args.task, tuple(args.overrides), resume=args.resume, verbose=args.verbose, plain=args.plain,
+        args.task,
+        tuple(args.overrides),
+        resume=args.resume,
+        verbose=args.verbose,
+        plain=args.plain,
         prepare_only=args.prepare_only,
-    )  # fmt: skip
+    )
 
 
 def _stop(args: argparse.Namespace) -> int:

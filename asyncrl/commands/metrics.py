@@ -9,8 +9,12 @@ from asyncrl.commands.options import Commands, add_folder, command
 
 def add(commands: Commands) -> None:
     """Declare them."""
-    one = command(commands, "metrics", "a run's newest metrics in Prometheus' format: once, or at a port of this "
-                  "machine", example="asyncrl metrics runs/my --port 9464")  # fmt: skip
+    one = command(
+        commands,
+        "metrics",
+        "a run's newest metrics in Prometheus' format: once, or at a port of this machine",
+        example="asyncrl metrics runs/my --port 9464",
+    )
     add_folder(one)
     one.add_argument("--port", type=_port, metavar="N", help="serve http://127.0.0.1:N/metrics until Ctrl-C")
     one.set_defaults(run=_metrics)

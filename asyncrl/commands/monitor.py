@@ -36,8 +36,12 @@ def _add_status(commands: Commands) -> None:
 
 
 def _add_samples(commands: Commands) -> None:
-    one = command(commands, "samples", "what the model answers: the best and the worst samples of the newest steps",
-                   example="asyncrl samples runs/my --step 40")  # fmt: skip
+    one = command(
+        commands,
+        "samples",
+        "what the model answers: the best and the worst samples of the newest steps",
+        example="asyncrl samples runs/my --step 40",
+    )
     add_folder(one)
     one.add_argument("--last", type=int, default=1, metavar="N", help="of the newest N steps (default: 1)")
     one.add_argument("--step", type=int, metavar="N", help="of this step")
@@ -46,8 +50,9 @@ def _add_samples(commands: Commands) -> None:
 
 
 def _add_tune(commands: Commands) -> None:
-    one = command(commands, "tune", "change settings of a running system, undo that, or list the changes",
-                   epilog=TUNE_EXAMPLES)  # fmt: skip
+    one = command(
+        commands, "tune", "change settings of a running system, undo that, or list the changes", epilog=TUNE_EXAMPLES
+    )
     one.add_argument("folder", metavar="RUN", nargs="?", help="folder of the run")
     one.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="new values, read as TOML")
     one.add_argument("--undo", type=int, metavar="N", help="go back to the settings after change N (0: the file)")
@@ -74,6 +79,4 @@ def _tune(args: argparse.Namespace) -> int:
 
     words = [args.folder, *args.settings] if args.connect and args.folder else args.settings  # no folder was given
     folder = Path(args.folder) if args.folder and not args.connect else None
-    return tune_command(
-        folder, words, undo=args.undo, listed=args.listed, connect=args.connect, key=args.key
-    )  # fmt: skip
+    return tune_command(folder, words, undo=args.undo, listed=args.listed, connect=args.connect, key=args.key)

@@ -11,27 +11,51 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command(
-    commands: Commands, name: str, text: str, *, example: str = "",
+    commands: Commands,
+    name: str,
+    text: str,
+    *,
+    example: str = "",
     epilog: str = "",
-) -> argparse.ArgumentParser:  # fmt: skip
+) -> argparse.ArgumentParser:
     """A command with an example below its options."""
     return commands.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=epilog or f"example:\n  {example}",
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=epilog or f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
 
 
 def add_configs(one: argparse.ArgumentParser) -> None:
-    one.add_argument("configs", metavar="CONFIG.toml", nargs="+", type=Path, help="the run's configuration; of several "
-                     "files each wins over those before it")  # fmt: skip
+    one.add_argument(
+        "configs",
+        metavar="CONFIG.toml",
+        nargs="+",
+        type=Path,
+        help="the run's configuration; of several files each wins over those before it",
+    )
     add_set(one)
 
 
 def add_set(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
-                     help="override one setting, e.g. --set learner.steps=20; may be repeated")  # fmt: skip
-    one.add_argument("--preset", dest="overrides", action="append", metavar="NAME", type=preset_override,
-                     help="settings of an algorithm, on top of the file: grpo, dapo, gspo, ... or a .toml")  # fmt: skip
+    one.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one setting, e.g. --set learner.steps=20; may be repeated",
+    )
+    one.add_argument(
+        "--preset",
+        dest="overrides",
+        action="append",
+        metavar="NAME",
+        type=preset_override,
+        help="settings of an algorithm, on top of the file: grpo, dapo, gspo, ... or a .toml",
+    )
 
 
 def preset_override(name: str) -> str:

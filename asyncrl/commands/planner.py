@@ -20,21 +20,41 @@ what can be assumed (seconds unless said): decode_s, decode_sample_s, or engine_
 
 def add(commands: Commands) -> None:
     """Declare it."""
-    one = command(commands, "plan", "forecast throughput and staleness of a configuration, and suggest settings",
-                  epilog=EXAMPLES)  # fmt: skip
+    one = command(
+        commands, "plan", "forecast throughput and staleness of a configuration, and suggest settings", epilog=EXAMPLES
+    )
     add_configs(one)
-    one.add_argument("--from", dest="run_folder", type=Path, metavar="RUN", help="take the machines' speed from the "
-                     "logs of this run")  # fmt: skip
-    one.add_argument("--assume", action="append", default=[], metavar="KEY=VALUE", help="a number that was not "
-                     "measured, or another one; may be repeated")  # fmt: skip
-    one.add_argument("--gpus", type=_numbers, default=(), metavar="N[,N...]", help="also: the best division of so many "
-                     "devices")  # fmt: skip
-    one.add_argument("--fixed-batch", action="store_true", help="with --gpus: keep buffer.batch_groups (default: it "
-                     "grows with the devices)")  # fmt: skip
-    one.add_argument("--steps", type=int, default=0, metavar="N", help="steps that are played (default: those of the "
-                     "run, at most 40)")  # fmt: skip
-    one.add_argument("--cores", type=float, metavar="N", help="cores that producers and learner share (default: by "
-                     "their devices; 0: none)")  # fmt: skip
+    one.add_argument(
+        "--from", dest="run_folder", type=Path, metavar="RUN", help="take the machines' speed from the logs of this run"
+    )
+    one.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a number that was not measured, or another one; may be repeated",
+    )
+    one.add_argument(
+        "--gpus", type=_numbers, default=(), metavar="N[,N...]", help="also: the best division of so many devices"
+    )
+    one.add_argument(
+        "--fixed-batch",
+        action="store_true",
+        help="with --gpus: keep buffer.batch_groups (default: it grows with the devices)",
+    )
+    one.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps that are played (default: those of the run, at most 40)",
+    )
+    one.add_argument(
+        "--cores",
+        type=float,
+        metavar="N",
+        help="cores that producers and learner share (default: by their devices; 0: none)",
+    )
     one.add_argument("--json", action="store_true", help="everything, as JSON")
     one.set_defaults(run=_plan)
 
@@ -51,7 +71,14 @@ def _plan(args: argparse.Namespace) -> int:
 
     return plan_command(
         Options(
-            tuple(args.configs), tuple(args.overrides), args.run_folder, tuple(args.assume), args.gpus,
-            args.steps, args.cores, not args.fixed_batch, args.json,
+            tuple(args.configs),
+            tuple(args.overrides),
+            args.run_folder,
+            tuple(args.assume),
+            args.gpus,
+            args.steps,
+            args.cores,
+            not args.fixed_batch,
+            args.json,
         )
-    )  # fmt: skip
+    )

@@ -17,8 +17,9 @@ REPORT_EXAMPLES = """examples:
 def add(commands: Commands) -> None:
     """Declare them."""
     _add_export(commands)
-    one = command(commands, "report", "write the run's report, or a comparison of several: one HTML file",
-                   epilog=REPORT_EXAMPLES)  # fmt: skip
+    one = command(
+        commands, "report", "write the run's report, or a comparison of several: one HTML file", epilog=REPORT_EXAMPLES
+    )
     add_folder(one)
     one.add_argument("others", metavar="RUN", nargs="*", type=Path, help="runs to compare it with")
     one.add_argument("--out", type=Path, metavar="FILE", help="instead of RUN/report.html, or ./comparison.html")
@@ -26,13 +27,21 @@ def add(commands: Commands) -> None:
 
 
 def _add_export(commands: Commands) -> None:
-    one = command(commands, "export", "write a checkpoint's weights as a folder for transformers and vLLM",
-                   example="asyncrl export runs/my --step 40 --dtype bfloat16")  # fmt: skip
+    one = command(
+        commands,
+        "export",
+        "write a checkpoint's weights as a folder for transformers and vLLM",
+        example="asyncrl export runs/my --step 40 --dtype bfloat16",
+    )
     add_folder(one)
     one.add_argument("--step", type=int, metavar="N", help="step of a checkpoint that is kept (default: the newest)")
     one.add_argument("--out", type=Path, metavar="FOLDER", help="new or empty (default: RUN/export-step_N)")
-    one.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-                     help="of the weights (default: auto, that of model.dtype)")  # fmt: skip
+    one.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the weights (default: auto, that of model.dtype)",
+    )
     one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
     one.set_defaults(run=_export)
 
@@ -51,4 +60,4 @@ def _export(args: argparse.Namespace) -> int:
 
     return export_command(
         args.folder, step=args.step, out=args.out, dtype=args.dtype, max_shard_size=args.max_shard_size
-    )  # fmt: skip
+    )

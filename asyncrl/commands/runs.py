@@ -26,46 +26,80 @@ def add(commands: Commands) -> None:
     _add_trace(commands)
     _add_rescore(commands)
     _add_replay(commands)
-    one = command(commands, "audit", "prove from the log that nothing was lost, doubled, too old or unknown",
-                   example="asyncrl audit runs/my --json")  # fmt: skip
+    one = command(
+        commands,
+        "audit",
+        "prove from the log that nothing was lost, doubled, too old or unknown",
+        example="asyncrl audit runs/my --json",
+    )
     add_folder(one)
     one.add_argument("--json", action="store_true", help="the verdict and all counts, as JSON")
     one.set_defaults(run=_audit)
 
 
 def _add_trace(commands: Commands) -> None:
-    one = command(commands, "trace", "one group's story: who made it, when, with which weights, what became of it",
-                   example="asyncrl trace runs/my 317")  # fmt: skip
+    one = command(
+        commands,
+        "trace",
+        "one group's story: who made it, when, with which weights, what became of it",
+        example="asyncrl trace runs/my 317",
+    )
     add_folder(one)
     what = one.add_mutually_exclusive_group(required=True)
     what.add_argument("group", metavar="GROUP", nargs="?", type=int, help="number of the group")
     what.add_argument("--step", type=int, metavar="N", help="instead: the groups of a step")
     what.add_argument("--dead", action="store_true", help="instead: quarantined groups and dead letters")
-    what.add_argument("--perfetto", type=Path, metavar="FILE", help="instead: the whole run as a timeline for "
-                      "ui.perfetto.dev (.pftrace.gz)")  # fmt: skip
+    what.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="instead: the whole run as a timeline for ui.perfetto.dev (.pftrace.gz)",
+    )
     one.add_argument("--json", action="store_true", help="as JSON")
     one.set_defaults(run=_trace)
 
 
 def _add_rescore(commands: Commands) -> None:
-    one = command(commands, "rescore", "score a run's archived samples again: what would have changed?",
-                   epilog=RESCORE_EXAMPLES)  # fmt: skip
+    one = command(
+        commands, "rescore", "score a run's archived samples again: what would have changed?", epilog=RESCORE_EXAMPLES
+    )
     one.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with log.archive = true")
-    one.add_argument("--reward", dest="rewards", action="append", default=[], metavar="MODULE:NAME",
-                     help="score with this function (several: their sum) instead of the run's own")  # fmt: skip
-    one.add_argument("--judge", default="", metavar="NAME", help="only the part of this judge (`default`: of the "
-                     "rewards that name none); the others' parts stay as recorded")  # fmt: skip
+    one.add_argument(
+        "--reward",
+        dest="rewards",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="score with this function (several: their sum) instead of the run's own",
+    )
+    one.add_argument(
+        "--judge",
+        default="",
+        metavar="NAME",
+        help="only the part of this judge (`default`: of the "
+        "rewards that name none); the others' parts stay as recorded",
+    )
     one.add_argument("--out", type=Path, metavar="FILE", help="where the scores go (default: RUN-scores.jsonl)")
     one.add_argument("--json", action="store_true", help="the report, as JSON")
     one.set_defaults(run=_rescore)
 
 
 def _add_replay(commands: Commands) -> None:
-    one = command(commands, "replay", "train a run's recorded batches again: bitwise, or with other settings",
-                   epilog=REPLAY_EXAMPLES)  # fmt: skip
+    one = command(
+        commands,
+        "replay",
+        "train a run's recorded batches again: bitwise, or with other settings",
+        epilog=REPLAY_EXAMPLES,
+    )
     one.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with log.archive = true")
-    one.add_argument("--from", dest="begin", type=int, default=0, metavar="STEP", help="begin after this step, from "
-                     "the newest checkpoint at or before it (default 0: the start weights)")  # fmt: skip
+    one.add_argument(
+        "--from",
+        dest="begin",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="begin after this step, from the newest checkpoint at or before it (default 0: the start weights)",
+    )
     one.add_argument("--to", dest="end", type=int, metavar="STEP", help="last step (default: the last committed one)")
     add_set(one)
     one.add_argument("--rewards", type=Path, metavar="FILE", help="train on the scores that `asyncrl rescore` wrote")
@@ -73,8 +107,12 @@ def _add_replay(commands: Commands) -> None:
     one.add_argument("--json", action="store_true", help="the comparison, as JSON")
     one.set_defaults(run=_replay)
 
-    one = command(commands, "fork", "make a run of its own that goes on from a checkpoint of another",
-                   example="asyncrl fork runs/my runs/my-2 --step 40 --set learner.optim.lr=1e-5")  # fmt: skip
+    one = command(
+        commands,
+        "fork",
+        "make a run of its own that goes on from a checkpoint of another",
+        example="asyncrl fork runs/my runs/my-2 --step 40 --set learner.optim.lr=1e-5",
+    )
     add_folder(one)
     one.add_argument("target", metavar="NEWDIR", type=Path, help="folder of the fork; new or empty")
     one.add_argument("--step", type=int, required=True, metavar="K", help="step whose checkpoint it starts from")
@@ -102,9 +140,14 @@ def _replay(args: argparse.Namespace) -> int:
     from asyncrl.runs.replay import replay_command
 
     return replay_command(
-        args.folder, begin=args.begin, end=args.end, overrides=args.overrides, out=args.out, as_json=args.json,
+        args.folder,
+        begin=args.begin,
+        end=args.end,
+        overrides=args.overrides,
+        out=args.out,
+        as_json=args.json,
         rewards=args.rewards,
-    )  # fmt: skip
+    )
 
 
 def _rescore(args: argparse.Namespace) -> int:

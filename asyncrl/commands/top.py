@@ -31,5 +31,6 @@ def add(commands: Commands) -> None:
 def _top(args: argparse.Namespace) -> int:
     from asyncrl.monitor.top import top_command
 
-    return top_command(args.folder, connect=args.connect, key=args.key, once=args.once, as_plain=args.plain,
-                       every_s=args.every)  # fmt: skip
+    return top_command(
+        args.folder, connect=args.connect, key=args.key, once=args.once, as_plain=args.plain, every_s=args.every
+    )

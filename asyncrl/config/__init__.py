@@ -1,11 +1,12 @@
 """One TOML for all roles: read, checked as a whole, frozen.
 
-Called by the front door and by every role at its start. Guarantees:
+Guarantees:
 1. unknown keys, wrong types, bad values and contradictions are all reported at once, with file, line and a suggestion;
 2. one value has one name, the TOML name, on its way to the decision; units are in the name (`_s`, `_bytes`);
 3. derived numbers are properties with their formula, never second settings;
 4. the structs are frozen and the resolved form (`dump`) reads back to the same value.
-It imports no role, no torch and no redis; files that the settings name are looked at by `asyncrl.preflight.check`. The parts:
+It imports no role, no torch and no redis; files that the settings name are looked at by `asyncrl.preflight.check`.
+The parts:
 `config_read` (TOML to a checked tree), `config_places` (lines), `config_names` (suggestions), `config_conflicts`.
 """
 
@@ -58,10 +59,26 @@ from asyncrl.config.sections.tracker import TrackersConfig
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
 
 __all__ = [
-    "AlgorithmConfig", "CompanionConfig", "Config", "CriticConfig", "LearnerConfig", "Loaded", "MegatronConfig",
-    "OptimConfig", "ParallelConfig", "PreferenceConfig", "ProcessRewardConfig", "Section", "all_keys", "conflicts_of",
-    "dump", "load", "load_all", "parse", "schema",
-]  # fmt: skip
+    "AlgorithmConfig",
+    "CompanionConfig",
+    "Config",
+    "CriticConfig",
+    "LearnerConfig",
+    "Loaded",
+    "MegatronConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PreferenceConfig",
+    "ProcessRewardConfig",
+    "Section",
+    "all_keys",
+    "conflicts_of",
+    "dump",
+    "load",
+    "load_all",
+    "parse",
+    "schema",
+]
 
 
 class RunConfig(Section, frozen=True):

@@ -1,6 +1,6 @@
 """Rules across sections of the configuration that belong to no section alone.
 
-Called by `asyncrl.config.conflicts_of`, beside those of the sections (`modes`, `parallel`, `algorithms`, ...). Pure.
+Pure functions of a whole configuration, next to the rules of its sections.
 Guarantees: every rule says its arithmetic and names the key that a user would change.
 
 Example: `buffer.pipeline_depth = 4` with `buffer.max_staleness = 2`: the last two batches would be too old on arrival.
@@ -44,16 +44,23 @@ def problems(config: Config) -> Iterator[Conflict]:
 def _of_times(config: Config) -> Iterator[Conflict]:
     run, twice = config.run, 2 * config.log.heartbeat_s
     if run.silent_timeout_s < twice:
-        yield ("config.conflict", f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
-               f"{twice:g}: everybody would be called silent", ("run", "silent_timeout_s"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
+            f"{twice:g}: everybody would be called silent",
+            ("run", "silent_timeout_s"),
+        )
 
 
 def _of_the_buffer(config: Config) -> Iterator[Conflict]:
     buffer = config.buffer
     if buffer.depth > buffer.max_staleness:
-        yield ("config.conflict", f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = "
-               f"{buffer.max_staleness}: work that deep would be too old when its turn comes",
-               ("buffer", "pipeline_depth"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = "
+            f"{buffer.max_staleness}: work that deep would be too old when its turn comes",
+            ("buffer", "pipeline_depth"),
+        )
     for name in buffer.filters:
         if name not in ("zero_variance", "accuracy_band") and not DOTTED.fullmatch(name):
             what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
@@ -65,8 +72,11 @@ def _of_rewards(config: Config) -> Iterator[Conflict]:
         yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
     for index, reward in enumerate(config.reward):
         if reward.function and not reward_names.kind_of(reward.function):
-            yield ("config.reward", f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
-                   ("reward", f"[{index}]", "function"))  # fmt: skip
+            yield (
+                "config.reward",
+                f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
+                ("reward", f"[{index}]", "function"),
+            )
     labels = [reward.label for reward in config.reward]
     if len(set(labels)) < len(labels):
         yield "config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", ("reward",)
@@ -81,13 +91,17 @@ def _of_lengths(config: Config) -> Iterator[Conflict]:
             "config.conflict",
             f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} is below "
             f"{f'2 * ({names}) = 2 * ({sum_})' if pair else f'{names} = {sum_}'} = {row}: the longest "
-            f"{'pair' if pair else 'sample'} would not fit", ("learner", "micro_batch_tokens"),
-        )  # fmt: skip
+            f"{'pair' if pair else 'sample'} would not fit",
+            ("learner", "micro_batch_tokens"),
+        )
     every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
     if every and longest > MOST_PIECES * every:
-        yield ("config.conflict", f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a "
-               f"sample of sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed",
-               ("producers", "checkpoint_tokens"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a "
+            f"sample of sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed",
+            ("producers", "checkpoint_tokens"),
+        )
 
 
 def _of_address(config: Config, name: str) -> Iterator[Conflict]:
@@ -103,5 +117,8 @@ def _of_address(config: Config, name: str) -> Iterator[Conflict]:
         and not config.network.key_file
         and not config.network.insecure_no_auth
     ):
-        yield ("config.network", f"network.{name} = {address!r} is reachable from other hosts and network.key_file is "
-               "empty", key)  # fmt: skip
+        yield (
+            "config.network",
+            f"network.{name} = {address!r} is reachable from other hosts and network.key_file is empty",
+            key,
+        )

@@ -1,6 +1,6 @@
 """JSON schema of the configuration for editors, with the comments beside the fields as descriptions.
 
-Called by `asyncrl schema`, `asyncrl explain`, `asyncrl init` and the documentation. Guarantees:
+Guarantees:
 1. every setting has its meaning: the comment on its line in the source, that of the base where it is inherited;
 2. the schema refuses what `asyncrl check` refuses in a single field (types, ranges, unknown keys).
 """

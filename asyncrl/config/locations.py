@@ -1,6 +1,6 @@
 """Where a setting stands: the file and line of every key of one TOML file, or of several on top of each other.
 
-Called by `asyncrl.config.reader` and by `asyncrl.preflight.check` (mistakes that are found later). Pure. Guarantees:
+Pure. Guarantees:
 1. a key that several files set stands where its value comes from: the last of them;
 2. a key that stands nowhere has the place of the nearest table above it, else the first file;
 3. what came from `--set` or from a preset is called so.

@@ -1,6 +1,6 @@
 """Named presets: small TOML files with the settings that make up a published algorithm.
 
-Called by `asyncrl.config`. A file names one (`preset = "dapo"` under `[learner.algorithm]`), or the command does
+A file names one (`preset = "dapo"` under `[learner.algorithm]`), or the command does
 (`--preset dapo`). Guarantees:
 1. a preset holds nothing but settings of the configuration: everything it sets can be read in its file;
 2. settings of the user's file win over a preset that the file names; a preset given on the command line wins over the

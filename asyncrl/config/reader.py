@@ -1,6 +1,6 @@
 """TOML files to one checked tree: every unknown key, wrong type and missing setting at once, with its place.
 
-Called by `asyncrl.config`. Guarantees:
+Guarantees:
 1. files compose from left to right: tables merge, everything else is replaced; `--set` wins over all of them;
 2. a mistake has the code, the file and line of the value that counts, and the setting that was probably meant;
 3. after mistakes the rest is still looked at: what is left out counts as its default (`Read.doubtful` names it, so that
@@ -171,10 +171,14 @@ class _Look:
             header = f"[[{name}]]" if get_origin(hint) is tuple else f"[{name}]"
             said = f"it is a section: write {header} and its settings below"
         near = _near_choice(hint, value)
-        self.errors.append(ConfigError(
-            "config.type", f"{name} = {value!r}: {said}{_choices(hint, value, near)}", where=self.places.where(here),
-            suggestion=near,
-        ))  # fmt: skip
+        self.errors.append(
+            ConfigError(
+                "config.type",
+                f"{name} = {value!r}: {said}{_choices(hint, value, near)}",
+                where=self.places.where(here),
+                suggestion=near,
+            )
+        )
         return False
 
     def _unknown(self, here: tuple[str, ...], value: Any) -> None:
@@ -190,10 +194,14 @@ class _Look:
         self.doubtful.add(name)
         what = "section" if table else "setting"
         hint += _translations(name, value) if table else ""
-        self.errors.append(ConfigError(
-            "config.unknown_key", f"{name} is not a {what}{hint}", where=self.places.where(here),
-            suggestion=found.key if found else "",
-        ))  # fmt: skip
+        self.errors.append(
+            ConfigError(
+                "config.unknown_key",
+                f"{name} is not a {what}{hint}",
+                where=self.places.where(here),
+                suggestion=found.key if found else "",
+            )
+        )
 
     def _doubt(self, key: str) -> None:
         """Nobody knows the value of what was probably meant, nor, of a section, those in it."""

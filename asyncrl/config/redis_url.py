@@ -1,6 +1,5 @@
 """The password of `buffer.redis_url`: kept out of every file and line that shows a configuration.
 
-Called by `asyncrl.config` (what is written has `***`), by the launcher (`keep`) and by who connects (`with_password`).
 Guarantees:
 1. what `without_password` gives holds no password, wherever in the URL it stood;
 2. the password lies in one file of the run, readable by its owner alone, or in the environment of the buffer.
@@ -51,9 +50,11 @@ def with_password(url: str, folder: Path, environment: Mapping[str, str] | None 
             given = (folder / FILE).read_text()
         except OSError:
             raise ConfigError(
-                "config.missing", f"its password is not known here: {VARIABLE} is not set", where="buffer.redis_url",
+                "config.missing",
+                f"its password is not known here: {VARIABLE} is not set",
+                where="buffer.redis_url",
                 remedy=f"set {VARIABLE} for the buffer, or launch it once with the password in the URL",
-            ) from None  # fmt: skip
+            ) from None
     return _replaced(url, quote(given, safe=""))
 
 

@@ -1,6 +1,6 @@
 """The names of settings, and which one was meant by a name that is none.
 
-Called by `asyncrl.config.reader` (unknown keys), `asyncrl explain` and `asyncrl init`. Pure. Guarantees:
+Pure. Guarantees:
 1. `meant` looks in the same section first, then anywhere; a name spelled right that stands in another section is found
    there; names of other frameworks (`synonyms.toml`) come before guesses by likeness;
 2. it names keys that exist, or nothing: a test compares `synonyms.toml` with the configuration.

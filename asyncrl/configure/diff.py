@@ -1,6 +1,6 @@
 """`asyncrl diff A B`: where two configurations differ, by what they come to, not by how they are written.
 
-Called by `asyncrl.cli`. Guarantees:
+Guarantees:
 1. defaults, presets and derived settings are resolved before: two ways to write the same are no difference;
 2. A and B are TOML files or run folders (their `config.toml`); nothing that they name is looked at;
 3. the exit code is 0 without a difference, 1 with one, 2 where one cannot be read.
@@ -29,7 +29,6 @@ class Difference(NamedTuple):
 
     @property
     def section(self) -> str:
-        """`learner.optim` of `learner.optim.lr`."""
         return self.key.rpartition(".")[0]
 
 

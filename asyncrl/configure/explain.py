@@ -1,6 +1,6 @@
 """`asyncrl explain NAME`: what an error code, a metric or a setting means.
 
-Called by `asyncrl.cli` and by docs/generate.py. Guarantees:
+Guarantees:
 1. every code of `asyncrl.errors` has a text (a test says which lacks one): cause, example, what to do;
 2. every setting shows type, range, default and meaning, every metric its unit and who writes it;
 3. a name that is none of them is `usage`, with the nearest ones.
@@ -34,7 +34,6 @@ class ErrorText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def error_texts() -> Mapping[str, ErrorText]:
-    """By code."""
     return msgspec.convert(tomllib.loads(TEXTS.read_text(encoding="utf-8")), dict[str, ErrorText])
 
 
@@ -58,9 +57,13 @@ def explain(name: str) -> str:
     if not found:
         near = difflib.get_close_matches(name, _names(), n=4, cutoff=0.5)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError("usage", f"{name!r} is no error code, setting, section or metric{hint}", where="explain",
-                          remedy="asyncrl explain lists the codes; docs/configuration.md and docs/metrics.md the rest",
-                          suggestion=near[0] if near else "")  # fmt: skip
+        raise ConfigError(
+            "usage",
+            f"{name!r} is no error code, setting, section or metric{hint}",
+            where="explain",
+            remedy="asyncrl explain lists the codes; docs/configuration.md and docs/metrics.md the rest",
+            suggestion=near[0] if near else "",
+        )
     return "\n\n".join(found)
 
 
@@ -92,8 +95,9 @@ def ending(exit_code: int) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False,
-                         break_long_words=False)  # fmt: skip
+    return textwrap.fill(
+        text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _setting(key: str) -> str:

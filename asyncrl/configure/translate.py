@@ -1,6 +1,6 @@
 """The settings of a run of verl, TRL, prime-rl or OpenRLHF in our names: from its launch script, Python file or TOML.
 
-Called by `asyncrl init --from` and by `asyncrl.config.reader` (tables of theirs in our file). Guarantees:
+Guarantees:
 1. nothing is run: scripts are split into words, Python is parsed, and what is no constant is named and left out;
 2. every setting of theirs is either translated or named in a note, with the reason where it is known;
 3. plain names come from `translations.toml`; what depends on several of their settings is computed here.
@@ -39,7 +39,6 @@ class Translation(NamedTuple):
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """`translations.toml`."""
     return tomllib.loads((Path(__file__).parent / "translations.toml").read_text(encoding="utf-8"))
 
 
@@ -54,8 +53,12 @@ def translate(path: Path) -> Translation:
     given, notes = read(path)
     trainer = whose(given)
     if not trainer:
-        raise ConfigError("config.file", f"no settings of {', '.join(trainers())} are in it", where=str(path),
-                          remedy="give the launch script, the Python file or the TOML of such a run")  # fmt: skip
+        raise ConfigError(
+            "config.file",
+            f"no settings of {', '.join(trainers())} are in it",
+            where=str(path),
+            remedy="give the launch script, the Python file or the TOML of such a run",
+        )
     settings, more = translated(trainer, given)
     return Translation(trainer, settings, notes + more)
 
@@ -234,8 +237,13 @@ def _verl(given: _Given, notes: list[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     actor = "actor_rollout_ref.actor."
     mini = given.take(f"{actor}ppo_mini_batch_size", 0)
-    _ratio(settings, notes, whole=given.number("data.train_batch_size"), part=mini,
-           names="data.train_batch_size / ppo_mini_batch_size")  # fmt: skip
+    _ratio(
+        settings,
+        notes,
+        whole=given.number("data.train_batch_size"),
+        part=mini,
+        names="data.train_batch_size / ppo_mini_batch_size",
+    )
     if given.take(f"{actor}use_kl_loss"):
         settings["learner.algorithm.kl.where"] = "loss"
     elif given.take("algorithm.use_kl_in_reward"):
@@ -244,16 +252,20 @@ def _verl(given: _Given, notes: list[str]) -> dict[str, Any]:
         given.take(f"{actor}kl_loss_type")
     both = given.take(f"{actor}clip_ratio")
     if both is not None:
-        settings |= {"learner.algorithm.clip_low": given.take(f"{actor}clip_ratio_low", both),
-                     "learner.algorithm.clip_high": given.take(f"{actor}clip_ratio_high", both)}  # fmt: skip
+        settings |= {
+            "learner.algorithm.clip_low": given.take(f"{actor}clip_ratio_low", both),
+            "learner.algorithm.clip_high": given.take(f"{actor}clip_ratio_high", both),
+        }
     options = {name: given.left[f"algorithm.{name}"] for name in ("gamma", "lam") if f"algorithm.{name}" in given.left}
     if given.left.get("algorithm.adv_estimator") == "gae" and options:
         settings["learner.algorithm.advantage_options"] = options
     for name in options:
         given.take(f"algorithm.{name}")
     _reward_file(settings, given)
-    engine_args = {name: given.take(f"actor_rollout_ref.rollout.{name}")
-                   for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len")}  # fmt: skip
+    engine_args = {
+        name: given.take(f"actor_rollout_ref.rollout.{name}")
+        for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len")
+    }
     _vllm(settings, engine_args, wanted=given.left.get("actor_rollout_ref.rollout.name") == "vllm")
     top_k = given.take("actor_rollout_ref.rollout.top_k", -1)
     if top_k > 0:
@@ -279,15 +291,21 @@ def _reward_file(settings: dict[str, Any], given: _Given) -> None:
 
 def _vllm(settings: dict[str, Any], args: Mapping[str, Any], *, wanted: bool) -> None:
     """vLLM's own names are handed on."""
-    given = {("tensor_parallel_size" if name.startswith("tensor_model") else name): value
-             for name, value in args.items() if value is not None}  # fmt: skip
+    given = {
+        ("tensor_parallel_size" if name.startswith("tensor_model") else name): value
+        for name, value in args.items()
+        if value is not None
+    }
     if wanted and given:
         settings["producers.engine_args"] = given
 
 
 def _trackers(settings: dict[str, Any], loggers: Any) -> None:
-    known = [name for name in ([loggers] if isinstance(loggers, str) else loggers or ())
-             if name in ("wandb", "mlflow", "swanlab", "trackio")]  # fmt: skip
+    known = [
+        name
+        for name in ([loggers] if isinstance(loggers, str) else loggers or ())
+        if name in ("wandb", "mlflow", "swanlab", "trackio")
+    ]
     if known:
         settings["trackers.use"] = known
 
@@ -297,16 +315,22 @@ def _trl(given: _Given, notes: list[str]) -> dict[str, Any]:
     samples = given.take("per_device_train_batch_size", 8) * given.take("gradient_accumulation_steps", 1)
     group = given.number("num_generations", 8)
     if samples % group:
-        notes.append(f"per_device_train_batch_size * gradient_accumulation_steps = {samples} is no multiple of "
-                     f"num_generations = {group:g}; buffer.batch_groups is rounded up")  # fmt: skip
+        notes.append(
+            f"per_device_train_batch_size * gradient_accumulation_steps = {samples} is no multiple of "
+            f"num_generations = {group:g}; buffer.batch_groups is rounded up"
+        )
     settings["buffer.batch_groups"] = max(1, int(-(-samples // group)))
     notes.append(
         f"buffer.batch_groups = {settings['buffer.batch_groups']} is of one device: multiply it by their number"
     )
     if given.number("beta"):
         settings["learner.algorithm.kl.where"] = "loss"
-    losses = {"grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean",
-              "dr_grpo": "seq-mean-token-sum-norm"}  # fmt: skip
+    losses = {
+        "grpo": "seq-mean-token-mean",
+        "bnpo": "token-mean",
+        "dapo": "token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+    }
     loss = given.take("loss_type", "dapo")
     if loss in losses:
         settings["learner.algorithm.aggregation"] = losses[loss]
@@ -352,8 +376,13 @@ def _prime(given: _Given, notes: list[str]) -> dict[str, Any]:
 def _openrlhf(given: _Given, notes: list[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     prompts, group = given.number("rollout_batch_size"), given.number("n_samples_per_prompt", 1)
-    _ratio(settings, notes, whole=prompts * group, part=given.take("train_batch_size", 0),
-           names="rollout_batch_size * n_samples_per_prompt / train_batch_size")  # fmt: skip
+    _ratio(
+        settings,
+        notes,
+        whole=prompts * group,
+        part=given.take("train_batch_size", 0),
+        names="rollout_batch_size * n_samples_per_prompt / train_batch_size",
+    )
     if given.number("init_kl_coef"):
         settings["learner.algorithm.kl.where"] = "loss" if given.take("use_kl_loss") else "reward"
     both = given.take("eps_clip")
@@ -361,8 +390,11 @@ def _openrlhf(given: _Given, notes: list[str]) -> dict[str, Any]:
         settings |= {"learner.algorithm.clip_low": both, "learner.algorithm.clip_high": both}
     estimator = given.take("advantage_estimator", "gae")
     settings["learner.algorithm.advantage"] = _valued("learner.algorithm.advantage", estimator)
-    options = {ours: value for ours, theirs in (("gamma", "gamma"), ("lam", "lambd"))
-               if (value := given.take(theirs)) is not None}  # fmt: skip
+    options = {
+        ours: value
+        for ours, theirs in (("gamma", "gamma"), ("lam", "lambd"))
+        if (value := given.take(theirs)) is not None
+    }
     if estimator == "gae" and options:
         settings["learner.algorithm.advantage_options"] = options
     rewards = str(given.take("remote_rm_url", ""))
@@ -370,8 +402,14 @@ def _openrlhf(given: _Given, notes: list[str]) -> dict[str, Any]:
         settings["reward.function"] = f"{rewards}:reward_func" if rewards.endswith(".py") else rewards
     if given.left.get("vllm_num_engines"):
         settings["producers.engine"] = "vllm"
-        _vllm(settings, {"tensor_model_parallel_size": given.take("vllm_tensor_parallel_size"),
-                         "gpu_memory_utilization": given.take("vllm_gpu_memory_utilization")}, wanted=True)  # fmt: skip
+        _vllm(
+            settings,
+            {
+                "tensor_model_parallel_size": given.take("vllm_tensor_parallel_size"),
+                "gpu_memory_utilization": given.take("vllm_gpu_memory_utilization"),
+            },
+            wanted=True,
+        )
     if given.take("bf16"):
         settings["model.dtype"] = "bfloat16"
     if given.take("use_wandb"):
@@ -380,5 +418,8 @@ def _openrlhf(given: _Given, notes: list[str]) -> dict[str, Any]:
 
 
 _SPECIAL: dict[str, Callable[[_Given, list[str]], dict[str, Any]]] = {
-    "verl": _verl, "trl": _trl, "prime-rl": _prime, "openrlhf": _openrlhf,
-}  # fmt: skip
+    "verl": _verl,
+    "trl": _trl,
+    "prime-rl": _prime,
+    "openrlhf": _openrlhf,
+}

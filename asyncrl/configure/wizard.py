@@ -1,6 +1,6 @@
 """`asyncrl init`: five questions, then a commented TOML that `asyncrl check` accepts.
 
-Called by `asyncrl.cli`. Guarantees:
+Guarantees:
 1. without a terminal nothing is asked: answers come from flags or from `--answers FILE.toml`, what is missing is an
    error that names it;
 2. no file is overwritten without `--force`; what is written is checked, and the mistakes are shown;
@@ -59,9 +59,14 @@ REQUIRED = ("model", "data")
 
 
 def init_command(
-    out: Path | None, given: Mapping[str, str], *, answers: Path | None = None, force: bool = False,
-    ask: Callable[[str], str] | None = None, theirs: Path | None = None,
-) -> int:  # fmt: skip
+    out: Path | None,
+    given: Mapping[str, str],
+    *,
+    answers: Path | None = None,
+    force: bool = False,
+    ask: Callable[[str], str] | None = None,
+    theirs: Path | None = None,
+) -> int:
     """Ask what is not given, write the file, check it. 0, or the exit code of the first mistake that is left.
 
     `theirs`: a script, Python file or TOML of another trainer, whose settings are taken over.
@@ -99,8 +104,12 @@ def answers_of(translation: Translation) -> dict[str, str]:
 def _own_reward(path: Path) -> str:
     """The function of the file that is written where no reward is given. Raises `usage` where another one is there."""
     if path.exists() and path.read_text(encoding="utf-8") != REWARD_CODE:
-        raise ConfigError("usage", f"no reward is given, and there is another {path}", where="init",
-                          remedy="give --reward module:function, or move the file")  # fmt: skip
+        raise ConfigError(
+            "usage",
+            f"no reward is given, and there is another {path}",
+            where="init",
+            remedy="give --reward module:function, or move the file",
+        )
     path.write_text(REWARD_CODE, encoding="utf-8")
     print(f"written: {path}, a reward to change")
     return f"{path.stem}:exact"
@@ -136,8 +145,12 @@ def complete(known: Mapping[str, str], ask: Callable[[str], str] | None) -> dict
             answers[question.name] = question.default
     missing = [f"--{name}" for name in REQUIRED if not answers[name]]
     if missing:
-        raise ConfigError("usage", f"no answer for {', '.join(missing)}", where="init",
-                          remedy="give it as a flag, in --answers FILE.toml, or on a terminal")  # fmt: skip
+        raise ConfigError(
+            "usage",
+            f"no answer for {', '.join(missing)}",
+            where="init",
+            remedy="give it as a flag, in --answers FILE.toml, or on a terminal",
+        )
     return answers
 
 
@@ -154,22 +167,35 @@ def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, objec
     count = machine.devices.get(kind, 0)
     half = max(1, count // 2)
     return {
-        "run.name": name, "run.dir": f"runs/{name}",
-        "model.path": answers["model"], "model.dtype": "bfloat16" if kind else "float32",
-        "data.path": answers["data"], "data.prompt_key": prompt_column(data_paths(answers["data"])),
-        **({"data.as_chat": True} if wants_chat(answers) else {}), "data.max_prompt_tokens": 512,
-        "sampling.group_size": 8, "sampling.max_new_tokens": 1024 if kind else 128, "sampling.temperature": 1.0,
-        "buffer.batch_groups": 64 if kind else 8, "buffer.max_staleness": 4,
+        "run.name": name,
+        "run.dir": f"runs/{name}",
+        "model.path": answers["model"],
+        "model.dtype": "bfloat16" if kind else "float32",
+        "data.path": answers["data"],
+        "data.prompt_key": prompt_column(data_paths(answers["data"])),
+        **({"data.as_chat": True} if wants_chat(answers) else {}),
+        "data.max_prompt_tokens": 512,
+        "sampling.group_size": 8,
+        "sampling.max_new_tokens": 1024 if kind else 128,
+        "sampling.temperature": 1.0,
+        "buffer.batch_groups": 64 if kind else 8,
+        "buffer.max_staleness": 4,
         "buffer.store": "redis" if any(shutil.which(server) for server in REDIS_SERVERS) else "sqlite",
-        "producers.engine": "hf", "producers.count": half, "producers.slots": 128 if kind else 32,
+        "producers.engine": "hf",
+        "producers.count": half,
+        "producers.slots": 128 if kind else 32,
         "reward.function": answers["reward"],
         "reward_workers.count": 2 if kind else 1,
-        "learner.ranks": half, "learner.steps": 200, "learner.micro_batch_tokens": 16384 if kind else 2048,
-        "learner.gradient_checkpointing": bool(kind), "learner.checkpoint_every": 20,
+        "learner.ranks": half,
+        "learner.steps": 200,
+        "learner.micro_batch_tokens": 16384 if kind else 2048,
+        "learner.gradient_checkpointing": bool(kind),
+        "learner.checkpoint_every": 20,
         "learner.algorithm.preset": answers["preset"],
-        "learner.optim.lr": 1e-6, "learner.optim.warmup_steps": 5,
+        "learner.optim.lr": 1e-6,
+        "learner.optim.warmup_steps": 5,
         "log.archive": False,
-    }  # fmt: skip
+    }
 
 
 def wants_chat(answers: Mapping[str, str]) -> bool:
@@ -194,8 +220,10 @@ def with_theirs(settings: Mapping[str, object], theirs: Mapping[str, object]) ->
 def text_of(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
     """The file; `theirs`: settings of another trainer, in our names."""
     means = meanings(Config)
-    lines = ["# Written by `asyncrl init`. All settings: docs/configuration.md, or `asyncrl explain SECTION`.",
-             "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE."]  # fmt: skip
+    lines = [
+        "# Written by `asyncrl init`. All settings: docs/configuration.md, or `asyncrl explain SECTION`.",
+        "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE.",
+    ]
     section = ""
     settings = settings_of(answers, machine)
     settings = with_theirs(settings, theirs) if theirs else settings

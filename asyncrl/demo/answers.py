@@ -1,6 +1,6 @@
 """Rows with answers for the demonstration tasks: what sft, dpo and reward models are trained on.
 
-Called by `asyncrl demo`, which writes them beside the prompts. Everything is a function of (task, seed, index); the
+Everything is a function of (task, seed, index); the
 prompts are those of `tasks.prompt_rows` with the same seed.
 
 Example: {"prompt": "12+07=", "chosen": "19", "rejected": "18"} is a row of `pair_rows("add", ...)`.

@@ -17,9 +17,18 @@ SPLITS = ("train", "heldout")
 #: Letters and words of the tokenizer: one token each. All of ASCII: a policy is shown errors in words, too.
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 WORDS = (
-    "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {', '"}}', "assistant", "user", "tool", "system",
-    "calculator", "expression",
-)  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "',
+    '", "arguments": {',
+    '"}}',
+    "assistant",
+    "user",
+    "tool",
+    "system",
+    "calculator",
+    "expression",
+)
 TEMPLATE = (
     "{% for message in messages %}<bos>{{ message.role }}\n{{ message.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
@@ -39,12 +48,14 @@ def prompt_rows(size: int, seed: int, *, split: str = "train") -> list[dict[str,
     rows = []
     for index in range(size):
         one, other = operands(seed=seed, index=index, split=split)
-        rows.append({
-            "data_source": "calculator",
-            "prompt": [{"role": "user", "content": f"{one}*{other}"}],
-            "reward_model": {"style": "rule", "ground_truth": str(one * other)},
-            "extra_info": {"index": index, "split": split},
-        })  # fmt: skip
+        rows.append(
+            {
+                "data_source": "calculator",
+                "prompt": [{"role": "user", "content": f"{one}*{other}"}],
+                "reward_model": {"style": "rule", "ground_truth": str(one * other)},
+                "extra_info": {"index": index, "split": split},
+            }
+        )
     return rows
 
 
@@ -71,7 +82,7 @@ def _copied(number: int, noise: float, rng: random.Random) -> str:
     digits = [
         str(rng.randint(0 if place else 1, 9)) if noise and rng.random() < noise else digit
         for place, digit in enumerate(str(number))
-    ]  # fmt: skip
+    ]
     return "".join(digits)
 
 

@@ -35,7 +35,6 @@ def draw_steps(rng: random.Random) -> tuple[Step, Step]:
 
 
 def prompt_text(steps: tuple[Step, Step]) -> str:
-    """`add7mul4:`."""
     return "".join(f"{word}{digit}" for word, digit in steps) + ":"
 
 
@@ -62,8 +61,13 @@ def prompt_rows(size: int, seed: int, *, split: str = "train") -> list[dict[str,
     for index in range(size):
         steps = steps_of(seed=seed, index=index, split=split)
         tests = {"fn_name": "f", "inputs": [[x] for x in INPUTS], "outputs": [value_of(steps, x) for x in INPUTS]}
-        rows.append({
-            "data_source": "code", "prompt": prompt_text(steps), "ability": "code",
-            "reward_model": {"style": "rule", "ground_truth": tests}, "extra_info": {"index": index, "split": split},
-        })  # fmt: skip
+        rows.append(
+            {
+                "data_source": "code",
+                "prompt": prompt_text(steps),
+                "ability": "code",
+                "reward_model": {"style": "rule", "ground_truth": tests},
+                "extra_info": {"index": index, "split": split},
+            }
+        )
     return rows

@@ -1,6 +1,6 @@
 """`asyncrl demo`: prompts, a warm-started tiny model, a whole run on this machine, and its promises checked.
 
-Called by `asyncrl.cli`. Guarantees:
+Guarantees:
 1. the run is that of `configs/quickstart.toml`, with the task's model, prompts and reward in place of its own, and
    `--set` on top: the code path is the one of `asyncrl launch all`;
 2. the run folder is new unless `--resume` is given; models and prompts are made once and kept; with `--prepare-only`
@@ -105,9 +105,14 @@ def task_settings(task: str) -> list[str]:
     """What a task changes in the quickstart."""
     if task not in TASKS:
         raise ConfigError("usage", f"task {task!r} is none of {', '.join(TASKS)}")
-    settings = [f"run.name=demo-{task}", f"run.dir=runs/demo-{task}", f"model.path=runs/models/{task}",
-                f"data.path=runs/data/{task}.jsonl", f"evaluation.path=runs/data/{task}-heldout.jsonl",
-                f'reward=[{{function = "asyncrl.demo.tasks:{task}_reward"}}]']  # fmt: skip
+    settings = [
+        f"run.name=demo-{task}",
+        f"run.dir=runs/demo-{task}",
+        f"model.path=runs/models/{task}",
+        f"data.path=runs/data/{task}.jsonl",
+        f"evaluation.path=runs/data/{task}-heldout.jsonl",
+        f'reward=[{{function = "asyncrl.demo.tasks:{task}_reward"}}]',
+    ]
     if task == "add":
         settings += ["sampling.max_new_tokens=6", "data.max_prompt_tokens=8", f"learner.steps={STEPS[task]}"]
     return settings
@@ -180,12 +185,14 @@ def promises(launched: Launched, data: RunData, *, task: str = "running_sum") ->
         *_gain_promise(data, task),
         _lag_promise(audit, config.buffer.max_staleness if config.buffer.depth else 0),
         _ledger_promise(audit),
-        Promise(f"{audit.spans_matched} of {audit.spans} spans of tokens were made by weights with the right digest",
-                0 < audit.spans_matched == audit.spans),
+        Promise(
+            f"{audit.spans_matched} of {audit.spans} spans of tokens were made by weights with the right digest",
+            0 < audit.spans_matched == audit.spans,
+        ),
         _weights_promise(data),
         Promise(f"audit: lost {audit.lost}, doubled {audit.doubled}", audit.ok),
         *_wall_promise(data, steps=steps, usual=STEPS[task], started=launched.started or _first(data.processes)),
-    ]  # fmt: skip
+    ]
 
 
 def _gain_promise(data: RunData, task: str) -> list[Promise]:
@@ -216,8 +223,10 @@ def _weights_promise(data: RunData) -> Promise:
     taken = {name: data.acknowledged(name) for name in names}
     wrong = data.deliveries().wrong
     told = ", ".join(f"{name} {count}" for name, count in taken.items()) or "nobody"
-    return Promise(f"every generator acknowledged weights with the right digest ({told}), {wrong} with another",
-                   bool(taken) and all(taken.values()) and not wrong)  # fmt: skip
+    return Promise(
+        f"every generator acknowledged weights with the right digest ({told}), {wrong} with another",
+        bool(taken) and all(taken.values()) and not wrong,
+    )
 
 
 def _first(lines: list[dict[str, Any]]) -> float:

@@ -1,6 +1,6 @@
 """`asyncrl doctor`: what this machine can run, what is wrong with it, and one remedy each.
 
-Called by `asyncrl.cli`. `run` starts every probe in a process of its own (`child`), with a time limit, and shows what
+`run` starts every probe in a process of its own (`child`), with a time limit, and shows what
 they found; the probes are plain functions in `machine` (hardware, limits, files) and `software` (packages, engines,
 Redis, sandbox). Guarantees:
 1. a probe that hangs, crashes or prints is a finding, not the end: its process group is killed after its limit;

@@ -1,6 +1,6 @@
 """Probes of the machine: processor, memory, devices, disk, shared memory, limits, sockets, clock.
 
-Called by `asyncrl.doctor.probe_process`. Standard library alone. Every probe takes the places that it looks at as arguments,
+Standard library alone. Every probe takes the places that it looks at as arguments,
 so that tests can make others.
 """
 
@@ -56,9 +56,7 @@ def processor(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> Found:
     return Found(OK, shown)
 
 
-def memory(
-    meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
-) -> Found:  # fmt: skip
+def memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Found:
     """Memory of the machine or of the container."""
     try:
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo.read_text(), re.MULTILINE))
@@ -85,8 +83,11 @@ def devices(dev: Path = Path("/dev"), ascend: Path = Path("/usr/local/Ascend")) 
     if counts["npu"] and not (ascend.exists() or os.environ.get("ASCEND_HOME_PATH")):
         return Found(WARN, shown, "install CANN (Ascend's toolkit) and source its set_env.sh: torch_npu needs it")
     if not shown:
-        return Found(MISSING, "no accelerator: everything runs on the CPU, small models alone",
-                     "nothing, or start the container with its devices (docker run --gpus all)")  # fmt: skip
+        return Found(
+            MISSING,
+            "no accelerator: everything runs on the CPU, small models alone",
+            "nothing, or start the container with its devices (docker run --gpus all)",
+        )
     return Found(OK, shown)
 
 
@@ -149,8 +150,12 @@ def limits(get: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Found:
     words = ["unlimited" if number == unlimited else str(number) for number in (files, hard, processes)]
     shown = f"{words[0]} open files (hard {words[1]}), {words[2]} processes"
     if files != unlimited and files < LEAST_FILES:
-        return Found(WARN, shown, f"ulimit -n {LEAST_FILES if hard == unlimited or hard >= LEAST_FILES else hard}, "
-                     "or LimitNOFILE in the unit")  # fmt: skip
+        return Found(
+            WARN,
+            shown,
+            f"ulimit -n {LEAST_FILES if hard == unlimited or hard >= LEAST_FILES else hard}, "
+            "or LimitNOFILE in the unit",
+        )
     if processes != unlimited and processes < 1024:
         return Found(WARN, shown, "ulimit -u 4096: every role has threads of its own")
     return Found(OK, shown)

@@ -1,6 +1,6 @@
 """Starts the probes, a few at a time, each in a process group with a limit; shows what they found.
 
-Called by `asyncrl.cli`. The guarantees stand in the package.
+The guarantees stand in the package.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def doctor_command(*, only: Sequence[str] = (), as_json: bool = False, limit_s: 
     """Run all probes, or some; 1 where something is wrong."""
     unknown = [name for name in only if name not in PROBES]
     if unknown:
-        raise ConfigError("usage", f"{unknown[0]!r} is no probe", where="doctor",
-                          remedy=f"the probes are: {', '.join(PROBES)}")  # fmt: skip
+        raise ConfigError(
+            "usage", f"{unknown[0]!r} is no probe", where="doctor", remedy=f"the probes are: {', '.join(PROBES)}"
+        )
     probed = examine(only or tuple(PROBES), limit_s=limit_s)
     if as_json:
         told = [{"name": one.name, **one.found._asdict()} for one in probed]
@@ -56,14 +57,20 @@ def examine(names: Sequence[str], *, limit_s: float = LIMIT_S) -> list[Probed]:
 def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
     """The finding of one probe, whatever becomes of its process."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.doctor.probe_process", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        stdin=subprocess.DEVNULL, start_new_session=True, errors="replace",
-    )  # fmt: skip
+        [sys.executable, "-m", "asyncrl.doctor.probe_process", name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        errors="replace",
+    )
     try:
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Found(WRONG, f"no answer within {limit_s:g} s", "see what hangs: python -m asyncrl.doctor.probe_process "
-                     f"'{name}'")  # fmt: skip
+        return Found(
+            WRONG, f"no answer within {limit_s:g} s", f"see what hangs: python -m asyncrl.doctor.probe_process '{name}'"
+        )
     finally:
         end(child)
     told = [line for line in out.splitlines() if line.startswith(MARK)]
@@ -71,8 +78,11 @@ def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
         return Found(*json.loads(told[-1].removeprefix(MARK)))
     last = ([line for line in err.splitlines() if line.strip()] or [""])[-1][:200]
     how = f"killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else f"code {child.returncode}"
-    return Found(WRONG, f"its process ended without an answer ({how}) {last}".strip(),
-                 f"see what breaks: python -m asyncrl.doctor.probe_process '{name}'")  # fmt: skip
+    return Found(
+        WRONG,
+        f"its process ended without an answer ({how}) {last}".strip(),
+        f"see what breaks: python -m asyncrl.doctor.probe_process '{name}'",
+    )
 
 
 def end(child: subprocess.Popen[str]) -> None:
@@ -95,8 +105,9 @@ def text_of(probed: Iterable[Probed]) -> str:
         if found.remedy and found.state != OK:
             lines.append(f"{'':<6} {'':<{width}}  -> {found.remedy}")
     counts = {state: sum(one.found.state == state for one in every) for state in SIGNS}
-    lines.append(f"{counts[OK]} ok, {counts[WARN]} to look at, {counts[MISSING]} not there (optional), "
-                 f"{counts[WRONG]} wrong")  # fmt: skip
+    lines.append(
+        f"{counts[OK]} ok, {counts[WARN]} to look at, {counts[MISSING]} not there (optional), {counts[WRONG]} wrong"
+    )
     return "\n".join(lines)
 
 

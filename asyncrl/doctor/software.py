@@ -1,7 +1,4 @@
-"""Probes of software: packages, torch, Ascend, engines, extras, Redis, SQLite, the sandbox.
-
-Called by `asyncrl.doctor.probe_process`, each in a process of its own: what is imported here may crash, hang or print.
-"""
+"""Probes of software: packages, torch, Ascend, engines, extras, Redis, SQLite, the sandbox."""
 
 from __future__ import annotations
 
@@ -50,8 +47,11 @@ def packages() -> Found:
     try:
         wanted = importlib.metadata.requires("asyncrl") or []
     except importlib.metadata.PackageNotFoundError:
-        return Found(WARN, "asyncrl runs from a folder and is not installed: its requirements are not known",
-                     "pip install -e . in the checkout")  # fmt: skip
+        return Found(
+            WARN,
+            "asyncrl runs from a folder and is not installed: its requirements are not known",
+            "pip install -e . in the checkout",
+        )
     old, absent = [], []
     for line in wanted:
         name = re.match(r"[\w.\-]+", line)
@@ -87,8 +87,11 @@ def installed(package: str) -> str:
 def torch(nodes: Path = Path("/dev")) -> Found:
     """torch can be imported and sees the devices that are there."""
     if importlib.util.find_spec("torch") is None:
-        return Found(MISSING, "not installed: this host can run the buffer, weight sync and reward workers",
-                     "pip install 'asyncrl[learner]' where models run")  # fmt: skip
+        return Found(
+            MISSING,
+            "not installed: this host can run the buffer, weight sync and reward workers",
+            "pip install 'asyncrl[learner]' where models run",
+        )
     try:
         found = importlib.import_module("torch")
     except Exception as error:  # whatever a broken installation raises is the finding
@@ -120,15 +123,20 @@ def broken_torch(error: Exception) -> Found:
 
 
 def ascend(root: Path = Path("/usr/local/Ascend")) -> Found:
-    """torch_npu beside CANN."""
     version = installed("torch_npu")
     home = os.environ.get("ASCEND_HOME_PATH", "") or (str(root) if root.exists() else "")
     if not version:
-        return Found(MISSING, f"torch_npu is not installed{f'; CANN at {home}' if home else ''}",
-                     "pip install 'asyncrl[npu]'" if home else "nothing, on hosts without an NPU")  # fmt: skip
+        return Found(
+            MISSING,
+            f"torch_npu is not installed{f'; CANN at {home}' if home else ''}",
+            "pip install 'asyncrl[npu]'" if home else "nothing, on hosts without an NPU",
+        )
     if not home:
-        return Found(WRONG, f"torch_npu {version} without CANN: it breaks `import torch`",
-                     "pip uninstall torch_npu, or install CANN and source its set_env.sh")  # fmt: skip
+        return Found(
+            WRONG,
+            f"torch_npu {version} without CANN: it breaks `import torch`",
+            "pip uninstall torch_npu, or install CANN and source its set_env.sh",
+        )
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # see torch
@@ -140,7 +148,6 @@ def ascend(root: Path = Path("/usr/local/Ascend")) -> Found:
 
 
 def vllm() -> Found:
-    """The vllm engine."""
     return engine("vllm")
 
 
@@ -157,19 +164,31 @@ def engine(name: str, prefix: str = sys.prefix) -> Found:
     elif beside.exists():
         python = str(beside)
     else:
-        return Found(MISSING, f"not in this environment, and there is no {beside.parent.parent}",
-                     f"make {name}: an environment of its own, since {name} pins its torch")  # fmt: skip
+        return Found(
+            MISSING,
+            f"not in this environment, and there is no {beside.parent.parent}",
+            f"make {name}: an environment of its own, since {name} pins its torch",
+        )
     try:
-        done = subprocess.run([python, "-c", _VERSION, ENGINES[name]], capture_output=True, text=True, check=False,
-                              timeout=STEP_S, stdin=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(
+            [python, "-c", _VERSION, ENGINES[name]],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=STEP_S,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         return Found(WRONG, f"import {name} in {python} takes longer than {STEP_S:g} s", f"make {name} makes it anew")
     except OSError as error:
         return Found(WRONG, f"{python}: {error.strerror}", f"make {name} makes it anew")
     if done.returncode:
         last = ([line for line in done.stderr.splitlines() if line.strip()] or [f"code {done.returncode}"])[-1]
-        return Found(WRONG, f"import {name} in {python}: {last[:300]}",
-                     f"make {name}: an environment of its own, since {name} pins its torch")  # fmt: skip
+        return Found(
+            WRONG,
+            f"import {name} in {python}: {last[:300]}",
+            f"make {name}: an environment of its own, since {name} pins its torch",
+        )
     return Found(OK, f"{name} {done.stdout.split()[-1]} in {python}")
 
 
@@ -179,8 +198,11 @@ def extras() -> Found:
     broken = [package for package, version in have.items() if version and not importable(EXTRAS[package][2])]
     shown = ", ".join(f"{package} {version}" for package, version in have.items() if version)
     if broken:
-        return Found(WRONG, f"{', '.join(broken)}: installed, and not to be found by Python",
-                     f"pip install --force-reinstall --no-deps {' '.join(broken)}")  # fmt: skip
+        return Found(
+            WRONG,
+            f"{', '.join(broken)}: installed, and not to be found by Python",
+            f"pip install --force-reinstall --no-deps {' '.join(broken)}",
+        )
     absent = [package for package, version in have.items() if not version]
     if absent:
         names = sorted({EXTRAS[package][0] for package in absent})
@@ -203,8 +225,11 @@ def redis(path: str | None = None) -> Found:
     """A Redis or Valkey server on the PATH, and whether it has known holes."""
     server = next((found for name in ("redis-server", "valkey-server") if (found := shutil.which(name, path=path))), "")
     if not server:
-        return Found(MISSING, "no redis-server or valkey-server on the PATH",
-                     "apt-get install redis-server, or buffer.store = \"sqlite\" (the default)")  # fmt: skip
+        return Found(
+            MISSING,
+            "no redis-server or valkey-server on the PATH",
+            'apt-get install redis-server, or buffer.store = "sqlite" (the default)',
+        )
     try:
         done = subprocess.run([server, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -226,12 +251,14 @@ def judged_redis(shown: str, name: str, version: tuple[int, ...]) -> Found:
     if not old:
         return Found(OK, shown)
     known = ", ".join(".".join(map(str, one)) for one in sorted(PATCHED_REDIS.values()))
-    return Found(WARN, f"{shown}: scripts have known holes below {known}, where the distribution has not mended it",
-                 "upgrade it; until then let nobody but the buffer reach it")  # fmt: skip
+    return Found(
+        WARN,
+        f"{shown}: scripts have known holes below {known}, where the distribution has not mended it",
+        "upgrade it; until then let nobody but the buffer reach it",
+    )
 
 
 def sqlite() -> Found:
-    """The embedded store."""
     version = tuple(map(int, sqlite3.sqlite_version.split(".")))
     if version < (3, 35):
         return Found(WRONG, f"SQLite {sqlite3.sqlite_version}", "use a Python that has SQLite 3.35 or newer")
@@ -239,15 +266,30 @@ def sqlite() -> Found:
 
 
 def sandbox(
-    path: str | None = None, kernel: Path = Path("/proc/sys"), command: tuple[str, ...] = ("/bin/true",),
-) -> Found:  # fmt: skip
+    path: str | None = None,
+    kernel: Path = Path("/proc/sys"),
+    command: tuple[str, ...] = ("/bin/true",),
+) -> Found:
     """Programs that a model wrote can be isolated: bubblewrap and namespaces, really tried."""
     bwrap = shutil.which("bwrap", path=path)
     without = "the code task and sandboxed tools need it; nothing else does"
     if not bwrap:
         return Found(MISSING, f"no bubblewrap: {without}", "apt-get install bubblewrap")
-    words = [bwrap, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--proc", "/proc",
-             "--dev", "/dev", *command]  # fmt: skip
+    words = [
+        bwrap,
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--tmpfs",
+        "/tmp",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *command,
+    ]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:

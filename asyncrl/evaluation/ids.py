@@ -1,12 +1,13 @@
 """Held-out evaluation: the ids that mark its work, and the settings that its producers sample by.
 
-Called by the buffer (which hands the work out), producers, reward workers, the audit and the report. A run that trains
+A run that trains
 counts its groups 0, 1, 2, ...; the prompts of evaluations have ids of their own from `FIRST` on, so that a group says
 by its number alone that it is never trained. Guarantees:
 1. `group_of` and `place_of` are inverse; ids stay below 2^53, so that they survive JSON anywhere;
 2. `seed_of` depends on the run's seed, the row and the attempt, not on the step: evaluations of two steps use the same
    random numbers, which takes some of the noise out of their difference.
-It holds no state. The figures are in `asyncrl.evaluation.statistics`, the bookkeeping in `buffers.evaluation.evaluations`.
+It holds no state. The figures are in `asyncrl.evaluation.statistics`, the bookkeeping in
+`buffers.evaluation.evaluations`.
 
 Example: row 3 of the evaluation of step 20.
 
@@ -63,10 +64,15 @@ def sampling_of(config: Config) -> SamplingConfig:
     evaluation = config.evaluation
     greedy = evaluation.temperature == 0
     return replace(
-        config.sampling, group_size=evaluation.samples, over_issue=0, greedy_baseline=False, top_p=evaluation.top_p,
+        config.sampling,
+        group_size=evaluation.samples,
+        over_issue=0,
+        greedy_baseline=False,
+        top_p=evaluation.top_p,
         max_new_tokens=evaluation.max_new_tokens or config.sampling.max_new_tokens,
-        temperature=1.0 if greedy else evaluation.temperature, top_k=1 if greedy else evaluation.top_k,
-    )  # fmt: skip
+        temperature=1.0 if greedy else evaluation.temperature,
+        top_k=1 if greedy else evaluation.top_k,
+    )
 
 
 def data_of(config: Config) -> DataConfig:

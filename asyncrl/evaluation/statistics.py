@@ -1,6 +1,6 @@
 """Figures of an evaluation: mean@k, best@n, maj@k and pass@n with standard errors, per data source and over all.
 
-Called by the buffer when an evaluation ends, and by the audit, which computes them again from the log. Pure. For every
+Pure. For every
 prompt the figure of its k samples is exact (no resampling); over the prompts of a data source it is their mean. With
 rewards `r_1 .. r_k` and answers `a_1 .. a_k` of one prompt:
 

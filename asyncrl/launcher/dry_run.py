@@ -1,6 +1,6 @@
 """`asyncrl launch --dry-run`: what would start, with commands, files and environment; and nothing does.
 
-Called by `asyncrl.commands.launch`. Guarantees:
+Guarantees:
 1. the plan is that of a real launch: the same function makes it from the same configuration;
 2. nothing is started, locked or written: not even the run folder is made;
 3. secrets do not stand in it: keys travel as the path of their file, passwords of URLs are left out.
@@ -32,24 +32,33 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     joining = Joining(
         connect=options.connect, key=options.key, worker_key=worker_key(config, roles), takeover=options.takeover
     )
-    plans = plan(homed, roles, config_path=run.config, joining=joining, python_path=python_path(),
-                 devices=devices.found())  # fmt: skip
-    said = {"run": str(run.root), "resumes": run.config.exists(), "writes": written(run, roles),
-            "changed": changes(run.config, config) if run.config.exists() else [],
-            "processes": [described(one) for one in plans],
-            "notes": [*checked.missing, *checked.notes]}  # fmt: skip
+    plans = plan(
+        homed, roles, config_path=run.config, joining=joining, python_path=python_path(), devices=devices.found()
+    )
+    said = {
+        "run": str(run.root),
+        "resumes": run.config.exists(),
+        "writes": written(run, roles),
+        "changed": changes(run.config, config) if run.config.exists() else [],
+        "processes": [described(one) for one in plans],
+        "notes": [*checked.missing, *checked.notes],
+    }
     print(json.dumps(said, indent=2) if as_json else text_of(said))
     return 0
 
 
 def described(one: ProcessPlan) -> dict[str, Any]:
-    """One process."""
-    return {"name": one.name, "role": one.role, "command": [without_password(word) for word in one.argv],
-            "env": dict(one.env), "restarts": one.restarts, "ready": one.ready}  # fmt: skip
+    return {
+        "name": one.name,
+        "role": one.role,
+        "command": [without_password(word) for word in one.argv],
+        "env": dict(one.env),
+        "restarts": one.restarts,
+        "ready": one.ready,
+    }
 
 
 def without_password(text: str) -> str:
-    """`redis://user:secret@host` -> `redis://user:***@host`."""
     return re.sub(r"(://[^/:@\s]*):[^@/\s]+@", r"\1:***@", text)
 
 
@@ -74,9 +83,12 @@ def text_of(said: dict[str, Any]) -> str:
     ]
     for one in processes:
         own = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(one["env"].items() - shared.items()))
-        lines += ["", f"# {one['name']}: at most {one['restarts']} restarts in 10 minutes"
-                  + (f", then {one['ready']} answers" if one["ready"] else ""),
-                  f"{own} {shlex.join(one['command'])}".strip()]  # fmt: skip
+        lines += [
+            "",
+            f"# {one['name']}: at most {one['restarts']} restarts in 10 minutes"
+            + (f", then {one['ready']} answers" if one["ready"] else ""),
+            f"{own} {shlex.join(one['command'])}".strip(),
+        ]
     lines += ["", "# written", *(f"#   {path}" for path in said["writes"])]
     lines += [f"note: {note}" for note in said["notes"]]
     return "\n".join([*lines, f"{len(processes)} processes would start; nothing was started or written"])

@@ -1,6 +1,6 @@
 """Notices that a run makes no step, and says who is waited for.
 
-Called by `asyncrl.launcher.supervisor` on behalf of the launcher that owns the learner. Guarantees:
+Guarantees:
 1. no step for `run.hang_timeout_s` is a hang; from a learner's start to its first step `run.start_timeout_s` where that
    is longer; so is a learner that ended itself with code 70 when that time was all but over;
 2. the diagnosis is the buffer's own, asked with a deadline; without its answer the silence is named, and so is every
@@ -42,9 +42,13 @@ class HangWatch:
     """One run's clock. `ask` gets the buffer's status; `clock` counts seconds."""
 
     def __init__(
-        self, run: RunDir, config: Config, *, ask: Callable[[Config], dict[str, Any]] = ask_buffer,
+        self,
+        run: RunDir,
+        config: Config,
+        *,
+        ask: Callable[[Config], dict[str, Any]] = ask_buffer,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run = run
         self._config = config
         self._ask = ask

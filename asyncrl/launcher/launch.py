@@ -1,6 +1,6 @@
 """`asyncrl launch`: checks, plans, supervises, and says how it went.
 
-Called by `asyncrl.cli` and `asyncrl.demo.demo`. Guarantees:
+Guarantees:
 1. nothing is started and nothing is written before the whole configuration was checked;
 2. the same command again resumes the run; what changed in the configuration since is printed;
 3. a second launcher of the same role of the same run is refused (`service.duplicate`); more producers and reward
@@ -122,12 +122,19 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             redis_secret.keep(config.buffer.redis_url, run.store)
         path = settle_config(run, config, options, tag=tag)
         joining = Joining(
-            connect=options.connect, key=options.key, worker_key=worker_key(config, roles),
-            takeover=options.takeover, tag=tag, judge=judge, node_rank=options.node_rank, head=options.head,
-        )  # fmt: skip
+            connect=options.connect,
+            key=options.key,
+            worker_key=worker_key(config, roles),
+            takeover=options.takeover,
+            tag=tag,
+            judge=judge,
+            node_rank=options.node_rank,
+            head=options.head,
+        )
         homed = with_python(config) if "producer" in roles else config
-        plans = plan(homed, roles, config_path=path, joining=joining, python_path=python_path(),
-                     devices=devices.found())  # fmt: skip
+        plans = plan(
+            homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.found()
+        )
         _print(f"run {run.root}: {checks.what_starts(config, roles)}")
         for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
@@ -182,10 +189,12 @@ def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> 
     host, _, port = options.head.rpartition(":")
     if options.target != "learner" or not host or not port.isdigit() or not 0 <= options.node_rank < hosts:
         raise ConfigError(
-            "usage", f"cluster.learner_hosts = {hosts}: each host runs `asyncrl launch learner` with --head HOST:PORT "
-            f"and its own --node-rank 0 to {hosts - 1}", where="cluster.learner_hosts",
+            "usage",
+            f"cluster.learner_hosts = {hosts}: each host runs `asyncrl launch learner` with --head HOST:PORT "
+            f"and its own --node-rank 0 to {hosts - 1}",
+            where="cluster.learner_hosts",
             remedy="render the jobs: asyncrl launch all CONFIG --backend slurm --render DIR",
-        )  # fmt: skip
+        )
 
 
 def gang_is_done(run: RunDir, config: Config, options: LaunchOptions) -> bool:
@@ -265,8 +274,11 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
 
 def resumed(run: RunDir, config: Config) -> str:
     """What to know about a run that has begun: where it goes on, or that it is over; empty where it is new."""
-    found = [int(folder.name.rpartition("_")[2]) for folder in run.checkpoints.glob("step_*")
-             if folder.name.rpartition("_")[2].isdigit()]  # fmt: skip
+    found = [
+        int(folder.name.rpartition("_")[2])
+        for folder in run.checkpoints.glob("step_*")
+        if folder.name.rpartition("_")[2].isdigit()
+    ]
     if not found:
         return ""
     step, steps = max(found), config.learner.steps
@@ -286,8 +298,9 @@ def refuse_other_groups(run: RunDir, config: Config) -> None:
         raise ConfigError(
             "config.conflict",
             f"this run has groups of {old} samples, and {config.sampling.group_samples} are asked for",
-            where="sampling.group_size", remedy="set it back, or start anew in another run.dir",
-        )  # fmt: skip
+            where="sampling.group_size",
+            remedy="set it back, or start anew in another run.dir",
+        )
 
 
 def changes(path: Path, config: Config) -> list[str]:
@@ -353,10 +366,16 @@ def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOpti
     data = load_run(run)
     done = outcome.code == 0 and data.last_step >= config.learner.steps
     result = read_object(run.result) | {
-        "done": done, "code": outcome.code, "reason": outcome.reason, "wall_s": round(outcome.wall_s, 3),
-        "steps": data.last_step, "restarts": outcome.restarts, "failed": outcome.failed, "t": time.time(),
+        "done": done,
+        "code": outcome.code,
+        "reason": outcome.reason,
+        "wall_s": round(outcome.wall_s, 3),
+        "steps": data.last_step,
+        "restarts": outcome.restarts,
+        "failed": outcome.failed,
+        "t": time.time(),
         "given_up": outcome.given_up,
-    }  # fmt: skip
+    }
     write_atomic(run.result, msgspec.json.encode(result))
     _print("")
     for line in summary(data, outcome):
@@ -368,8 +387,9 @@ def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOpti
 
 
 def _print_failure(outcome: Outcome, run: RunDir) -> None:
-    error = AsyncRLError("role.failed", outcome.reason, where=outcome.failed,
-                         remedy=f"see {run.logs / (outcome.failed + '.log')}")  # fmt: skip
+    error = AsyncRLError(
+        "role.failed", outcome.reason, where=outcome.failed, remedy=f"see {run.logs / (outcome.failed + '.log')}"
+    )
     for line in outcome.last_lines:
         print(f"  | {line}", file=sys.stderr)
     print(error.render(), file=sys.stderr, flush=True)

@@ -1,12 +1,14 @@
 """Notices within seconds that a process of a run gives no sign of life, and names it.
 
-Called by `asyncrl.launcher.supervisor` a few times a second, for the processes below the launcher. Guarantees:
-1. a role without a sign (`asyncrl.runtime.liveness`) for `run.silent_timeout_s` is named once, with pid, host, state and its last
+Guarantees:
+1. a role without a sign (`asyncrl.runtime.liveness`) for `run.silent_timeout_s` is named once, with pid, host, state
+   and its last
    words; so is every process below a role that is stopped (SIGSTOP, a debugger) for that long, such as the private
    Redis. It needs no answer of any role, and no step has to be late;
 2. the end of a silence is said too;
 3. a launcher that was stopped itself accuses nobody.
-It ends nothing: `asyncrl.launcher.hang_watch` does, where the run makes no step. A role that has not signed yet (it loads its model)
+It ends nothing: `asyncrl.launcher.hang_watch` does, where the run makes no step. A role that has not signed yet (it
+loads its model)
 is named only where it is stopped.
 """
 

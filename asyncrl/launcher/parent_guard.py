@@ -1,7 +1,7 @@
-"""A wrapper that ties a command to the life of the launcher: `python -m asyncrl.launcher.parent_guard --parent PID -- command...`.
+"""A wrapper that ties a command to the life of the launcher: `python -m asyncrl.launcher.parent_guard --parent PID --
+command...`.
 
-Called by `asyncrl.launcher.supervisor` for every process it starts, and by torchrun for its workers with `--parent 0`, which
-means whoever is the parent now. Guarantees (Linux):
+Guarantees (Linux):
 1. the command gets SIGKILL when the thread that started it dies, from its first instruction on: roles ask for the same
    themselves, but only after seconds of imports, and programs that are not ours (torchrun) never do;
 2. a parent that is gone already ends the wrapper with code 1: nothing is started;

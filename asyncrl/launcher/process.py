@@ -1,6 +1,6 @@
 """One planned process: its start, its log, its end.
 
-Called by `asyncrl.launcher.supervisor` alone. Guarantees:
+Guarantees:
 1. a child writes to its own log file; the supervisor reads what is new from there, in whole lines however they were
    written; a last line without an end is given once its process has ended;
 2. a gang (torchrun) is asked to end through its workers, and its exit code is the worker's that failed first.
@@ -90,9 +90,13 @@ class Child:
         ]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, **self.plan.env}, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.plan.env},
+                start_new_session=True,
+            )
         return self.process.pid
 
     def new_lines(self, *, ended: bool = False) -> list[str]:

@@ -1,6 +1,6 @@
 """What the terminal shows while a run goes on.
 
-Called by `asyncrl.launcher.launch` from the supervisor's tick. Guarantees:
+Guarantees:
 1. it reads the files of the run only, a few new bytes at a time: it can neither block nor disturb a role;
 2. warnings, errors and the learner's lines are shown, prefixed with the process's name; the rest with `--verbose`;
 3. output that nobody reads any more (a pipe that is closed) does not end the run;
@@ -57,9 +57,10 @@ class RunView:
     def waiting(self, *, now: float) -> list[str]:
         """`producer-0: a newer version` of every worker that waits now."""
         return [
-            f"{name}: {line['waiting_for']}" for name, line in sorted(self.workers.items())
+            f"{name}: {line['waiting_for']}"
+            for name, line in sorted(self.workers.items())
             if line.get("waiting_for") and now - float(line.get("t", 0)) < STALE_WORKER_S
-        ]  # fmt: skip
+        ]
 
     def queue_text(self) -> str:
         """`leased 3 · ready 12 · trained 640`."""
@@ -86,8 +87,16 @@ def step_text(line: dict[str, Any], *, steps: int) -> str:
 class Progress:
     """Shows lines of processes and the state of the run. Close it before anything else is printed."""
 
-    def __init__(self, run: RunDir, *, steps: int, verbose: bool = False, plain: bool = False, table: bool = True,
-                 out: TextIO | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        steps: int,
+        verbose: bool = False,
+        plain: bool = False,
+        table: bool = True,
+        out: TextIO | None = None,
+    ) -> None:
         """`table`: show the steps too, in a table or as lines."""
         self.view = RunView(run)
         self._steps = steps
@@ -147,14 +156,22 @@ class Progress:
             table.add_column(column, justify="right")
         for line in self.view.steps:
             table.add_row(
-                f"{line['step']}/{self._steps}", number(line, "reward_mean"), number(line, "lag_mean", ".2f"),
+                f"{line['step']}/{self._steps}",
+                number(line, "reward_mean"),
+                number(line, "lag_mean", ".2f"),
                 f"{number(line, 'lag_max', '.0f')}/{number(line, 'bound_max', '.0f')}",
-                number(line, "tokens_per_s", ".0f"), number(line, "step_s", ".2f"), number(line, "wait_s", ".2f"),
-                number(line, "loss", "+.4f"), number(line, "grad_norm", ".3f"),
-            )  # fmt: skip
+                number(line, "tokens_per_s", ".0f"),
+                number(line, "step_s", ".2f"),
+                number(line, "wait_s", ".2f"),
+                number(line, "loss", "+.4f"),
+                number(line, "grad_norm", ".3f"),
+            )
         waiting = "; ".join(self.view.waiting(now=time.time())) or "nobody"
-        return Group(table, Text(f"queue    {self.view.queue_text()}"), Text(f"waiting  {waiting}", overflow="ellipsis",
-                                                                         no_wrap=True))  # fmt: skip
+        return Group(
+            table,
+            Text(f"queue    {self.view.queue_text()}"),
+            Text(f"waiting  {waiting}", overflow="ellipsis", no_wrap=True),
+        )
 
 
 def _rich_live(out: TextIO) -> Any:

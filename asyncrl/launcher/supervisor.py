@@ -1,13 +1,14 @@
 """Starts processes, keeps them running within a budget, and ends them in order.
 
-Called by `asyncrl.launcher.launch` from the main thread (the kernel ties children to the thread that starts them). Guarantees:
+Guarantees:
 1. a child that ends with a code outside `FINAL_EXIT_CODES`, or by a signal, is started again after 0.5 s, 1 s, 2 s ..
    10 s, at most `ProcessPlan.restarts` times in 10 minutes; then everything is stopped and the run has its exit code.
    A producer or reward worker is given up instead while another one of its role is at work here: the run goes on, as
    it does without an onlooker (a tracker), whatever its code says;
 2. the first SIGINT or SIGTERM stops in order: learner, producers, rewards, weight sync, buffer, each with a deadline;
    the second one kills everything at once;
-3. when `run` returns, no child is left; when the launcher is killed, the kernel kills the children (`asyncrl.launcher.parent_guard`);
+3. when `run` returns, no child is left; when the launcher is killed, the kernel kills the children
+   (`asyncrl.launcher.parent_guard`);
 4. every line of a child lies in `logs/NAME.log`; a child writes there itself, so a busy launcher never blocks it;
 5. starts, ends, restarts, kills and given up workers are events in `logs/launch.jsonl`;
 6. with a `HangWatch`, a run without steps ends with code 70 and the diagnosis, after the stacks of all local roles went
@@ -89,10 +90,16 @@ class Supervisor:
     second. Use once, from the main thread."""
 
     def __init__(
-        self, plans: Sequence[ProcessPlan], *, logs: Path, say: Callable[[str, str], None],
-        tick: Callable[[], None] = lambda: None, grace: Grace | None = None, hang: HangWatch | None = None,
+        self,
+        plans: Sequence[ProcessPlan],
+        *,
+        logs: Path,
+        say: Callable[[str, str], None],
+        tick: Callable[[], None] = lambda: None,
+        grace: Grace | None = None,
+        hang: HangWatch | None = None,
         silence: SilenceWatch | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.children = [Child(plan, logs / f"{plan.name}.log") for plan in plans]
         self._events = logs / "launch.jsonl"
@@ -130,11 +137,15 @@ class Supervisor:
                 signal.signal(number, handler)
         code, reason, failed = self._outcome
         outcome = Outcome(
-            code=code, reason=reason, wall_s=time.monotonic() - started,
+            code=code,
+            reason=reason,
+            wall_s=time.monotonic() - started,
             restarts={child.plan.name: child.restarts for child in self.children if child.restarts},
-            failed=failed.plan.name if failed else "", last_lines=tuple(failed.last_lines) if failed else (),
-            given_up=self._given_up, stopped=self._stopped,
-        )  # fmt: skip
+            failed=failed.plan.name if failed else "",
+            last_lines=tuple(failed.last_lines) if failed else (),
+            given_up=self._given_up,
+            stopped=self._stopped,
+        )
         self._event("end", code=code, reason=reason)
         return outcome
 
@@ -214,8 +225,11 @@ class Supervisor:
             return
         child.restarted.append(now)
         wait_s = backoff_s(len(child.restarted))
-        self._say("launch", f"warning: {name} ended with code {shown_code(code)}; restart {len(child.restarted)} of "
-                  f"{child.plan.restarts} in {wait_s:g} s")  # fmt: skip
+        self._say(
+            "launch",
+            f"warning: {name} ended with code {shown_code(code)}; restart {len(child.restarted)} of "
+            f"{child.plan.restarts} in {wait_s:g} s",
+        )
         self._schedule(child, wait_s)
 
     def _others(self, child: Child) -> list[str]:
@@ -231,8 +245,11 @@ class Supervisor:
         self._given_up[name] = code
         self._event("given up", name=name, role=child.plan.role, code=code)
         others = ", ".join(self._others(child))
-        self._say("launch", f"error: {name} ended with code {shown_code(code)}, which {why}: it is given up, the run "
-                  f"goes on {f'with {others}' if others else 'without'}; see {child.log}")  # fmt: skip
+        self._say(
+            "launch",
+            f"error: {name} ended with code {shown_code(code)}, which {why}: it is given up, the run "
+            f"goes on {f'with {others}' if others else 'without'}; see {child.log}",
+        )
 
     def _schedule(self, child: Child, wait_s: float) -> None:
         child.restart_at = time.monotonic() + wait_s

@@ -1,6 +1,6 @@
 """The catalogue of metrics and the JSONL files they are written to.
 
-Called by every role that writes; whoever follows a run reads through `JsonTail`. Guarantees:
+Whoever follows a run reads through `JsonTail`. Guarantees:
 1. a name that is not in `CATALOGUE` is an error where it is written, so that names cannot drift;
 2. a line is written whole or not at all (one `write` call of an append-only file) and carries the wall time;
 3. values are finite numbers; what is not finite is left out and named in `skipped`;
@@ -269,7 +269,6 @@ class MetricsLog:
             self._torn = b""
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -321,7 +320,7 @@ class JsonTail:
 
     def __init__(
         self, path: Path, *, from_end: bool = True, position: Position | None = None, last_bytes: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = path
         self._series = is_series(path)
         self.damaged = 0  # whole lines that are no JSON object

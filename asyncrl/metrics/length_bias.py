@@ -90,11 +90,16 @@ def compare(stories: Iterable[Story]) -> Lengths:
     trained, ended = by_fate["trained"], by_fate["trained"] + by_fate["dropped"] + by_fate["dead"]
     made = ended + by_fate["in_flight"]
     found = Lengths(
-        samples=_buckets(every, each=True), groups=_buckets(every, each=False), made_mean=_mean(made),
-        trained_mean=_mean(trained), dropped_mean=_mean(by_fate["dropped"]), dead_mean=_mean(by_fate["dead"]),
-        ks=ks_distance(trained, ended), shift=_mean(trained) / _mean(ended) - 1 if trained and _mean(ended) else 0.0,
+        samples=_buckets(every, each=True),
+        groups=_buckets(every, each=False),
+        made_mean=_mean(made),
+        trained_mean=_mean(trained),
+        dropped_mean=_mean(by_fate["dropped"]),
+        dead_mean=_mean(by_fate["dead"]),
+        ks=ks_distance(trained, ended),
+        shift=_mean(trained) / _mean(ended) - 1 if trained and _mean(ended) else 0.0,
         unfinished=sum(story.unfinished for story in every if story.fate == "dropped"),
-    )  # fmt: skip
+    )
     if trained:
         found.ks_limit = KS_LIMIT + NOISE * math.sqrt((len(trained) + len(ended)) / (len(trained) * len(ended)))
     _early(found, every)
@@ -106,8 +111,10 @@ def compare(stories: Iterable[Story]) -> Lengths:
 
 def _alarm(found: Lengths, ended_mean: float) -> str:
     way = "shorter" if found.shift < 0 else "longer"
-    text = (f"trained samples are {abs(found.shift):.0%} {way} than all that ended (mean {found.trained_mean:.1f} of "
-            f"{ended_mean:.1f} tokens, KS {found.ks:.2f})")  # fmt: skip
+    text = (
+        f"trained samples are {abs(found.shift):.0%} {way} than all that ended (mean {found.trained_mean:.1f} of "
+        f"{ended_mean:.1f} tokens, KS {found.ks:.2f})"
+    )
     if found.dropped_mean:
         text += f"; those dropped had {found.dropped_mean:.1f} tokens"
     if found.unfinished:
@@ -128,8 +135,10 @@ def _early(found: Lengths, stories: Sequence[Story]) -> None:
     found.early_mean, found.late_mean = _mean(first), _mean(later)
     enough = min(len(first), len(later)) >= ENOUGH // 2
     if enough and found.early_mean < (1 - LIMIT) * found.late_mean:
-        found.early = (f"step {step} held samples of {found.early_mean:.1f} tokens, what the same weights made for "
-                       f"later steps {found.late_mean:.1f}: a young run trains what finishes first")  # fmt: skip
+        found.early = (
+            f"step {step} held samples of {found.early_mean:.1f} tokens, what the same weights made for "
+            f"later steps {found.late_mean:.1f}: a young run trains what finishes first"
+        )
 
 
 def _buckets(stories: Sequence[Story], *, each: bool) -> list[Bucket]:

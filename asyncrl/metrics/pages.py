@@ -1,6 +1,6 @@
 """The four pages that curves are sorted into: health, learning, speed, faults.
 
-Called by the trackers (`learners.tracker_*`), the dashboard's test and `docs/`. Guarantees:
+Guarantees:
 1. every name of the catalogue, and every name of an open family, has exactly one page;
 2. figures of evaluations keep their own names (`val-core/`, `val-aux/`, as verl has them): `tag_of`;
 3. a page says what its reader asks: is the data path well, does it learn, where does the time go, what went wrong.

@@ -1,6 +1,6 @@
 """A snapshot as plain lines: `asyncrl top --plain`, and whatever is no terminal.
 
-Called by `asyncrl.monitor.top`; `asyncrl.monitor.screen` shares its words. Guarantees:
+`asyncrl.monitor.screen` shares its words. Guarantees:
 1. pure, and the same facts as the picture; a line is at most `WIDTH` characters where nothing longer has to be said;
 2. text of the run has no control characters: a name or a reason cannot move the cursor.
 """
@@ -57,7 +57,6 @@ def share(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """`1234`, or `-`."""
     return "-" if value is None else f"{value:.0f}"
 
 
@@ -100,8 +99,10 @@ def time_words(s: Snapshot) -> str:
     busy = [one.busy for one in s.producers if one.busy is not None]
     made = share(sum(busy) / len(busy) if busy else None)
     learner = s.learner
-    return (f"producers generate {made} | learner trains {share(learner.training)}, waits {share(learner.waiting)}, "
-            f"publishes and saves {share(learner.other)}")  # fmt: skip
+    return (
+        f"producers generate {made} | learner trains {share(learner.training)}, waits {share(learner.waiting)}, "
+        f"publishes and saves {share(learner.other)}"
+    )
 
 
 def doing(s: Snapshot, one: Row) -> str:
@@ -131,8 +132,11 @@ def sync_words(s: Snapshot) -> str:
     if "round_s" in last:
         how = f"{last.get('encoding', '')} by {last.get('transport', '')}"
         words += f"; last round {1000 * float(last['round_s']):.0f} ms, {how}"
-    away = [f"{name} {member.state} at {member.version}" for name, member in sorted(s.members.items())
-            if member.state != "serving"]  # fmt: skip
+    away = [
+        f"{name} {member.state} at {member.version}"
+        for name, member in sorted(s.members.items())
+        if member.state != "serving"
+    ]
     return clean(words + (f"; {', '.join(away)}" if away else ""))
 
 
@@ -155,7 +159,6 @@ def in_flight(one: Row) -> str:
 
 
 def clock(t: float) -> str:
-    """`14:03:59`."""
     return time.strftime("%H:%M:%S", time.localtime(t))
 
 
@@ -166,15 +169,19 @@ def plain(s: Snapshot) -> list[str]:
     if s.why and s.live:
         lines.append(f"{'waits for':<10}{clean(s.why)}")
     for one in s.producers:
-        lines.append(f"{one.name:<14}{one.host:<10} lag {behind(s, one):<4}{count(one.rate):>6} tok/s  in flight "
-                     f"{in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
-                     f"{doing(s, one)}")  # fmt: skip
+        lines.append(
+            f"{one.name:<14}{one.host:<10} lag {behind(s, one):<4}{count(one.rate):>6} tok/s  in flight "
+            f"{in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
+            f"{doing(s, one)}"
+        )
     for one in s.rewards:
         call = one.told("reward_call_s")
         took = "-" if call is None else f"{1000 * call:.1f} ms"
         who = f" for {clean(one.judge)}" if one.judge and len(s.judges) > 1 else ""
-        lines.append(f"{one.name:<14}{one.host:<10}{who} {count(one.rate):>6} samples/s  call {took}  failed "
-                     f"{count(one.told('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}")  # fmt: skip
+        lines.append(
+            f"{one.name:<14}{one.host:<10}{who} {count(one.rate):>6} samples/s  call {took}  failed "
+            f"{count(one.told('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}"
+        )
     lines += [f"{'judge':<10}{judge_words(one)}" for one in s.judges]
     if s.parts:
         lines.append(f"{'rewards':<10}{part_words(s)}")

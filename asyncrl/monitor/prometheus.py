@@ -1,6 +1,6 @@
 """The newest metrics of a run for Prometheus: `asyncrl metrics RUN --port N`, or `trackers.prometheus_port`.
 
-Called by `asyncrl.cli`, and started by `asyncrl launch` as a process of its own beside the learner. Guarantees:
+Guarantees:
 1. names are `asyncrl_` and the catalogue's, with its meaning and unit as help, and the labels run, role and name;
    members of open families carry what follows the slash as a label (`asyncrl_reward{part="exact"}`);
 2. it listens on loopback alone and answers GET /metrics alone; another Host than loopback's is refused (a web page
@@ -39,9 +39,11 @@ SINCE_START = "since the start"  # words of the catalogue: such a number only gr
 WORKERS = frozenset({"producer", "reward"})
 #: Open family -> its name here, and what its label is called.
 FAMILIES = {
-    "reward/": ("reward", "part"), "pass_at/": ("pass_at", "k"), "val-core/": ("val_core", "figure"),
+    "reward/": ("reward", "part"),
+    "pass_at/": ("pass_at", "k"),
+    "val-core/": ("val_core", "figure"),
     "val-aux/": ("val_aux", "figure"),
-}  # fmt: skip
+}
 AGE = Metric("s", "all", "age of the newest line that somebody wrote")
 
 Labels = tuple[tuple[str, str], ...]
@@ -136,7 +138,6 @@ class Newest:
         self._looked = -LOOK_S
 
     def text(self) -> str:
-        """The exposition, now."""
         with self._lock:
             now = self._clock()
             if not 0 <= now - self._looked < LOOK_S:
@@ -202,7 +203,6 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it answers."""
         return f"http://{HOST}:{self.server_port}/metrics"
 
 

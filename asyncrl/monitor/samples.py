@@ -1,6 +1,6 @@
 """`asyncrl samples`: what the model answers, as text, while the run goes on or afterwards.
 
-Called by `asyncrl.cli`. Guarantees:
+Guarantees:
 1. it reads `samples.jsonl`, which the learner writes (the best and the worst of a step, `log.samples_per_step`), and
    disturbs no role;
 2. what a model wrote cannot steer the terminal: characters that do not print are shown as their escapes;
@@ -34,8 +34,12 @@ def samples_command(folder: Path, *, last: int, step: int | None, full: bool) ->
     wanted = [step] if step is not None else sorted(found)[-max(1, last) :]
     if not found or any(number not in found for number in wanted):
         known = f"there are those of steps {min(found)} to {max(found)}" if found else "no step was trained yet"
-        raise ConfigError("usage", f"no samples{f' of step {step}' if step is not None else ''}: {known}",
-                          where=str(run.samples), remedy="log.samples_per_step says how many are kept")  # fmt: skip
+        raise ConfigError(
+            "usage",
+            f"no samples{f' of step {step}' if step is not None else ''}: {known}",
+            where=str(run.samples),
+            remedy="log.samples_per_step says how many are kept",
+        )
     for number in wanted:
         for line in text_of(found[number], most=0 if full else MOST_CHARS):
             print(line)
@@ -62,8 +66,10 @@ def text_of(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[str]:
         shown = f" ({', '.join(f'{plain(name)} {value:g}' for name, value in sorted(told.items()))})" if told else ""
         reward = sample.get("reward")
         score = f"{reward:g}" if isinstance(reward, int | float) else "-"
-        yield (f"step {sample['step']}  group {sample.get('group')}  reward {score}{shown}  lag {sample.get('lag')}  "
-               f"{sample.get('length')} tokens, {plain(str(sample.get('finish')))}")  # fmt: skip
+        yield (
+            f"step {sample['step']}  group {sample.get('group')}  reward {score}{shown}  lag {sample.get('lag')}  "
+            f"{sample.get('length')} tokens, {plain(str(sample.get('finish')))}"
+        )
         for name in ("prompt", "response"):
             yield f"  {name}"
             yield from (INDENT + line for line in plain(str(sample.get(name) or ""), most=most).split("\n"))

@@ -1,6 +1,6 @@
 """A snapshot as a picture of the terminal (rich).
 
-Called by `asyncrl.monitor.top` and by docs/screenshots.py. Guarantees: pure; text of the run is text, never markup.
+Guarantees: pure; text of the run is text, never markup.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ WORDS = frozenset({"producer", "reward worker", "judge", "host", "does"})  # col
 
 
 def screen(s: Snapshot) -> RenderableType:
-    """The whole."""
     parts: list[RenderableType] = [_head(s), _facts(s)]
     if s.producers:
         parts.append(_producers(s))
@@ -31,8 +30,11 @@ def screen(s: Snapshot) -> RenderableType:
     if s.troubles:
         parts.append(_troubles(s))
     good = not s.silent and not s.fault and not s.exit_code
-    parts.append(Panel(Text(render.clean(advice(s))), title="advice", title_align="left",
-                       border_style="green" if good else "red"))  # fmt: skip
+    parts.append(
+        Panel(
+            Text(render.clean(advice(s))), title="advice", title_align="left", border_style="green" if good else "red"
+        )
+    )
     return Group(*parts)
 
 
@@ -90,8 +92,15 @@ def _producers(s: Snapshot) -> Table:
     table = _table("producer", "host", "behind", "tok/s", "in flight", "busy", "seen", "does")
     for one in s.producers:
         who = (Text(render.clean(one.name)), Text(render.clean(one.host)))
-        table.add_row(*who, render.behind(s, one), render.count(one.rate), render.in_flight(one),
-                      render.share(one.busy), render.ago(one.seen_s), _does(s, one))  # fmt: skip
+        table.add_row(
+            *who,
+            render.behind(s, one),
+            render.count(one.rate),
+            render.in_flight(one),
+            render.share(one.busy),
+            render.ago(one.seen_s),
+            _does(s, one),
+        )
     return table
 
 
@@ -100,9 +109,15 @@ def _rewards(s: Snapshot) -> Table:
     for one in s.rewards:
         call = one.told("reward_call_s")
         who = (Text(render.clean(one.name)), Text(render.clean(one.judge)), Text(render.clean(one.host)))
-        table.add_row(*who, render.count(one.rate),
-                      "-" if call is None else f"{1000 * call:.1f}", render.count(one.told("failed_rewards")),
-                      render.share(one.busy), render.ago(one.seen_s), _does(s, one))  # fmt: skip
+        table.add_row(
+            *who,
+            render.count(one.rate),
+            "-" if call is None else f"{1000 * call:.1f}",
+            render.count(one.told("failed_rewards")),
+            render.share(one.busy),
+            render.ago(one.seen_s),
+            _does(s, one),
+        )
     return table
 
 
@@ -116,6 +131,7 @@ def _troubles(s: Snapshot) -> Any:
     table = Table.grid(padding=(0, 2))
     for one in s.troubles:
         colour = "green" if one.what in ("back", "restart") else "red"
-        table.add_row(Text("fault", style="dim"), render.clock(one.t), Text(one.what, style=colour),
-                      Text(render.clean(one.text)))  # fmt: skip
+        table.add_row(
+            Text("fault", style="dim"), render.clock(one.t), Text(one.what, style=colour), Text(render.clean(one.text))
+        )
     return table

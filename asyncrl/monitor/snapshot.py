@@ -1,6 +1,6 @@
 """One view of a run at one moment: what `asyncrl top` draws and gives advice on.
 
-Called by `asyncrl.monitor.top`. Guarantees:
+Guarantees:
 1. pure: a function of what a look has found (`asyncrl.monitor.source.Observed`);
 2. what is not known is empty, None or -1, and is shown as `-`: nothing is guessed;
 3. shares of time are over the newest `WINDOW_S` seconds of the run's own clock, so a finished run shows its last state.
@@ -71,8 +71,6 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module."""
-
     at: float
     name: str = ""
     folder: str = ""
@@ -124,14 +122,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outstanding(self) -> int:
-        """Groups under way."""
         return sum(self.queue.get(state, 0) for state in STATES)
 
 
 def _parts(lines: Sequence[Line]) -> dict[str, float]:
     """Each reward function's mean, from the newest step whose batch it applied to."""
-    return {name.removeprefix("reward/"): value for line in lines for name in line
-            if name.startswith("reward/") and (value := number_of(line, name)) is not None}  # fmt: skip
+    return {
+        name.removeprefix("reward/"): value
+        for line in lines
+        for name in line
+        if name.startswith("reward/") and (value := number_of(line, name)) is not None
+    }
 
 
 def snapshot(seen: Observed) -> Snapshot:
@@ -145,25 +146,42 @@ def snapshot(seen: Observed) -> Snapshot:
     newest = max((float(line.get("t", 0.0)) for line in (*seen.steps[-1:], *seen.queue[-1:])), default=seen.at)
     until = seen.at if live else newest  # of a run that is over: its own last moment
     return Snapshot(
-        at=seen.at, name=status.name, folder=status.run, live=live,
+        at=seen.at,
+        name=status.name,
+        folder=status.run,
+        live=live,
         ended=str(result.get("reason") or "ended") if over else "",
         exit_code=int(result["code"]) if over and isinstance(result.get("code"), int) else None,
         fault=f"{buffer.fault.code}: {buffer.fault.message}" if buffer.fault else "",
-        silent="" if live or over else buffer.error, launchers=len(status.launchers),
-        steps=status.steps, step=int(lines[-1].get("step", 0)) if lines else buffer.version, lines=lines,
+        silent="" if live or over else buffer.error,
+        launchers=len(status.launchers),
+        steps=status.steps,
+        step=int(lines[-1].get("step", 0)) if lines else buffer.version,
+        lines=lines,
         queue={state: int(counts.get(state, 0)) for state in COUNTED},
-        dropped=dict(buffer.dropped), dead=dict(buffer.dead), capacity=seen.capacity,
-        depth=buffer.tuning.depth if live else -1, max_staleness=seen.max_staleness,
-        batch_groups=buffer.tuning.batch_groups, slots=seen.slots, why=buffer.waiting_for,
-        learner=_learner(seen, until), producers=_rows(seen, "producer", until), rewards=_rows(seen, "reward", until),
+        dropped=dict(buffer.dropped),
+        dead=dict(buffer.dead),
+        capacity=seen.capacity,
+        depth=buffer.tuning.depth if live else -1,
+        max_staleness=seen.max_staleness,
+        batch_groups=buffer.tuning.batch_groups,
+        slots=seen.slots,
+        why=buffer.waiting_for,
+        learner=_learner(seen, until),
+        producers=_rows(seen, "producer", until),
+        rewards=_rows(seen, "reward", until),
         parts=_parts(lines),
         judges=tuple(buffer.judges),
-        members=dict(sync.members) if sync else {}, version=sync.version if sync and not sync.error else -1,
-        committed=sync.committed if sync else -1, syncs=sync is not None,
-        sync_error=sync.error if sync and not over else "", rounds=tuple(seen.rounds[-10:]),
-        troubles=troubles(seen.events), silent_timeout_s=status.silent_timeout_s,
+        members=dict(sync.members) if sync else {},
+        version=sync.version if sync and not sync.error else -1,
+        committed=sync.committed if sync else -1,
+        syncs=sync is not None,
+        sync_error=sync.error if sync and not over else "",
+        rounds=tuple(seen.rounds[-10:]),
+        troubles=troubles(seen.events),
+        silent_timeout_s=status.silent_timeout_s,
         evaluation=str(buffer.evaluation.get("running") or ""),
-    )  # fmt: skip
+    )
 
 
 def number_of(line: Mapping[str, Any], name: str) -> float | None:
@@ -185,12 +203,15 @@ def _learner(seen: Observed, until: float) -> Learner:
 
     waiting, other = share(WAIT_PARTS), share(SYNC_PARTS)
     return Learner(
-        name=name, seen_s=alive.age_s if alive else known.age_s if known else None,
+        name=name,
+        seen_s=alive.age_s if alive else known.age_s if known else None,
         state=alive.state if alive else "",
         waiting_for=alive.waiting_for if alive else known.waiting_for if known else "",
         waiting_s=alive.waiting_s if alive else known.waiting_s if known else 0.0,
-        waiting=waiting, other=other, training=None if waiting is None else max(0.0, 1.0 - waiting - (other or 0.0)),
-    )  # fmt: skip
+        waiting=waiting,
+        other=other,
+        training=None if waiting is None else max(0.0, 1.0 - waiting - (other or 0.0)),
+    )
 
 
 def _rows(seen: Observed, role: str, until: float) -> tuple[Row, ...]:
@@ -208,19 +229,26 @@ def _row(name: str, worker: Worker | None, sign: Alive | None, beats: Sequence[L
     stats = {
         key: float(value) for key, value in last.items() if isinstance(value, int | float) and key not in ("t", "pid")
     }
-    busy = [value for line in beats if until - float(line.get("t", 0.0)) <= WINDOW_S
-            and (value := number_of(line, "busy_share")) is not None]  # fmt: skip
+    busy = [
+        value
+        for line in beats
+        if until - float(line.get("t", 0.0)) <= WINDOW_S and (value := number_of(line, "busy_share")) is not None
+    ]
     ages = [one.age_s for one in (worker, sign) if one is not None and one.age_s is not None]
     newest = sign or worker
     return Row(
-        name=name, host=newest.host if newest else str(last.get("host", "")),
+        name=name,
+        host=newest.host if newest else str(last.get("host", "")),
         pid=newest.pid if newest else int(last.get("pid", 0)),
-        seen_s=min(ages) if ages else max(0.0, until - float(last.get("t", until))), state=sign.state if sign else "",
+        seen_s=min(ages) if ages else max(0.0, until - float(last.get("t", until))),
+        state=sign.state if sign else "",
         waiting_for=newest.waiting_for if newest else str(last.get("waiting_for", "")),
-        waiting_s=newest.waiting_s if newest else 0.0, busy=sum(busy) / len(busy) if busy else None,
+        waiting_s=newest.waiting_s if newest else 0.0,
+        busy=sum(busy) / len(busy) if busy else None,
         rate=_rate(beats, "generated_tokens" if "generated_tokens" in last else "scored_samples"),
-        stats=dict(worker.stats) | stats if worker else stats, judge=worker.judge if worker else "",
-    )  # fmt: skip
+        stats=dict(worker.stats) | stats if worker else stats,
+        judge=worker.judge if worker else "",
+    )
 
 
 def _rate(beats: Sequence[Line], name: str) -> float | None:
@@ -228,8 +256,11 @@ def _rate(beats: Sequence[Line], name: str) -> float | None:
     if not beats:
         return None
     end, pid = float(beats[-1].get("t", 0.0)), beats[-1].get("pid")
-    marks = [(float(line["t"]), float(line[name])) for line in beats
-             if line.get("pid") == pid and name in line and end - float(line.get("t", 0.0)) <= RATE_S]  # fmt: skip
+    marks = [
+        (float(line["t"]), float(line[name]))
+        for line in beats
+        if line.get("pid") == pid and name in line and end - float(line.get("t", 0.0)) <= RATE_S
+    ]
     if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
         return None
     return max(0.0, (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]))

@@ -1,6 +1,6 @@
 """Where `asyncrl top` gets what it shows: the services' answers and the newest lines of the run's files.
 
-Called by `asyncrl.monitor.top`. Guarantees:
+Guarantees:
 1. it only asks and reads; every question has a deadline, and a file gives a few megabytes of its end, however long;
 2. a run that has ended or crashed is told by its files alone;
 3. without a folder (`--connect`) the buffer's heartbeats, kept from poll to poll, stand for the files.
@@ -51,8 +51,10 @@ class FileSource:
         self._run = run
         self._key = key
         self._config = load(run.config)
-        self._tails = {name: JsonTail(run.metrics / f"{name}.jsonl", last_bytes=LAST_BYTES)
-                       for name in ("learner", "roles", "buffer", "weightsync")}  # fmt: skip
+        self._tails = {
+            name: JsonTail(run.metrics / f"{name}.jsonl", last_bytes=LAST_BYTES)
+            for name in ("learner", "roles", "buffer", "weightsync")
+        }
         self._tails["launch"] = JsonTail(run.logs / "launch.jsonl", last_bytes=LAST_BYTES)
         self._tails["history"] = JsonTail(run.history, last_bytes=LAST_BYTES)
         self._steps: deque[Line] = deque(maxlen=STEPS)
@@ -62,7 +64,6 @@ class FileSource:
         self._beats: dict[str, deque[Line]] = {}
 
     def look(self) -> Observed:
-        """The newest state."""
         from asyncrl.monitor.status import run_status
 
         for line in self._new("learner"):
@@ -77,13 +78,17 @@ class FileSource:
         self._events.extend(line for line in self._new("history") if str(line.get("e")) in NOTED)
         buffer = self._config.buffer
         return Observed(
-            at=time.time(), status=msgspec.convert(run_status(self._run, key=self._key), Status),
-            steps=list(self._steps), beats={name: list(lines) for name, lines in self._beats.items()},
-            queue=list(self._queue), rounds=list(self._rounds),
+            at=time.time(),
+            status=msgspec.convert(run_status(self._run, key=self._key), Status),
+            steps=list(self._steps),
+            beats={name: list(lines) for name, lines in self._beats.items()},
+            queue=list(self._queue),
+            rounds=list(self._rounds),
             events=sorted(self._events, key=lambda line: float(line.get("t", 0.0))),
-            capacity=buffer.max_in_flight_groups, max_staleness=buffer.max_staleness,
+            capacity=buffer.max_in_flight_groups,
+            max_staleness=buffer.max_staleness,
             slots=self._config.producers.slots,
-        )  # fmt: skip
+        )
 
     def _new(self, name: str) -> list[Line]:
         found: list[Line] = []
@@ -105,7 +110,6 @@ class ServiceSource:
         self._steps: deque[Line] = deque(maxlen=STEPS)
 
     def look(self) -> Observed:
-        """The newest state."""
         from asyncrl.monitor.status import connect_status
 
         status = msgspec.convert(connect_status(self._address, self._keys), Status)
@@ -114,8 +118,15 @@ class ServiceSource:
         for role, workers in (("producer", buffer.producers), ("reward", buffer.rewards)):
             for one in workers:
                 t = now - (one.age_s or 0.0)
-                line = {"t": t, "role": role, "name": one.name, "pid": one.pid, "host": one.host,
-                        "waiting_for": one.waiting_for, **one.stats}  # fmt: skip
+                line = {
+                    "t": t,
+                    "role": role,
+                    "name": one.name,
+                    "pid": one.pid,
+                    "host": one.host,
+                    "waiting_for": one.waiting_for,
+                    **one.stats,
+                }
                 kept = self._beats.setdefault(one.name, deque(maxlen=BEATS))
                 if not kept or t - float(kept[-1]["t"]) > 0.2:  # a new heartbeat, and not the same one once more
                     kept.append(line)
@@ -125,10 +136,13 @@ class ServiceSource:
             if not self._steps or self._steps[-1]["step"] != line["step"]:
                 self._steps.append(line)
         return Observed(
-            at=now, status=status, steps=list(self._steps), capacity=(buffer.tuning.depth + 1) * _batch(status),
+            at=now,
+            status=status,
+            steps=list(self._steps),
+            capacity=(buffer.tuning.depth + 1) * _batch(status),
             beats={name: list(lines) for name, lines in self._beats.items()},
             max_staleness=int(buffer.tuning.settings.get("buffer.max_staleness", -1)),
-        )  # fmt: skip
+        )
 
 
 def _batch(status: Status) -> int:

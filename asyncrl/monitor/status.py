@@ -1,6 +1,6 @@
 """`asyncrl status` and `asyncrl stop`: ask a run how it is, and end it.
 
-Called by `asyncrl.cli`. Guarantees:
+Guarantees:
 1. every question has a deadline; a service that does not answer is said to be silent, and the files say the rest;
 2. `stop` asks the launchers on this host (SIGTERM: the learner writes a checkpoint), the learner's first, and waits for
    their end; where there is none it asks the buffer and the weight-sync service;
@@ -83,8 +83,13 @@ def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
     """What the buffer at an address says, and the weight-sync service that it names."""
     buffer = buffer_status(address, keys)
     learner = buffer.get("learner") or {}
-    state = {"schema": SCHEMA, "at": time.time(), "name": str(buffer.get("run_id", "")).partition("@")[0],
-             "last_step": dict(learner.get("stats") or {}), "buffer": buffer}  # fmt: skip
+    state = {
+        "schema": SCHEMA,
+        "at": time.time(),
+        "name": str(buffer.get("run_id", "")).partition("@")[0],
+        "last_step": dict(learner.get("stats") or {}),
+        "buffer": buffer,
+    }
     place = str((buffer.get("endpoints") or {}).get("weightsync", ""))
     return state | ({"weightsync": weightsync_status(place, keys)} if place else {})
 
@@ -109,10 +114,14 @@ def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
     for name, seen in sorted(read_signs(run.alive).items()):
         here = seen.host == socket.gethostname()
         found[name] = {
-            "role": seen.role, "pid": seen.pid, "host": seen.host, "age_s": round(now - seen.t, 1),
-            "state": (state_of(seen.pid) or "ended") if here else "", "waiting_for": seen.waiting_for,
+            "role": seen.role,
+            "pid": seen.pid,
+            "host": seen.host,
+            "age_s": round(now - seen.t, 1),
+            "state": (state_of(seen.pid) or "ended") if here else "",
+            "waiting_for": seen.waiting_for,
             "waiting_s": round(now - seen.since, 1) if seen.since else 0.0,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -245,16 +254,19 @@ def _words_of(one: dict[str, Any], *, silent_s: float) -> str:
 def _step_words(step: dict[str, Any], steps: int) -> str:
     if not step:
         return f"none of {steps} yet"
-    return (f"{step['step']} of {steps}  reward {number(step, 'reward_mean')}  lag {number(step, 'lag_mean', '.2f')} "
-            f"(max {number(step, 'lag_max', '.0f')} of {number(step, 'bound_max', '.0f')})  "
-            f"{number(step, 'tokens_per_s', '.0f')} tok/s")  # fmt: skip
+    return (
+        f"{step['step']} of {steps}  reward {number(step, 'reward_mean')}  lag {number(step, 'lag_mean', '.2f')} "
+        f"(max {number(step, 'lag_max', '.0f')} of {number(step, 'bound_max', '.0f')})  "
+        f"{number(step, 'tokens_per_s', '.0f')} tok/s"
+    )
 
 
 def _buffer_words(answer: dict[str, Any]) -> str:
     ledger = answer.get("ledger", {})
     counts = " · ".join(f"{name} {ledger[name]}" for name in QUEUE_STATES if ledger.get(name)) or "nothing issued yet"
-    lines = [f"{answer.get('store')}, version {answer.get('version')}, {answer.get('total_groups')} groups in all: "
-             f"{counts}"]  # fmt: skip
+    lines = [
+        f"{answer.get('store')}, version {answer.get('version')}, {answer.get('total_groups')} groups in all: {counts}"
+    ]
     fault = answer.get("fault")
     if fault:
         lines.append(f"ends the run: {fault.get('code')}: {fault.get('message')}")
@@ -277,8 +289,10 @@ def _weightsync_words(answer: dict[str, Any]) -> str:
     if answer.get("version", -1) < 0:
         return "no version was published yet"
     members = dict(answer.get("members") or {})
-    told = [f"{name} {member.get('state')} version {member.get('version')}" + _why(member) + _way(member)
-            for name, member in sorted(members.items())]  # fmt: skip
+    told = [
+        f"{name} {member.get('state')} version {member.get('version')}" + _why(member) + _way(member)
+        for name, member in sorted(members.items())
+    ]
     head = f"version {answer.get('version')}, held by generators {answer.get('committed')}; "
     return f"\n{'':<12}".join([head + (told or ["no generator"])[0], *told[1:]])
 

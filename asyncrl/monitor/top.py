@@ -1,6 +1,6 @@
 """`asyncrl top RUN`: the live view. The loop of the command.
 
-Called by `asyncrl.commands.top`. Guarantees:
+Guarantees:
 1. it only looks: nothing it does reaches a role but the questions of `asyncrl.monitor.source`;
 2. `q`, Ctrl-C or the end of its input leave at once, and the terminal is as it was;
 3. without a terminal, or with `--plain`, it writes plain lines, one block per look;

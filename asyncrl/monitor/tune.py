@@ -1,6 +1,6 @@
 """`asyncrl tune`: change settings of a running system, undo a change, list what was changed.
 
-Called by `asyncrl.cli`. Guarantees:
+Guarantees:
 1. values are read as TOML, a bare word is a string; a setting that cannot be tuned, a value that does not fit and one
    that the buffer refuses (with its arithmetic) are one clear error each, and nothing is changed;
 2. the change carries who asked (user@host), gets a number, and stands in the history, where `asyncrl audit` reads it;
@@ -127,8 +127,10 @@ def changes_text(run: RunDir) -> str:
         try:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["t"])))
             undo = " (undo)" if event.get("undo") else ""
-            lines.append(f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {shown(event['old'])} -> "
-                         f"{shown(event['new'])}{undo}")  # fmt: skip
+            lines.append(
+                f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {shown(event['old'])} -> "
+                f"{shown(event['new'])}{undo}"
+            )
         except (KeyError, TypeError, ValueError) as error:
             what = f"a tune event cannot be read: {error!r}"
             raise AsyncRLError("store.corrupt", what, where=str(run.history)) from None

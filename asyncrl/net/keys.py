@@ -1,6 +1,6 @@
 """The keys of a run: who may join it, who may lead it, and what proves that weights are the learner's.
 
-Called by `asyncrl keys`, by `asyncrl.net.sockets` and by every role at its start. `server.key` is for the services and the
+`server.key` is for the services and the
 learner, `join.key` for producers and reward workers. Guarantees:
 1. a key file is made readable by its owner alone, whatever the umask, and never written over;
 2. `read_keys` refuses a file that others can read, that is somebody else's, damaged, or no key file;
@@ -119,8 +119,9 @@ def worker_file(path: Path) -> Path:
         return path
     if read_keys(beside) != read_keys(path).for_joining():
         remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
-        raise ConfigError("config.network", f"{path.name} is of other keys than this one", where=str(beside),
-                          remedy=remedy)  # fmt: skip
+        raise ConfigError(
+            "config.network", f"{path.name} is of other keys than this one", where=str(beside), remedy=remedy
+        )
     return beside
 
 
@@ -137,9 +138,11 @@ def _write(path: Path, keys: Keys) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise ConfigError(
-            "config.network", "a key file is not written over: whoever holds it would be locked out", where=str(path),
+            "config.network",
+            "a key file is not written over: whoever holds it would be locked out",
+            where=str(path),
             remedy="remove it first, or choose another folder",
-        ) from None  # fmt: skip
+        ) from None
     except OSError as error:
         raise ConfigError("config.network", f"key file: {error.strerror}", where=str(path)) from None
     with os.fdopen(descriptor, "wb") as file:
@@ -156,9 +159,11 @@ def read_keys(path: Path) -> Keys:
             keys = msgspec.json.decode(file.read(LARGEST_FILE), type=Keys)
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(
-            "config.network", f"key file: {getattr(error, 'strerror', None) or error}", where=str(path),
+            "config.network",
+            f"key file: {getattr(error, 'strerror', None) or error}",
+            where=str(path),
             remedy="make keys with: asyncrl keys DIR",
-        ) from None  # fmt: skip
+        ) from None
     _check_keys(path, keys)
     return keys
 
@@ -182,6 +187,8 @@ def _check_keys(path: Path, keys: Keys) -> None:
         right = False
     if not right or not all((keys.server_public, keys.join_public, keys.join_secret)):
         raise ConfigError(
-            "config.network", "key file: its keys are damaged", where=str(path),
+            "config.network",
+            "key file: its keys are damaged",
+            where=str(path),
             remedy="copy it again from where it was made",
-        )  # fmt: skip
+        )

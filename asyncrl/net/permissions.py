@@ -1,6 +1,6 @@
 """Which messages only the owner of a run may send: whoever holds a join key works for the run and does not lead it.
 
-Called by the services for every request, where they have keys. Pure. Guarantee: with a join key alone nobody can take
+Pure. Guarantee: with a join key alone nobody can take
 over the learner, train or drop groups, change settings, end the run, or announce weights.
 """
 
@@ -9,10 +9,22 @@ from __future__ import annotations
 from asyncrl import wire
 
 #: Messages of the learner, and of commands that change or end a run.
-OWNER_ALONE: frozenset[type] = frozenset({
-    wire.Stop, wire.Tune, wire.Register, wire.Claim, wire.Commit, wire.Quarantine, wire.LedgerRequest,
-    wire.Checkpointed, wire.Goodbye, wire.EvaluationsRequest, wire.Publish, wire.RoundRequest,
-})  # fmt: skip
+OWNER_ALONE: frozenset[type] = frozenset(
+    {
+        wire.Stop,
+        wire.Tune,
+        wire.Register,
+        wire.Claim,
+        wire.Commit,
+        wire.Quarantine,
+        wire.LedgerRequest,
+        wire.Checkpointed,
+        wire.Goodbye,
+        wire.EvaluationsRequest,
+        wire.Publish,
+        wire.RoundRequest,
+    }
+)
 
 
 def needs_owner(message: wire.Message) -> bool:

@@ -1,6 +1,6 @@
 """Looks at addresses and Redis servers with plain sockets, without importing redis.
 
-Called by `asyncrl.preflight.check`. Guarantees: every look ends within `CONNECT_TIMEOUT_S` per step; nothing stays open; a
+Guarantees: every look ends within `CONNECT_TIMEOUT_S` per step; nothing stays open; a
 password never stands in an answer.
 """
 

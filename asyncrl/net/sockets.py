@@ -1,6 +1,6 @@
 """All ZeroMQ set-up: addresses, keys, the asking side and the answering side.
 
-Called by the services and by their clients; nobody else opens a socket. DEALER asks, ROUTER answers, every request has
+Nobody else opens a socket. DEALER asks, ROUTER answers, every request has
 an application answer. Guarantees:
 1. a request is sent again until it is answered or its deadline passes, and at once when the connection came back: what
    was asked of a service that died is asked of the next one; services are idempotent, so this is safe. A connection
@@ -53,12 +53,24 @@ from asyncrl.wire import (
     encode,
     encode_header,
     request_of,
-)  # fmt: skip
+)
 
 __all__ = [
-    "AsyncRequester", "Call", "Keys", "Requester", "Responder", "check_bind", "damaged", "ipc_address", "is_exposed",
-    "keep_memory", "raise_refused", "read_keys", "remove_unused", "write_keys",
-]  # fmt: skip
+    "AsyncRequester",
+    "Call",
+    "Keys",
+    "Requester",
+    "Responder",
+    "check_bind",
+    "damaged",
+    "ipc_address",
+    "is_exposed",
+    "keep_memory",
+    "raise_refused",
+    "read_keys",
+    "remove_unused",
+    "write_keys",
+]
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 MAX_IPC_PATH = 100  # sun_path holds 108 bytes
@@ -83,7 +95,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 def keep_memory() -> None:
     """Let this process keep freed memory instead of giving every payload's pages back at once (glibc; else nothing).
 
-    Called by a role at its start. Payloads of about 100 KB come and go at the top of the heap; returning their pages
+    Payloads of about 100 KB come and go at the top of the heap; returning their pages
     and faulting them in again costs more than copying them (measured: a third of a producer's CPU per group).
     """
     try:
@@ -151,8 +163,12 @@ def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> No
     if is_exposed(address) and keys is None and not insecure:
         raise ConfigError("config.network", f"{address} is reachable from other hosts and has no keys", where="network")
     if keys is not None and not keys.server_secret:
-        raise ConfigError("config.network", f"{address}: a join key cannot serve", where="network",
-                          remedy="give services and the learner the server.key of the run")  # fmt: skip
+        raise ConfigError(
+            "config.network",
+            f"{address}: a join key cannot serve",
+            where="network",
+            remedy="give services and the learner the server.key of the run",
+        )
 
 
 def is_exposed(address: str) -> bool:
@@ -265,9 +281,14 @@ class Requester:
     """
 
     def __init__(
-        self, address: str, *, keys: Keys | None = None, max_bytes: int = 1 << 30, resend_s: float = 3.0,
+        self,
+        address: str,
+        *,
+        keys: Keys | None = None,
+        max_bytes: int = 1 << 30,
+        resend_s: float = 3.0,
         on_silence: Callable[[float], bool] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.address = address
         self.on_silence = on_silence
         self._answered = True  # the last request
@@ -374,9 +395,12 @@ class _Pump:
     """Moves a ZeroMQ socket by its edge-triggered descriptor on the running event loop."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], on_frames: Callable[[list[list[Buffer]]], None], *,
+        self,
+        socket: zmq.Socket[bytes],
+        on_frames: Callable[[list[list[Buffer]]], None],
+        *,
         receive: Callable[[zmq.Socket[bytes]], list[Buffer]] = _receive,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._socket = socket
         self._receive = receive
         self._on_frames = on_frames
@@ -438,9 +462,14 @@ class AsyncRequester:
     """Asks one service with many requests under way at once. Made and used on one event loop."""
 
     def __init__(
-        self, address: str, *, keys: Keys | None = None, max_bytes: int = 1 << 30, resend_s: float = 3.0,
+        self,
+        address: str,
+        *,
+        keys: Keys | None = None,
+        max_bytes: int = 1 << 30,
+        resend_s: float = 3.0,
         max_under_way: int = 256,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.address = address
         self.bad_frames = 0
         self._max_bytes = max_bytes
@@ -461,7 +490,6 @@ class AsyncRequester:
     async def request(
         self, message: Message, payloads: Sequence[Buffer] = (), *, timeout_s: float, wait_s: float = 0.0
     ) -> Packet:
-        """Like `Requester.request`."""
         async with self._credits:
             number = next(self._numbers)
             frames = encode(message, payloads, request=number, kind=REQUEST_MANY)
@@ -568,8 +596,17 @@ class Call:
     """
 
     __slots__ = (
-        "_many", "_responder", "checksum", "header", "message", "payloads", "peer", "received", "request", "user",
-    )  # fmt: skip
+        "_many",
+        "_responder",
+        "checksum",
+        "header",
+        "message",
+        "payloads",
+        "peer",
+        "received",
+        "request",
+        "user",
+    )
 
     def __init__(self, responder: Responder, peer: bytes, packet: Packet, *, user: str = "") -> None:
         self.user = user
@@ -600,9 +637,15 @@ class Responder:
     """
 
     def __init__(
-        self, address: str, handler: Callable[[list[Call]], None], *, keys: Keys | None = None,
-        max_bytes: int = 1 << 30, insecure: bool = False, restricted: Callable[[Message], bool] = lambda _: False,
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        handler: Callable[[list[Call]], None],
+        *,
+        keys: Keys | None = None,
+        max_bytes: int = 1 << 30,
+        insecure: bool = False,
+        restricted: Callable[[Message], bool] = lambda _: False,
+    ) -> None:
         check_bind(address, keys=keys, insecure=insecure)
         self._known = {} if keys is None else {public.encode(): name for public, name in keys.known.items()}
         self._restricted = restricted
@@ -624,8 +667,11 @@ class Responder:
             socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.server_secret)
             socket.setsockopt_string(zmq.ZAP_DOMAIN, "asyncrl")
         self.address = _bind(socket, address)
-        self._pump = _Pump(socket, self._take if keys is None else self._take_known,
-                           receive=_receive if keys is None else _receive_known)  # fmt: skip
+        self._pump = _Pump(
+            socket,
+            self._take if keys is None else self._take_known,
+            receive=_receive if keys is None else _receive_known,
+        )
         self._warning: asyncio.TimerHandle | None = None
         if keys is None and is_exposed(address):
             self._warn()

@@ -1,6 +1,6 @@
 """`asyncrl plan`: how fast settings will be and how stale, before anything is started.
 
-Called by `asyncrl.cli`. The plant comes from a run's logs (`--from`), from `--assume`, or both; scenarios are played by
+The plant comes from a run's logs (`--from`), from `--assume`, or both; scenarios are played by
 `buffers.simulation`, a process of its own: the front door knows nothing of the state machine. Guarantees:
 1. with `--from` the run itself is forecast first and compared with what it did, and the difference is said;
 2. everything that was not measured is named;
@@ -47,8 +47,6 @@ NEEDED = ("decode_sample_s or engine_tokens_s", "train_token_s", "length_mean")
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line."""
-
     config: Path | tuple[Path, ...]
     overrides: tuple[str, ...] = ()
     run: Path | None = None
@@ -78,9 +76,13 @@ def play(plant: Plant, scenarios: Sequence[Scenario]) -> list[Forecast]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path())}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "buffers.simulation.main"], input=request, env=env, capture_output=True,
-            timeout=PLAY_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "buffers.simulation.main"],
+            input=request,
+            env=env,
+            capture_output=True,
+            timeout=PLAY_TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise AsyncRLError("internal", f"no forecast within {PLAY_TIMEOUT_S:g} s", where="plan") from None
     if done.returncode:
@@ -104,13 +106,15 @@ def plan_command(options: Options) -> int:
 
 
 def plan_for(options: Options) -> Planned:
-    """Measure, play, choose."""
     config = load(options.config, options.overrides)
     plant, checked, notes = _plant(config, options)
     scenario = scenario_of(config, steps=options.steps, name="config")
     around = choices(scenario)
-    ways = [split for number in options.devices
-            for split in splits(config, plant, devices=number, scale_batch=options.scale_batch)]  # fmt: skip
+    ways = [
+        split
+        for number in options.devices
+        for split in splits(config, plant, devices=number, scale_batch=options.scale_batch)
+    ]
     [forecast, *rest] = played(plant, [scenario, *around], play)
     found = [
         Choice(one.producers, one.depth, one.max_groups_in_flight, got) for one, got in zip(around, rest, strict=True)
@@ -191,9 +195,11 @@ def _with(plant: Plant, given: Mapping[str, float], config: Config) -> Plant:
     changes: dict[str, Any] = {name: kinds[name](value) for name, value in given.items() if name not in LENGTHS}
     if "length_mean" in given:
         changes["lengths"] = drawn_lengths(
-            given["length_mean"], given.get("length_cv", 0.5), limit=config.sampling.max_new_tokens,
+            given["length_mean"],
+            given.get("length_cv", 0.5),
+            limit=config.sampling.max_new_tokens,
             samples=config.sampling.asked_samples,
-        )  # fmt: skip
+        )
     if "engine_tokens_s" in given:
         changes.setdefault("decode_sample_s", 1.0 / max(1e-9, given["engine_tokens_s"]))
         changes.setdefault("decode_s", 0.0)
@@ -207,7 +213,7 @@ def drawn_lengths(mean: float, spread: float, *, limit: int, samples: int) -> tu
     return tuple(
         tuple(max(1, min(limit, round(rng.lognormvariate(mu, sigma)))) for _ in range(samples))
         for _ in range(DRAWN_GROUPS)
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- the words
@@ -220,22 +226,44 @@ def as_tree(planned: Planned) -> dict[str, Any]:
     lengths = [length for row in planned.plant.lengths for length in row]
     plant |= {"lengths": {"samples": len(lengths), "mean": sum(lengths) / max(1, len(lengths)), "max": max(lengths)}}
     return {
-        "plant": plant, "scenario": msgspec.to_builtins(planned.scenario),
+        "plant": plant,
+        "scenario": msgspec.to_builtins(planned.scenario),
         "forecast": msgspec.to_builtins(planned.forecast),
-        "check": None if planned.checked is None else {
-            "run": planned.checked[0]._asdict(), "forecast": msgspec.to_builtins(planned.checked[1]),
+        "check": None
+        if planned.checked is None
+        else {
+            "run": planned.checked[0]._asdict(),
+            "forecast": msgspec.to_builtins(planned.checked[1]),
         },
         "buffers": buffers_for(planned.forecast.groups_s, planned.plant.group_bytes),
-        "search": [{"producers": one.producers, "depth": one.depth, "max_groups_in_flight": one.quota,
-                    "forecast": msgspec.to_builtins(one.forecast)}
-                   for one in planned.found],
-        "suggested": {"producers": cheap.producers, "depth": cheap.depth, "max_groups_in_flight": cheap.quota,
-                      "of_best": cheap.forecast.steps_s / best.forecast.steps_s},
-        "devices": [{"devices": way.devices, "learner": way.learner, "producers": way.producers,
-                     "batch_groups": way.scenario.batch_groups, "forecast": msgspec.to_builtins(got),
-                     "buffers": buffers_for(got.groups_s, planned.plant.group_bytes)} for way, got in planned.devices],
+        "search": [
+            {
+                "producers": one.producers,
+                "depth": one.depth,
+                "max_groups_in_flight": one.quota,
+                "forecast": msgspec.to_builtins(one.forecast),
+            }
+            for one in planned.found
+        ],
+        "suggested": {
+            "producers": cheap.producers,
+            "depth": cheap.depth,
+            "max_groups_in_flight": cheap.quota,
+            "of_best": cheap.forecast.steps_s / best.forecast.steps_s,
+        },
+        "devices": [
+            {
+                "devices": way.devices,
+                "learner": way.learner,
+                "producers": way.producers,
+                "batch_groups": way.scenario.batch_groups,
+                "forecast": msgspec.to_builtins(got),
+                "buffers": buffers_for(got.groups_s, planned.plant.group_bytes),
+            }
+            for way, got in planned.devices
+        ],
         "notes": planned.notes,
-    }  # fmt: skip
+    }
 
 
 def text_of(planned: Planned) -> Iterator[str]:
@@ -243,8 +271,10 @@ def text_of(planned: Planned) -> Iterator[str]:
     yield from _plant_lines(planned)
     got, scenario = planned.forecast, planned.scenario
     depth = "auto" if scenario.auto_depth else scenario.depth
-    yield (f"settings  {scenario.producers} producers, depth {depth}, {scenario.batch_groups} groups of "
-           f"{scenario.group_size}, bound {scenario.max_staleness}")  # fmt: skip
+    yield (
+        f"settings  {scenario.producers} producers, depth {depth}, {scenario.batch_groups} groups of "
+        f"{scenario.group_size}, bound {scenario.max_staleness}"
+    )
     yield f"forecast  {rates(got)}"
     shares = ", ".join(f"{lag}: {share:.0%}" for lag, share in got.lags.items() if share >= 0.005)
     yield f"lag       mean {got.lag_mean:.2f} ({shares})" + (f"; {got.dropped} groups late" if got.dropped else "")
@@ -253,14 +283,18 @@ def text_of(planned: Planned) -> Iterator[str]:
     yield "  producers depth   quota   steps/s   tokens/s   lag learner waits  idle"
     for one in planned.found:
         f = one.forecast
-        yield (f"  {one.producers:>9} {one.depth:>5} {one.quota or '-':>7} {f.steps_s:>9.3g} {f.tokens_s:>10,.0f} "
-               f"{f.lag_mean:>5.2f} {f.learner_wait_share:>13.0%} {f.producer_idle_share:>5.0%}")  # fmt: skip
+        yield (
+            f"  {one.producers:>9} {one.depth:>5} {one.quota or '-':>7} {f.steps_s:>9.3g} {f.tokens_s:>10,.0f} "
+            f"{f.lag_mean:>5.2f} {f.learner_wait_share:>13.0%} {f.producer_idle_share:>5.0%}"
+        )
     cheap, best = suggestion(planned.found)
     yield ""
     share = cheap.forecast.steps_s / best.forecast.steps_s
     top = f"{_many(best.producers, 'producer')}, depth {best.depth}: {best.forecast.steps_s:.3g} steps/s"
-    yield (f"suggested {_many(cheap.producers, 'producer')} and depth {cheap.depth} give {share:.0%} of the best "
-           f"({top}) at a mean lag of {cheap.forecast.lag_mean:.2f}")  # fmt: skip
+    yield (
+        f"suggested {_many(cheap.producers, 'producer')} and depth {cheap.depth} give {share:.0%} of the best "
+        f"({top}) at a mean lag of {cheap.forecast.lag_mean:.2f}"
+    )
     quota = f" --set producers.max_groups_in_flight={cheap.quota}" if cheap.quota else ""
     yield f"          --set producers.count={cheap.producers} --set buffer.pipeline_depth={cheap.depth}{quota}"
     yield from _device_lines(planned)
@@ -269,45 +303,59 @@ def text_of(planned: Planned) -> Iterator[str]:
 
 def rates(got: Forecast) -> str:
     """`0.83 steps/s, 2,967 tokens/s; the learner waits 1 %, producers are idle 50 %`."""
-    return (f"{got.steps_s:.3g} steps/s, {got.tokens_s:,.0f} tokens/s; the learner waits "
-            f"{got.learner_wait_share:.0%} of the time, producers are idle {got.producer_idle_share:.0%}")  # fmt: skip
+    return (
+        f"{got.steps_s:.3g} steps/s, {got.tokens_s:,.0f} tokens/s; the learner waits "
+        f"{got.learner_wait_share:.0%} of the time, producers are idle {got.producer_idle_share:.0%}"
+    )
 
 
 def _plant_lines(planned: Planned) -> Iterator[str]:
     plant, slots = planned.plant, planned.scenario.slots
     shared = f" on {plant.cores:g} shared cores" if plant.cores else ""
     each, more = 1000 * plant.decode_s, 1000 * plant.decode_sample_s
-    yield (f"engine    a decode step takes {each:.3g} ms + {more:.3g} ms per sample: "
-           f"{tokens_per_s(plant, slots):,.0f} tokens/s with {slots}{shared}")  # fmt: skip
-    yield (f"learner   {plant.train_s:.3g} s + {1e6 * plant.train_token_s:.3g} s per million tokens; weights are there "
-           f"{sum(plant.sync_s) / len(plant.sync_s):.3g} s after a publish")  # fmt: skip
+    yield (
+        f"engine    a decode step takes {each:.3g} ms + {more:.3g} ms per sample: "
+        f"{tokens_per_s(plant, slots):,.0f} tokens/s with {slots}{shared}"
+    )
+    yield (
+        f"learner   {plant.train_s:.3g} s + {1e6 * plant.train_token_s:.3g} s per million tokens; weights are there "
+        f"{sum(plant.sync_s) / len(plant.sync_s):.3g} s after a publish"
+    )
     if planned.checked is not None:
         did, got = planned.checked
-        yield (f"check     the run itself: {got.steps_s:.3g} steps/s (it made {did.steps_s:.3g}, "
-               f"{got.steps_s / did.steps_s - 1:+.0%}), mean lag {got.lag_mean:.2f} ({did.lag_mean:.2f}), the learner "
-               f"waits {got.learner_wait_share:.0%} ({did.learner_wait_share:.0%})")  # fmt: skip
+        yield (
+            f"check     the run itself: {got.steps_s:.3g} steps/s (it made {did.steps_s:.3g}, "
+            f"{got.steps_s / did.steps_s - 1:+.0%}), mean lag {got.lag_mean:.2f} ({did.lag_mean:.2f}), the learner "
+            f"waits {got.learner_wait_share:.0%} ({did.learner_wait_share:.0%})"
+        )
 
 
 def _buffer(got: Forecast, plant: Plant) -> str:
     count = buffers_for(got.groups_s, plant.group_bytes)
     size = f" of {plant.group_bytes / 1000:,.3g} kB ({got.groups_s * plant.group_bytes / 1e6:,.3g} MB/s)"
     needed = "one buffer is enough" if count == 1 else f"{count} buffers are needed"
-    return (f"{got.groups_s:,.3g} groups/s{size if plant.group_bytes else ''}: {needed} (one took "
-            f"{BUFFER_GROUPS_S:,.0f}/s of {BUFFER_GROUP_BYTES / 1000:.0f} kB: results/buffer.json)")  # fmt: skip
+    return (
+        f"{got.groups_s:,.3g} groups/s{size if plant.group_bytes else ''}: {needed} (one took "
+        f"{BUFFER_GROUPS_S:,.0f}/s of {BUFFER_GROUP_BYTES / 1000:.0f} kB: results/buffer.json)"
+    )
 
 
 def _device_lines(planned: Planned) -> Iterator[str]:
     if not planned.devices:
         return
     yield ""
-    yield (f"  {'devices':>8} {'learner':>8} {'producers':>9} {'groups':>8} {'steps/s':>9} {'tokens/s':>12} {'lag':>5} "
-           f"{'learner waits':>13} {'idle':>5} {'groups/s':>9} {'MB/s':>8} {'buffers':>7}")  # fmt: skip
+    yield (
+        f"  {'devices':>8} {'learner':>8} {'producers':>9} {'groups':>8} {'steps/s':>9} {'tokens/s':>12} {'lag':>5} "
+        f"{'learner waits':>13} {'idle':>5} {'groups/s':>9} {'MB/s':>8} {'buffers':>7}"
+    )
     for way, got in planned.devices:
         mb = got.groups_s * planned.plant.group_bytes / 1e6
-        yield (f"  {way.devices:>8,} {way.learner:>8,} {way.producers:>9,} {way.scenario.batch_groups:>8,} "
-               f"{got.steps_s:>9.3g} {got.tokens_s:>12,.0f} {got.lag_mean:>5.2f} {got.learner_wait_share:>13.0%} "
-               f"{got.producer_idle_share:>5.0%} {got.groups_s:>9,.3g} {mb:>8,.3g} "
-               f"{buffers_for(got.groups_s, planned.plant.group_bytes):>7}")  # fmt: skip
+        yield (
+            f"  {way.devices:>8,} {way.learner:>8,} {way.producers:>9,} {way.scenario.batch_groups:>8,} "
+            f"{got.steps_s:>9.3g} {got.tokens_s:>12,.0f} {got.lag_mean:>5.2f} {got.learner_wait_share:>13.0%} "
+            f"{got.producer_idle_share:>5.0%} {got.groups_s:>9,.3g} {mb:>8,.3g} "
+            f"{buffers_for(got.groups_s, planned.plant.group_bytes):>7}"
+        )
 
 
 def _many(number: int, what: str) -> str:

@@ -1,6 +1,6 @@
 """What a run shows of its machines: speed of decoding, cost of a step, lengths, rounds of weights. For `asyncrl plan`.
 
-Called by `asyncrl.planner.forecast` and the benchmark of its accuracy. Reads the history and the metrics of a run. Guarantees:
+Reads the history and the metrics of a run. Guarantees:
 1. nothing is assumed that the logs show: which samples were decoded at once follows from leases and arrivals (an engine
    decodes `slots` at once, the others wait in their order), and so does who used the cores when;
 2. where producers and learner share cores, times are brought to those of a process that has its own;
@@ -82,7 +82,6 @@ class Curve:
         return zip(self._times, self._values, strict=True)
 
     def mean(self, start: float, end: float) -> float:
-        """Over an interval."""
         return (self.until(end) - self.until(start)) / max(1e-9, end - start)
 
 
@@ -159,7 +158,6 @@ class Work:
         self._pace = Curve([(t, pace - last) for (t, pace), last in zip(paces, before, strict=False)])
 
     def between(self, start: float, end: float) -> float:
-        """Work done."""
         return end - start if self._pace is None else self._pace.until(end) - self._pace.until(start)
 
 
@@ -227,16 +225,26 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
     noise = [a / max(1e-9, train_s + train_token_s * b) for a, b in zip(spent[1:], tokens[1:], strict=True)]
     rounds = [float(line["round_s"]) for line in read_lines(run.metrics / "weightsync.jsonl") if "round_s" in line]
     plant = Plant(
-        decode_s=decode_s, decode_sample_s=decode_sample_s, train_s=train_s, train_token_s=train_token_s,
-        lengths=lengths_of(events), train_noise=tuple(round(min(4.0, value), 4) for value in noise),
-        reward_s=_role_mean(run, "reward", "reward_call_s"), swap_s=_role_mean(run, "producer", "swap_s"),
-        fetch_s=_mean(lines, "fetch_s") + _mean(lines, "assemble_s"), publish_s=_mean(lines, "publish_s"),
-        commit_s=_mean(lines, "commit_s"), checkpoint_s=_mean([x for x in lines if x.get("checkpoint_s")],
-                                                              "checkpoint_s"),
-        sync_s=tuple(rounds[1:] or rounds) or (0.05,), cores=shared, other_demand=OTHER_DEMAND if shared else 0.0,
-        producer_threads=config.producers.threads, learner_threads=config.learner.threads * config.learner.ranks,
-        group_bytes=_group_bytes(run, events), members=max(1, len(live)),
-    )  # fmt: skip
+        decode_s=decode_s,
+        decode_sample_s=decode_sample_s,
+        train_s=train_s,
+        train_token_s=train_token_s,
+        lengths=lengths_of(events),
+        train_noise=tuple(round(min(4.0, value), 4) for value in noise),
+        reward_s=_role_mean(run, "reward", "reward_call_s"),
+        swap_s=_role_mean(run, "producer", "swap_s"),
+        fetch_s=_mean(lines, "fetch_s") + _mean(lines, "assemble_s"),
+        publish_s=_mean(lines, "publish_s"),
+        commit_s=_mean(lines, "commit_s"),
+        checkpoint_s=_mean([x for x in lines if x.get("checkpoint_s")], "checkpoint_s"),
+        sync_s=tuple(rounds[1:] or rounds) or (0.05,),
+        cores=shared,
+        other_demand=OTHER_DEMAND if shared else 0.0,
+        producer_threads=config.producers.threads,
+        learner_threads=config.learner.threads * config.learner.ranks,
+        group_bytes=_group_bytes(run, events),
+        members=max(1, len(live)),
+    )
     return plant, observed(lines), config
 
 
@@ -254,10 +262,12 @@ def observed(lines: Sequence[Event]) -> Observed:
     span = max(1e-9, float(lines[-1]["t"]) - since)
     groups = sum(float(line["groups"]) for line in counted)
     return Observed(
-        steps=len(lines), steps_s=len(counted) / span, tokens_s=sum(float(line["tokens"]) for line in counted) / span,
+        steps=len(lines),
+        steps_s=len(counted) / span,
+        tokens_s=sum(float(line["tokens"]) for line in counted) / span,
         lag_mean=sum(float(line["lag_mean"]) * float(line["groups"]) for line in counted) / max(1.0, groups),
         learner_wait_share=sum(float(line["wait_s"]) for line in counted) / span,
-    )  # fmt: skip
+    )
 
 
 def shared_cores(config: Config) -> float:

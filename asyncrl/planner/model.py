@@ -1,7 +1,6 @@
 """What a forecast is made of: the plant (what was measured), a scenario (what is asked), the forecast (the answer).
 
-Called by `asyncrl.planner.forecast*` and, on the other side of a process, by `buffers.simulation`, which plays the scenario on
-the buffer's own state machine. Guarantees:
+Guarantees:
 1. values only, no decision; each encodes to JSON and back;
 2. every field has its unit in its name or in its comment.
 

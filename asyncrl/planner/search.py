@@ -1,6 +1,6 @@
 """Which settings to play, how a large system becomes a small one that behaves alike, and what follows from the answers.
 
-Called by `asyncrl.planner.forecast` and tests: pure functions. Guarantees:
+Guarantees:
 1. `reduced` keeps what decides throughput and lag: time per step, samples per slot, depth; groups, producers and the
    learner's tokens are divided by one number, and `restored` multiplies the rates by it;
 2. a suggestion is the fewest producers, then the smallest depth, that give `ENOUGH` of the best of what was played.
@@ -36,15 +36,25 @@ def scenario_of(config: Config, *, steps: int = 0, name: str = "") -> Scenario:
     buffer, sampling = config.buffer, config.sampling
     blocking = config.learner.checkpoint_every if not config.learner.checkpoint_async else 0
     return Scenario(
-        name=name, steps=steps or min(config.learner.steps, MOST_STEPS),
-        producers=config.producers.count, slots=config.producers.slots, group_size=sampling.group_samples,
-        asked_samples=sampling.asked_samples, batch_groups=buffer.batch_groups, max_staleness=buffer.max_staleness,
-        depth=buffer.depth, auto_depth=buffer.pipeline_depth == "auto",
-        learner_idle_target=buffer.learner_idle_target, on_late=buffer.on_late,
-        late_timeout_s=buffer.late_timeout_s, max_reuse=buffer.max_reuse,
-        max_groups_in_flight=config.producers.max_groups_in_flight, reward_workers=config.reward_workers.count,
-        reward_batch=config.reward_workers.batch_samples, checkpoint_every=blocking,
-    )  # fmt: skip
+        name=name,
+        steps=steps or min(config.learner.steps, MOST_STEPS),
+        producers=config.producers.count,
+        slots=config.producers.slots,
+        group_size=sampling.group_samples,
+        asked_samples=sampling.asked_samples,
+        batch_groups=buffer.batch_groups,
+        max_staleness=buffer.max_staleness,
+        depth=buffer.depth,
+        auto_depth=buffer.pipeline_depth == "auto",
+        learner_idle_target=buffer.learner_idle_target,
+        on_late=buffer.on_late,
+        late_timeout_s=buffer.late_timeout_s,
+        max_reuse=buffer.max_reuse,
+        max_groups_in_flight=config.producers.max_groups_in_flight,
+        reward_workers=config.reward_workers.count,
+        reward_batch=config.reward_workers.batch_samples,
+        checkpoint_every=blocking,
+    )
 
 
 # ---------------------------------------------------------------- small stands for large
@@ -59,18 +69,24 @@ def reduced(scenario: Scenario, *, most_samples: int = MOST_SAMPLES) -> tuple[Sc
     engines = scenario.producers * scenario.engines / factor
     played = max(1, min(MOST_ENGINES, round(engines)))
     small = msgspec.structs.replace(
-        scenario, batch_groups=groups, producers=played, engines=engines / played,
-        learner_speed=scenario.learner_speed / factor, reward_workers=max(1, round(scenario.reward_workers / factor)),
-    )  # fmt: skip
+        scenario,
+        batch_groups=groups,
+        producers=played,
+        engines=engines / played,
+        learner_speed=scenario.learner_speed / factor,
+        reward_workers=max(1, round(scenario.reward_workers / factor)),
+    )
     return small, factor
 
 
 def restored(forecast: Forecast, factor: float) -> Forecast:
     """The forecast of the large one."""
     return msgspec.structs.replace(
-        forecast, tokens_s=forecast.tokens_s * factor, groups_s=forecast.groups_s * factor,
+        forecast,
+        tokens_s=forecast.tokens_s * factor,
+        groups_s=forecast.groups_s * factor,
         dropped=round(forecast.dropped * factor),
-    )  # fmt: skip
+    )
 
 
 def played(plant: Plant, scenarios: Sequence[Scenario], play: Play) -> list[Forecast]:
@@ -108,9 +124,11 @@ def choices(scenario: Scenario) -> list[Scenario]:
             if number > 1 and not scenario.max_groups_in_flight and even < held:
                 quotas.append(even)
             found += [
-                msgspec.structs.replace(scenario, producers=number, depth=depth, auto_depth=False,
-                                        max_groups_in_flight=quota) for quota in quotas
-            ]  # fmt: skip
+                msgspec.structs.replace(
+                    scenario, producers=number, depth=depth, auto_depth=False, max_groups_in_flight=quota
+                )
+                for quota in quotas
+            ]
     return found
 
 
@@ -149,12 +167,15 @@ def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> 
         learner = min(max(1, round(devices * share)), max(1, devices - each))
         producers = max(1, (devices - learner) // each)
         scenario = msgspec.structs.replace(
-            base, producers=producers, batch_groups=groups, learner_speed=learner / config.learner.ranks,
+            base,
+            producers=producers,
+            batch_groups=groups,
+            learner_speed=learner / config.learner.ranks,
             sync_factor=levels(producers, config.weightsync.relay_fanout)
             / levels(plant.members, config.weightsync.relay_fanout),
             reward_workers=max(base.reward_workers, round(base.reward_workers * groups / base.batch_groups)),
             name=f"{devices}: {learner} + {producers}",
-        )  # fmt: skip
+        )
         found[learner] = Split(devices, learner, producers, scenario)
     return list(found.values())
 

@@ -1,6 +1,6 @@
 """Looks at everything a configuration names before anything is started, and reports all mistakes at once.
 
-Called by `asyncrl check` and by `asyncrl launch`, which starts nothing where this finds a mistake. Guarantees:
+Guarantees:
 1. every mistake is found in one pass, each with file and line, what is wrong, what was probably meant and what to do;
 2. code of the user (rewards, prompt sources) is imported in another process with a time limit, never in this one;
 3. nothing is written, bound for longer than the look, or left running;
@@ -35,9 +35,20 @@ from asyncrl.process_plan import interpreters as engine_env
 from asyncrl.process_plan.plan import TARGETS
 
 __all__ = [
-    "Checked", "Finding", "check", "check_data", "check_files_of", "check_plugins", "count_rows", "derived",
-    "first_row", "import_problem", "render", "settled", "what_starts",
-]  # fmt: skip
+    "Checked",
+    "Finding",
+    "check",
+    "check_data",
+    "check_files_of",
+    "check_plugins",
+    "count_rows",
+    "derived",
+    "first_row",
+    "import_problem",
+    "render",
+    "settled",
+    "what_starts",
+]
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
 
@@ -54,9 +65,13 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 def check(
-    config: Config, roles: Sequence[str] = TARGETS["all"], *, joining: bool = False, places: Places | None = None,
+    config: Config,
+    roles: Sequence[str] = TARGETS["all"],
+    *,
+    joining: bool = False,
+    places: Places | None = None,
     machine: Machine | None = None,
-) -> Checked:  # fmt: skip
+) -> Checked:
     """Everything that can be known before the start. `joining`: the services and their store live elsewhere."""
     checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
         ({"producer", "learner"}, check_model),
@@ -89,15 +104,22 @@ def check(
     here = machine or machine_of(config.run_dir)
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(
-        [placed(error, places) for error in errors] if places else errors, findings,
-        [*notes_on(config, roles, cores=here.cores), *notes], starting(config, roles), memory,
+        [placed(error, places) for error in errors] if places else errors,
+        findings,
+        [*notes_on(config, roles, cores=here.cores), *notes],
+        starting(config, roles),
+        memory,
         list(missing(config, roles, here, memory)),
-    )  # fmt: skip
+    )
 
 
 def check_files_of(
-    paths: Path | Sequence[Path], overrides: Sequence[str] = (), target: str = "all", *, joining: bool = False,
-) -> tuple[Config | None, Checked]:  # fmt: skip
+    paths: Path | Sequence[Path],
+    overrides: Sequence[str] = (),
+    target: str = "all",
+    *,
+    joining: bool = False,
+) -> tuple[Config | None, Checked]:
     """Read and check the files; the mistakes of both at once. No configuration where they leave nothing to look at."""
     loaded = load_all(paths, overrides)
     if loaded.config is None:
@@ -119,5 +141,6 @@ def placed(error: AsyncRLError, places: Places) -> AsyncRLError:
     if key is None or key[0].partition(".")[0].partition("[")[0] not in Config.__struct_fields__:
         return error
     where = places.where(path_of(key[0]))
-    return error_for(error.code, f"{error.where}: {error.message}", where=where, remedy=error.remedy,
-                     suggestion=error.suggestion)  # fmt: skip
+    return error_for(
+        error.code, f"{error.where}: {error.message}", where=where, remedy=error.remedy, suggestion=error.suggestion
+    )

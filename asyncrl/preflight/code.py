@@ -1,6 +1,6 @@
 """Whether the code that a configuration names can be used: rewards, sources, engines, backends, algorithms, packages.
 
-Called by `asyncrl.preflight.check` and `asyncrl.preflight.files`. Guarantees:
+Guarantees:
 1. code of the user and of plugins is imported in a process of its own, for `IMPORT_TIMEOUT_S` at most, never here;
 2. a package that an optional part needs is looked for without being imported.
 """
@@ -60,9 +60,19 @@ def check_rewards(config: Config) -> Iterator[AsyncRLError]:
         if not reward.function:  # its judge is a model
             continue
         if known:
-            problem = _problem([sys.executable, "-m", validator, "--validate", reward.function,
-                                "--args", json.dumps(reward.args, default=str),
-                                "--sandbox", config.sandbox.kind])  # fmt: skip
+            problem = _problem(
+                [
+                    sys.executable,
+                    "-m",
+                    validator,
+                    "--validate",
+                    reward.function,
+                    "--args",
+                    json.dumps(reward.args, default=str),
+                    "--sandbox",
+                    config.sandbox.kind,
+                ]
+            )
         else:
             problem = import_problem(reward.function)
         if problem:
@@ -76,9 +86,14 @@ def _package_root() -> Path:
 def _problem(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=environment(),
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            command,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"importing it took longer than {IMPORT_TIMEOUT_S:g} s"
     if done.returncode == 0:
@@ -125,8 +140,12 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
         what = "adapters need the package peft, which this environment lacks"
         yield ConfigError("config.extra", what, where="learner.lora.rank", remedy="pip install 'asyncrl[lora]'")
     if config.learner.liger and importlib.util.find_spec("liger_kernel") is None:
-        yield ConfigError("config.extra", "learner.liger needs the package liger-kernel, which this environment lacks",
-                          where="learner.liger", remedy="pip install 'asyncrl[cuda]'")  # fmt: skip
+        yield ConfigError(
+            "config.extra",
+            "learner.liger needs the package liger-kernel, which this environment lacks",
+            where="learner.liger",
+            remedy="pip install 'asyncrl[cuda]'",
+        )
     for name in ("optim", "critic", "process_reward"):
         if getattr(config.learner, name).name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             what = f"learner.{name}.name = 'adamw_8bit' needs the package torchao, which this environment lacks"
@@ -137,7 +156,8 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
 def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     """Estimators, losses and corrections of plugins can be imported and have the options that are set.
 
-    In a process of its own, with torch; built-in ones are known without it (`asyncrl.config.sections.algorithm_catalogue`).
+    In a process of its own, with torch; built-in ones are known without it
+    (`asyncrl.config.sections.algorithm_catalogue`).
     """
     algorithm = config.learner.algorithm
     names = {kind: algorithms.chosen(algorithm, kind) for kind in algorithms.TABLES}
@@ -148,12 +168,18 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     command = [sys.executable, "-m", "learners.algorithms.registry"]
     try:
         done = subprocess.run(
-            command, input=dump(config), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=environment(),
+            command,
+            input=dump(config),
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env=environment(),
             check=False,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
-        yield ConfigError("config.extra", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s",
-                          where="learner.algorithm")  # fmt: skip
+        yield ConfigError(
+            "config.extra", f"importing it took longer than {IMPORT_TIMEOUT_S:g} s", where="learner.algorithm"
+        )
         return
     for line in done.stdout.splitlines():
         if line.startswith("["):

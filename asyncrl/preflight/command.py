@@ -1,6 +1,6 @@
 """`asyncrl check`: reads, looks at everything, says it.
 
-Called by `asyncrl.cli`. Guarantees: 0 where nothing is wrong, else the exit code of the first mistake; with `--json`
+Guarantees: 0 where nothing is wrong, else the exit code of the first mistake; with `--json`
 everything comes as one JSON object on stdout, mistakes as well.
 """
 

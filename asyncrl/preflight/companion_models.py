@@ -1,6 +1,6 @@
 """Whether the folders named for the models beside the policy hold models that fit it.
 
-Called by `asyncrl.preflight.check`. Guarantees:
+Guarantees:
 1. a folder without a configuration or weights is `config.model`, with the setting that names it;
 2. so are a process reward model that is no language model, and a vocabulary smaller than that of the policy.
 It reads config.json alone and loads no weights.
@@ -23,9 +23,10 @@ def check_companions(config: Config) -> Iterator[AsyncRLError]:
     """Mistakes in the folders of the critic and of the process reward model."""
     learner = config.learner
     folders = {
-        "critic.model": learner.critic.model, "process_reward.model": learner.process_reward.model,
+        "critic.model": learner.critic.model,
+        "process_reward.model": learner.process_reward.model,
         "process_reward.reference": learner.process_reward.reference,
-    }  # fmt: skip
+    }
     vocabulary = model_json(config.model.path).get("vocab_size")
     for key, folder in folders.items():
         if folder and (problem := _problem(key, Path(folder), vocabulary)):

@@ -1,6 +1,6 @@
 """The numbers that follow from a configuration, with their arithmetic; and which processes start where.
 
-Called by `asyncrl.preflight.check` and `asyncrl.launcher.launch`. Pure but for counting the rows of files.
+Pure but for counting the rows of files.
 
 Example: `pipeline_depth = 4`, `batch_groups = 32`: "max in flight  160 groups = (pipeline_depth 4 + 1) x batch_groups
 32".
@@ -52,9 +52,10 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
     held = config.producers.groups_in_flight(asked)
     per_group = f"group_size {group_size}" if asked == group_size else f"(group_size + over_issue) {asked}"
     per_producer = (
-        "producers.max_groups_in_flight" if config.producers.max_groups_in_flight
+        "producers.max_groups_in_flight"
+        if config.producers.max_groups_in_flight
         else f"ceil(2 x slots {slots} / {per_group}), fewer where the K/V holds fewer"
-    )  # fmt: skip
+    )
     row = longest_row(config)
     findings = [
         Finding("lag at most", f"{bound_of(config)} steps", "the whole run: rows have no age" if streams(config)
@@ -74,8 +75,11 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
     rows = [count_rows(path) for path in data_paths(config.data.path)]
     if rows and all(rows):
         count = sum(number for number in rows if number)
-        findings.append(Finding("epochs", f"{config.total_groups / count:.2f}",
-                                f"total groups {config.total_groups} / rows {count}"))  # fmt: skip
+        findings.append(
+            Finding(
+                "epochs", f"{config.total_groups / count:.2f}", f"total groups {config.total_groups} / rows {count}"
+            )
+        )
     findings += _evaluation_findings(config)
     if learner.mode == "rl":
         findings.append(Finding("algorithm", algorithms.explain(learner.algorithm)))
@@ -96,8 +100,14 @@ def _evaluation_findings(config: Config) -> list[Finding]:
         prompts = f"{count} prompts"
     held = evaluation.held_groups(training_samples=config.producers.groups_in_flight(asked) * asked)
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
-    return [Finding("evaluations", str(times), f"{prompts} x {evaluation.samples} samples, {how}, at most "
-                    f"{evaluation.timeout_s:g} s each; a producer holds up to {held} beside its training")]  # fmt: skip
+    return [
+        Finding(
+            "evaluations",
+            str(times),
+            f"{prompts} x {evaluation.samples} samples, {how}, at most "
+            f"{evaluation.timeout_s:g} s each; a producer holds up to {held} beside its training",
+        )
+    ]
 
 
 def what_starts(config: Config, roles: Sequence[str]) -> str:
@@ -137,8 +147,17 @@ def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
     }
     for role in (role for role in TARGETS["all"] if role in roles):
         count = config.learner.ranks if role == "learner" else len(names_of(role, config))
-        rows.append(Starting(role, count, MODULES[role], devices.get(role, ""), threads_of(role, config),
-                             restarts_of(role, config), where.get(role, "")))  # fmt: skip
+        rows.append(
+            Starting(
+                role,
+                count,
+                MODULES[role],
+                devices.get(role, ""),
+                threads_of(role, config),
+                restarts_of(role, config),
+                where.get(role, ""),
+            )
+        )
     return rows
 
 

@@ -1,6 +1,6 @@
 """Whether the files that a configuration names are there and hold what the run needs: model, rows, keys.
 
-Called by `asyncrl.preflight.check`, `asyncrl.launcher.launch` (`settled`) and `asyncrl.preflight.derived` (`count_rows`). Guarantees:
+Guarantees:
 1. of a model config.json and names of files are looked at, of rows the first one of every file (all lines are counted
    in files up to `COUNT_LIMIT_BYTES`);
 2. nothing is written, and no weight is read.
@@ -117,8 +117,12 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
             columns = ", ".join(sorted(row)) or "none"
             message = f"no column {column!r} (data.{setting}); it has: {columns}"
             likely = next((name for name in PROMPT_COLUMNS if name in row), "") if setting == "prompt_key" else ""
-            yield ConfigError("config.data", message, where=where,
-                              remedy=f"set data.prompt_key = {json.dumps(likely)}" if likely else "")  # fmt: skip
+            yield ConfigError(
+                "config.data",
+                message,
+                where=where,
+                remedy=f"set data.prompt_key = {json.dumps(likely)}" if likely else "",
+            )
 
 
 def prompt_column(paths: Sequence[Path]) -> str:
@@ -156,8 +160,10 @@ def data_notes(config: Config) -> Iterator[str]:
     if data.as_chat or not data.chat_template or not config.environment.is_single_turn:
         return
     if has_template(Path(config.model.path)) and has_texts(data_paths(config.data.path), data.prompt_key):
-        yield ("the prompts are plain text, which the model's chat template does not touch; "
-               "data.as_chat = true makes a message of the user of each")  # fmt: skip
+        yield (
+            "the prompts are plain text, which the model's chat template does not touch; "
+            "data.as_chat = true makes a message of the user of each"
+        )
 
 
 def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Whether this machine has what a configuration asks for: free ports, a store, cores, memory, accelerators, disk.
 
-Called by `asyncrl.preflight.check`. Guarantees:
+Guarantees:
 1. ports are bound no longer than the look takes, Redis is asked with plain sockets within seconds;
 2. the machine is read from /proc, /sys, /dev and the file system: no driver and no torch is loaded. `asyncrl doctor`
    looks closer;
@@ -46,7 +46,6 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def machine_of(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = Path("/proc/meminfo")) -> Machine:
-    """This machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     names = [node.name for node in dev.iterdir()] if dev.is_dir() else []
     devices = {kind: sum(bool(re.fullmatch(node, name)) for name in names) for kind, node in DEVICE_NODES.items()}
@@ -80,8 +79,10 @@ def _free(path: Path) -> int:
 
 def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequence[RoleMemory]) -> Iterator[str]:
     """What the configuration asks for and this machine does not have."""
-    wants = {"learner": ("learner.device", config.learner.device, config.learner.ranks),
-             "producer": ("producers.device", config.producers.device, config.producers.count)}  # fmt: skip
+    wants = {
+        "learner": ("learner.device", config.learner.device, config.learner.ranks),
+        "producer": ("producers.device", config.producers.device, config.producers.count),
+    }
     for role, (key, device, _) in wants.items():
         kind, _, number = device.partition(":")
         count = machine.devices.get(kind, 0)
@@ -89,9 +90,13 @@ def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequ
             yield f"{key} = {device!r}: this machine shows {count or 'no'} {kind} device{'s' * (count != 1)}"
     kind = machine.accelerator
     called = {"learner": "rank", "producer": "producer"}
-    asked = [f"{count} {called[role]}{'s' * (count != 1)}" for role, (_, device, count) in wants.items()
-             if role in roles and device.partition(":")[0] in ("auto", kind)
-             and not (role == "producer" and config.producers.engine not in ("hf", "vllm"))]  # fmt: skip
+    asked = [
+        f"{count} {called[role]}{'s' * (count != 1)}"
+        for role, (_, device, count) in wants.items()
+        if role in roles
+        and device.partition(":")[0] in ("auto", kind)
+        and not (role == "producer" and config.producers.engine not in ("hf", "vllm"))
+    ]
     total = sum(int(words.split()[0]) for words in asked)
     if kind and total > machine.devices[kind]:
         yield f"{' and '.join(asked)} share {machine.devices[kind]} {kind} device{'s' * (machine.devices[kind] != 1)}"
@@ -100,8 +105,10 @@ def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequ
         yield f"about {shown(needs['host'])} of host memory: this machine has {shown(machine.memory_bytes)}"
     staged = sum(part.bytes for one in memory for part in one.parts if part.name == "staged versions")
     if staged > machine.shm_free_bytes:
-        yield (f"about {shown(staged)} of /dev/shm for staged weights: {shown(machine.shm_free_bytes)} are free there "
-               "(the rest goes to the run folder, slower)")  # fmt: skip
+        yield (
+            f"about {shown(staged)} of /dev/shm for staged weights: {shown(machine.shm_free_bytes)} are free there "
+            "(the rest goes to the run folder, slower)"
+        )
     kept = sum(part.bytes for one in memory for part in one.parts if part.name == "checkpoints")
     if kept > machine.disk_free_bytes:
         yield f"about {shown(kept)} of disk for checkpoints: {shown(machine.disk_free_bytes)} are free there"
@@ -115,8 +122,11 @@ def check_ports(config: Config, roles: Sequence[str]) -> Iterator[AsyncRLError]:
         if service not in roles or not address.startswith("tcp://"):
             continue
         if address in seen and not address.endswith(":0"):
-            yield ConfigError("config.conflict", f"the same address as network.{seen[address]}",
-                              where=f"network.{service} = {address!r}")  # fmt: skip
+            yield ConfigError(
+                "config.conflict",
+                f"the same address as network.{seen[address]}",
+                where=f"network.{service} = {address!r}",
+            )
             continue
         seen[address] = service
         problem = bind_problem(address)

@@ -1,6 +1,6 @@
 """About how much memory each role needs, from the model's config.json and the settings.
 
-Called by `asyncrl check`. Pure. Guarantees:
+Pure. Guarantees:
 1. every part has its arithmetic; a role's total is the sum of its parts, for ONE process of it;
 2. parameters are counted as the model classes of transformers lay them out (a test compares them), but for biases;
 3. `device` is the accelerator where the role uses one, `host` everything else.
@@ -112,8 +112,19 @@ def _shape(model: Mapping[str, Any]) -> Shape:
         each = model.get("moe_intermediate_size") or width
         active = each * model.get("num_experts_per_tok", experts)
     linear = 4 * hidden + 2 * queries + keys_values + matrices * (hidden + width)
-    return Shape(hidden, layers, model["vocab_size"], attention, queries, keys_values, cached, feed_forward, active,
-                 linear, bool(model.get("tie_word_embeddings", False)))  # fmt: skip
+    return Shape(
+        hidden,
+        layers,
+        model["vocab_size"],
+        attention,
+        queries,
+        keys_values,
+        cached,
+        feed_forward,
+        active,
+        linear,
+        bool(model.get("tie_word_embeddings", False)),
+    )
 
 
 def _experts(model: Mapping[str, Any]) -> int:
@@ -133,8 +144,11 @@ def _latent(model: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int
 def _feed_forward(model: Mapping[str, Any], layer: int, matrices: int) -> int:
     hidden, experts = model["hidden_size"], _experts(model)
     step = model.get("decoder_sparse_step") or 1
-    dense = (layer in (model.get("mlp_only_layers") or ()) or layer < (model.get("first_k_dense_replace") or 0)
-             or (layer + 1) % step)  # fmt: skip
+    dense = (
+        layer in (model.get("mlp_only_layers") or ())
+        or layer < (model.get("first_k_dense_replace") or 0)
+        or (layer + 1) % step
+    )
     if not experts or dense:
         return int(matrices * hidden * model["intermediate_size"])
     each = model.get("moe_intermediate_size") or model["intermediate_size"]
@@ -142,9 +156,7 @@ def _feed_forward(model: Mapping[str, Any], layer: int, matrices: int) -> int:
     return int(matrices * hidden * (experts * each + shared) + experts * hidden)
 
 
-def estimate(
-    config: Config, model: Mapping[str, Any], roles: Sequence[str], *, accelerator: bool
-) -> list[RoleMemory]:  # fmt: skip
+def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, accelerator: bool) -> list[RoleMemory]:
     """Every role's memory; empty where the model is not known."""
     shape = shape_of(model)
     if shape is None:
@@ -176,12 +188,20 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
     sent = BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
     staged: list[Part] = []
     if not modes.streams(config):
-        staged = [Part("staged versions", 2 * shape.parameters * sent // learner.ranks,
-                       f"2 x {_count(shape.parameters)} x {sent} B / ranks {learner.ranks}, in /dev/shm")]  # fmt: skip
+        staged = [
+            Part(
+                "staged versions",
+                2 * shape.parameters * sent // learner.ranks,
+                f"2 x {_count(shape.parameters)} x {sent} B / ranks {learner.ranks}, in /dev/shm",
+            )
+        ]
     kept = learner.checkpoint_keep + learner.checkpoint_best
     trained, per = _trained(config, shape), 4 + MOMENTS[learner.optim.name]
-    disk = Part("checkpoints", int(kept * trained * per),
-                f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer")  # fmt: skip
+    disk = Part(
+        "checkpoints",
+        int(kept * trained * per),
+        f"{kept} kept x {_count(trained)} x {per:g} B of weights and optimizer",
+    )
     ranks = learner.ranks
     host = [_process(torch=True), *staged]
     found = [RoleMemory("run folder", "disk", 1, (disk,))]
@@ -226,8 +246,9 @@ def _beside(config: Config, shape: Shape) -> list[Part]:
     for need, name in (("critic", "critic"), ("process", "process_reward")):
         if need in needs:
             per = 8 + MOMENTS[getattr(learner, name).name]
-            parts.append(Part(name.replace("_", " "), int(per * every / shards),
-                              f"{_count(every)} x {per:g} B / {shards}"))  # fmt: skip
+            parts.append(
+                Part(name.replace("_", " "), int(per * every / shards), f"{_count(every)} x {per:g} B / {shards}")
+            )
     preference = learner.mode == "dpo" and not learner.preference.reference_free
     if (learner.mode == "rl" and learner.algorithm.kl.where != "off") or preference or "process" in needs:
         width = BYTES[config.model.dtype]
@@ -256,8 +277,9 @@ def _working(config: Config, shape: Shape) -> list[Part]:
     of_chunk = f"3 x {chunk} tokens x {shape.vocabulary} x 4 B, and {shown(kept)} of softmaxes kept"
     parts = [Part("activations", size, how), Part("logits chunk", logits + kept, of_chunk)]
     if learner.ranks > 1:
-        parts.append(Part("gathered layers", 2 * shape.largest_layer * width,
-                          f"2 x {_count(shape.largest_layer)} x {width} B"))  # fmt: skip
+        parts.append(
+            Part("gathered layers", 2 * shape.largest_layer * width, f"2 x {_count(shape.largest_layer)} x {width} B")
+        )
     return parts
 
 
@@ -269,19 +291,22 @@ def _producer(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMe
     token = shape.layers * shape.cached * width
     weights = shape.parameters * width
     full = f"slots {producers.slots} x {longest} tokens x {token} B, where every sample is longest"
-    parts = [Part("weights", weights, f"{_count(shape.parameters)} x {width} B"),
-             Part("K/V", producers.slots * longest * token, full)]  # fmt: skip
+    parts = [
+        Part("weights", weights, f"{_count(shape.parameters)} x {width} B"),
+        Part("K/V", producers.slots * longest * token, full),
+    ]
     if not config.weightsync.in_place:
         parts.insert(1, Part("weights to come", weights, "a second copy while weights change (weightsync.in_place)"))
     host = [_process(torch=True)]
     if accelerator and producers.device != "cpu":
-        return [RoleMemory("producer", "device", producers.count, tuple(parts)),
-                RoleMemory("producer", "host", producers.count, tuple(host))]  # fmt: skip
+        return [
+            RoleMemory("producer", "device", producers.count, tuple(parts)),
+            RoleMemory("producer", "host", producers.count, tuple(host)),
+        ]
     return [RoleMemory("producer", "host", producers.count, (*host, *parts))]
 
 
 def shown(size: float) -> str:
-    """`1.8 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
@@ -290,7 +315,6 @@ def shown(size: float) -> str:
 
 
 def _count(number: int) -> str:
-    """`494 M`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"

@@ -1,6 +1,6 @@
 """What `asyncrl check` says: the text for a terminal and the JSON for programs.
 
-Called by `asyncrl.preflight.check` and `asyncrl.preflight.command`. Pure.
+Pure.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines with columns below each other."""
     every = [head, *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(head))]
-    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in every]  # fmt: skip
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in every
+    ]
 
 
 def _starting(rows: Sequence[Starting]) -> list[str]:
     if not rows:
         return []
-    cells = [(row.role, str(row.count), row.device or "-", str(row.threads), str(row.restarts), row.module, row.where)
-             for row in rows]  # fmt: skip
+    cells = [
+        (row.role, str(row.count), row.device or "-", str(row.threads), str(row.restarts), row.module, row.where)
+        for row in rows
+    ]
     return ["", *table(("role", "processes", "device", "threads", "restarts", "module", "where"), cells)]
 
 
@@ -79,6 +82,11 @@ def error_json(error: AsyncRLError) -> dict[str, Any]:
     """One mistake; `line` is null where it has none."""
     at = re.fullmatch(r"(.*):(\d+)", error.where)
     return {
-        "code": error.code, "file": at[1] if at else error.where, "line": int(at[2]) if at else None,
-        "message": error.message, "suggestion": error.suggestion, "remedy": error.remedy, "exit_code": error.exit_code,
-    }  # fmt: skip
+        "code": error.code,
+        "file": at[1] if at else error.where,
+        "line": int(at[2]) if at else None,
+        "message": error.message,
+        "suggestion": error.suggestion,
+        "remedy": error.remedy,
+        "exit_code": error.exit_code,
+    }

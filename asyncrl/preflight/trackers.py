@@ -1,6 +1,6 @@
 """What `[trackers]` names is there: trackers with their packages, files with secrets, the port of Prometheus.
 
-Called by `asyncrl.preflight.check` where a learner is launched: that is where trackers run. It imports no tracker.
+It imports no tracker.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which accelerator of a host each process of `asyncrl launch` gets. Pure, but for `found`, which looks.
 
-Called by `asyncrl.launcher.launch` and `asyncrl.preflight.check`. A rank of the learner takes the device of its number (the learner sees
+A rank of the learner takes the device of its number (the learner sees
 all of them, since its ranks speak to each other); a producer sees those that are its own and no other, by the variable
 of its kind of device: engines that start processes of their own keep to it as well. Guarantees:
 1. nobody shares a device while there is a free one; who shares is said in a note;
@@ -95,17 +95,26 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
     found_ = placed(config, roles, devices)
     count = len(devices.ids)
     if found_.learner and config.learner.ranks > count:
-        yield ("config.conflict", f"learner.ranks = {config.learner.ranks}, and this host has {count} {devices.kind} "
-               "devices: every rank needs one", ("learner", "ranks"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"learner.ranks = {config.learner.ranks}, and this host has {count} {devices.kind} "
+            "devices: every rank needs one",
+            ("learner", "ranks"),
+        )
     elif config.cluster.devices == "own" and found_.shared:
-        yield ("config.conflict", f"cluster.devices = 'own': {len(found_.learner)} ranks and {len(found_.producers)} "
-               f"producers on {count} {devices.kind} devices", ("cluster", "devices"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"cluster.devices = 'own': {len(found_.learner)} ranks and {len(found_.producers)} "
+            f"producers on {count} {devices.kind} devices",
+            ("cluster", "devices"),
+        )
 
 
 def shown(placed_: Placed, devices: Devices) -> str:
     """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without any."""
     parts = [
         f"{name}: {devices.kind} {', '.join(devices.ids[number] for number in numbers)}"
-        for name, numbers in (("learner", placed_.learner), ("producers", placed_.producers)) if numbers
-    ]  # fmt: skip
+        for name, numbers in (("learner", placed_.learner), ("producers", placed_.producers))
+        if numbers
+    ]
     return "; ".join(parts)

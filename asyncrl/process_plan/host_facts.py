@@ -1,6 +1,6 @@
 """Small facts about processes and addresses of this host, without psutil.
 
-Called by `asyncrl.launcher.supervisor`, `asyncrl.launcher.launch` and `asyncrl.monitor.status`. Guarantees: nothing here raises because a process
+Guarantees: nothing here raises because a process
 has ended in between. Only Linux has `/proc`; elsewhere a process seems to have no descendants.
 """
 

@@ -1,7 +1,6 @@
 """Which interpreter a producer runs in, and which server is its own: engines have environments of their own.
 
-Called by `asyncrl.launcher.launch` (the plan), `asyncrl.preflight.check`, `producers.main`, and by reward workers for a judge's engine
-(`python_with`). Guarantees:
+Guarantees:
 1. `producers.python` wins; else this interpreter, if it has the engine's package; else `.venv-ENGINE` beside the
    environment of this one, which `make ENGINE` makes; else an error that says so;
 2. `look` runs that interpreter at most once, within `LOOK_S`; it imports asyncrl there, and vLLM itself only where
@@ -61,9 +60,7 @@ def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], 
     return set_one or python_with(engine, where="producers.engine", prefix=prefix, has=has)
 
 
-def python_with(
-    engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None
-) -> str:  # fmt: skip
+def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
     """An interpreter with the engine's package; empty for this one. Raises as `python_of`; `where`: the setting."""
     package = PACKAGES.get(engine, "")
     found = has or (lambda name: importlib.util.find_spec(name) is not None)
@@ -74,9 +71,11 @@ def python_with(
         return str(beside)
     own = f", or set producers.python to an interpreter that has {package} and asyncrl" * (where == "producers.engine")
     raise ConfigError(
-        "config.extra", f"engine {engine} needs the package {package}: this environment does not have it, and there is "
-        f"no {beside}", where=where, remedy=f"`make {engine}` makes one{own}",
-    )  # fmt: skip
+        "config.extra",
+        f"engine {engine} needs the package {package}: this environment does not have it, and there is no {beside}",
+        where=where,
+        remedy=f"`make {engine}` makes one{own}",
+    )
 
 
 def with_python(config: Config) -> Config:
@@ -104,8 +103,14 @@ def url_problems(config: Config) -> list[AsyncRLError]:
     if producers.engine not in SERVED:
         return []
     if not producers.url:
-        return [ConfigError("config.missing", f"engine {producers.engine} needs the address of its server",
-                            where="producers.url", remedy="set it to http://host:port")]  # fmt: skip
+        return [
+            ConfigError(
+                "config.missing",
+                f"engine {producers.engine} needs the address of its server",
+                where="producers.url",
+                remedy="set it to http://host:port",
+            )
+        ]
     if len(producers.url) != producers.count:
         what = f"{len(producers.url)} servers for producers.count = {producers.count}: each producer has its own"
         return [ConfigError("config.conflict", what, where="producers.url")]
@@ -130,10 +135,14 @@ def look(config: Config, *, env: Mapping[str, str] | None = None) -> tuple[list[
     words = f"{says['package']}, asyncrl {says['asyncrl']}, Python {says['python']}"
     errors: list[AsyncRLError] = []
     if entry and "asyncrl" not in says["points"]:
-        errors.append(ConfigError(
-            "config.extra", f"asyncrl is not installed in {python}, so vLLM's processes do not find it",
-            where="producers.python", remedy="python -m pip install --no-deps -e . there (make vllm does)",
-        ))  # fmt: skip
+        errors.append(
+            ConfigError(
+                "config.extra",
+                f"asyncrl is not installed in {python}, so vLLM's processes do not find it",
+                where="producers.python",
+                remedy="python -m pip install --no-deps -e . there (make vllm does)",
+            )
+        )
     if engine == "vllm" and config.producers.engine_args:
         errors += _argument_problems(config, python, env)
     return errors, words, python
@@ -156,9 +165,14 @@ def _argument_problems(config: Config, python: str, env: Mapping[str, str] | Non
 def _run(command: list[str], text: str, env: Mapping[str, str] | None) -> tuple[int, str, str]:
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=LOOK_S, check=False,
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=LOOK_S,
+            check=False,
             env=dict(env if env is not None else os.environ),
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return 1, "", f"no answer within {LOOK_S:g} s"
     except OSError as error:

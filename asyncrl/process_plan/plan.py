@@ -1,6 +1,6 @@
 """Which processes a run consists of: a pure function from the configuration to commands.
 
-Called by `asyncrl.launcher.launch`, `asyncrl.preflight.check` and tests. Guarantees:
+Guarantees:
 1. the same arguments give the same plan; nothing is started, looked up or written here;
 2. services come first, the learner last: the order in which they are started;
 3. secrets never stand in a command: keys travel as the path of their file;
@@ -77,9 +77,15 @@ class Joining:
 
 
 def plan(
-    config: Config, roles: Sequence[str], *, config_path: Path, joining: Joining | None = None,
-    python: str = sys.executable, python_path: Sequence[str] = (), devices: Devices = NO_DEVICES,
-) -> list[ProcessPlan]:  # fmt: skip
+    config: Config,
+    roles: Sequence[str],
+    *,
+    config_path: Path,
+    joining: Joining | None = None,
+    python: str = sys.executable,
+    python_path: Sequence[str] = (),
+    devices: Devices = NO_DEVICES,
+) -> list[ProcessPlan]:
     """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
     how = joining or Joining()
     places = placed(config, roles, devices)
@@ -116,11 +122,14 @@ def onlookers(
         modules["tracker-prometheus"] = "asyncrl.monitor.prometheus"
     return [
         ProcessPlan(
-            role=ONLOOKER, name=name, argv=(python, "-m", module, "--config", str(config_path), "--name", name),
-            env=environment(1, python_path), restarts=config.learner.restarts,
+            role=ONLOOKER,
+            name=name,
+            argv=(python, "-m", module, "--config", str(config_path), "--name", name),
+            env=environment(1, python_path),
+            restarts=config.learner.restarts,
         )
         for name, module in modules.items()
-    ]  # fmt: skip
+    ]
 
 
 def names_of(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
@@ -137,8 +146,10 @@ def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
         return [(role, "")]
     return [
         (f"{role}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
-        for judge in judges_of(config) if how.judge in (None, judge.name) for number in range(judge.count)
-    ]  # fmt: skip
+        for judge in judges_of(config)
+        if how.judge in (None, judge.name)
+        for number in range(judge.count)
+    ]
 
 
 def threads_of(role: str, config: Config) -> int:

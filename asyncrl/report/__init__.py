@@ -1,6 +1,6 @@
 """The report of a run: one HTML file that needs nothing else. And of several runs: one page that compares them.
 
-Called by `asyncrl report` and at the end of `asyncrl launch`. Guarantees: see `asyncrl.report.page`.
+Guarantees: see `asyncrl.report.page`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several runs on one page: their curves over each other, and how their settings and ends differ.
 
-Called by `asyncrl.report.write_comparison`. Guarantees: as `asyncrl.report.page`; a run keeps its colour through the
+Guarantees: as `asyncrl.report.page`; a run keeps its colour through the
 page; a setting is listed where two of the runs differ in it.
 """
 
@@ -30,7 +30,6 @@ CURVES = (
 
 
 def comparison(runs: Sequence[RunData]) -> str:
-    """The whole page."""
     names = distinct([data.name for data in runs])
     parts = [
         _verdicts(runs, names),
@@ -112,8 +111,10 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def _lines(runs: Sequence[RunData], names: Sequence[str], points: Callable[[RunData], Any]) -> list[Line]:
-    return [Line(name, points(data), COLOURS[place % len(COLOURS)])
-            for place, (data, name) in enumerate(zip(runs, names, strict=True))]  # fmt: skip
+    return [
+        Line(name, points(data), COLOURS[place % len(COLOURS)])
+        for place, (data, name) in enumerate(zip(runs, names, strict=True))
+    ]
 
 
 def _rewards(runs: Sequence[RunData], names: Sequence[str]) -> str:
@@ -126,8 +127,11 @@ def _rewards(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 def _by_time(data: RunData) -> list[tuple[float, float]]:
     start, _ = data.span_of_time()
-    return [(float(line["t"]) - start, float(line["reward_mean"])) for line in data.steps
-            if "t" in line and isinstance(line.get("reward_mean"), int | float)]  # fmt: skip
+    return [
+        (float(line["t"]) - start, float(line["reward_mean"]))
+        for line in data.steps
+        if "t" in line and isinstance(line.get("reward_mean"), int | float)
+    ]
 
 
 def _small(runs: Sequence[RunData], names: Sequence[str]) -> str:

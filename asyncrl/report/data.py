@@ -1,6 +1,6 @@
 """Reads what a run has written into one value, and sums it up in a few lines.
 
-Called by `asyncrl.report`, `asyncrl.launcher.launch`, `asyncrl.demo.demo` and `asyncrl.monitor.status`. Guarantees:
+Guarantees:
 1. it only reads; files that are missing or cut are empty or shorter, never an error;
 2. steps are those of the surviving history: a step that was trained again replaces its first time and what came after.
 """
@@ -110,7 +110,6 @@ class RunData(msgspec.Struct):
 
 
 def load_run(run: RunDir) -> RunData:
-    """Read the folder."""
     try:
         config: Config | None = load(run.config)
     except AsyncRLError:

@@ -1,6 +1,6 @@
 """The section of the report on evaluations: curves over steps and a table with every account.
 
-Called by `asyncrl.report.html`. It reads `metrics/evaluation.jsonl` alone. Guarantees:
+It reads `metrics/evaluation.jsonl` alone. Guarantees:
 1. of a step that was evaluated again the last evaluation is shown;
 2. without evaluations there is no section; figures of which nothing is known are `-`;
 3. text of the run is escaped.
@@ -26,11 +26,23 @@ def section(data: RunData) -> str:
     lines = newest(data.evaluations)
     if not lines:
         return ""
-    return card("Evaluation", _curves(lines), wide=True, note=(
-        "held-out prompts, never trained: mean reward by the step that was evaluated; the band is two standard errors "
-        "over the prompts to either side")) + card("Evaluations", _table(lines), wide=True, note=(
-        "versions: oldest and newest weights that made a sample; weights go on changing while an evaluation runs. "
-        "Figures are of the scored prompts alone"))  # fmt: skip
+    return card(
+        "Evaluation",
+        _curves(lines),
+        wide=True,
+        note=(
+            "held-out prompts, never trained: mean reward by the step that was evaluated; the band is two standard "
+            "errors over the prompts to either side"
+        ),
+    ) + card(
+        "Evaluations",
+        _table(lines),
+        wide=True,
+        note=(
+            "versions: oldest and newest weights that made a sample; weights go on changing while an evaluation runs. "
+            "Figures are of the scored prompts alone"
+        ),
+    )
 
 
 def newest(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -89,5 +101,9 @@ def _account(line: Mapping[str, Any]) -> list[str]:
     if "evaluation_version_min" in line:
         versions = f"{line['evaluation_version_min']} to {line['evaluation_version_max']}"
     scored, prompts, k = (int(line.get(f"evaluation_{name}", 0)) for name in ("scored", "prompts", "samples"))
-    return [f"{scored} of {prompts} x {k}", versions, short(float(line.get("evaluation_s", 0.0))),
-            escape(", ".join(told))]  # fmt: skip
+    return [
+        f"{scored} of {prompts} x {k}",
+        versions,
+        short(float(line.get("evaluation_s", 0.0))),
+        escape(", ".join(told)),
+    ]

@@ -1,6 +1,6 @@
 """What the report reads from a run's history: the lags of each step, how faults were got over, and the notes.
 
-Called by `asyncrl.report.data`. Guarantees:
+Guarantees:
 1. the log is read once, line by line; what is kept grows with groups and steps, not with samples' events;
 2. steps are those of the surviving history: a learner that registers at step s takes back the steps after s;
 3. a fault's times are from the launcher's note of the exit: until the process was started again, until it worked again
@@ -49,8 +49,6 @@ class Recovery(msgspec.Struct):
 
 
 class Story(msgspec.Struct):
-    """Everything of it."""
-
     notes: list[Line] = []
     lags: list[StepLags] = []
     recoveries: list[Recovery] = []
@@ -146,7 +144,6 @@ class Lags:
         self._claims: dict[int, tuple[int, list[int]]] = {}
 
     def take(self, event: Line) -> None:
-        """One event."""
         kind = event.get("e")
         if kind == "sample" and event.get("runs"):
             oldest = min(int(run[0]) for run in event["runs"])

@@ -1,6 +1,6 @@
 """The chapter on faults: what ended, how long it took until things went on, and everything that was noted.
 
-Called by `asyncrl.report.page`. The times are those of `asyncrl.report.events`.
+The times are those of `asyncrl.report.events`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,24 @@ def _recoveries(data: RunData) -> str:
     if not data.recoveries:
         return ""
     rows = [
-        (clock(one.t), escape(one.name), str(one.code), "given up" if one.given_up else seconds(one.start_s),
-         seconds(one.work_s), seconds(one.progress_s), str(one.reached))
+        (
+            clock(one.t),
+            escape(one.name),
+            str(one.code),
+            "given up" if one.given_up else seconds(one.start_s),
+            seconds(one.work_s),
+            seconds(one.progress_s),
+            str(one.reached),
+        )
         for one in data.recoveries[:SHOWN_RECOVERIES]
-    ]  # fmt: skip
+    ]
     times = sorted(one.progress_s for one in data.recoveries if one.progress_s is not None)
     worst = f"; the longest way to the next new step: {seconds(times[-1])}" if times else ""
     head = ("time", "process", "code", "started again", "worked again", "next new step", "newest step then")
-    note = ("time from the end of the process, as its launcher saw it, until it was started, until its own work went "
-            f"on, and until the run took a step that it had not taken before{worst}")  # fmt: skip
+    note = (
+        "time from the end of the process, as its launcher saw it, until it was started, until its own work went "
+        f"on, and until the run took a step that it had not taken before{worst}"
+    )
     return card(
         "Recoveries", table(head, rows, classes=("short", "short", *["short number"] * 5)), note=note, wide=True
     )
@@ -54,5 +63,9 @@ def _log(data: RunData) -> str:
     said = "" if trouble else '<p class="note">No faults. What the launcher and the buffer noted:</p>'
     shown = [(clock(t), escape(kind), escape(text)) for t, kind, text in entries[:SHOWN_EVENTS]]
     more = f"{len(entries) - SHOWN_EVENTS} more are left out" if len(entries) > SHOWN_EVENTS else ""
-    return card("Faults and restarts", said + table(("time", "what", "detail"), shown, classes=("short", "short")),
-                note=more, wide=True)  # fmt: skip
+    return card(
+        "Faults and restarts",
+        said + table(("time", "what", "detail"), shown, classes=("short", "short")),
+        note=more,
+        wide=True,
+    )

@@ -1,6 +1,6 @@
 """What the chapters of the report are made of: boxes, tables, numbers as words.
 
-Called by every chapter. Guarantees: titles, notes and heads of tables are escaped here; bodies and cells are HTML
+Guarantees: titles, notes and heads of tables are escaped here; bodies and cells are HTML
 already, and whoever makes them escapes what comes from the run.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 
 def card(title: str, body: str, *, note: str = "", wide: bool = False) -> str:
-    """A titled box."""
     below = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="card{" full" if wide else ""}"><h3>{escape(title)}</h3>{below}{body}</section>'
 

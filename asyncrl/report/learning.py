@@ -1,7 +1,4 @@
-"""The chapter on learning: the reward, and what the algorithm did.
-
-Called by `asyncrl.report.page`.
-"""
+"""The chapter on learning: the reward, and what the algorithm did."""
 
 from __future__ import annotations
 
@@ -31,16 +28,19 @@ def learning(data: RunData) -> str:
     names = sorted({name for line in data.steps for name in line if name.startswith("reward/")})
     lines = [Line("reward", rewards, "s1", band)]
     if len(names) > 1:
-        lines += [Line(name.removeprefix("reward/"), data.values(name), colour)
-                  for name, colour in zip(names, PART_COLOURS, strict=False)]  # fmt: skip
+        lines += [
+            Line(name.removeprefix("reward/"), data.values(name), colour)
+            for name, colour in zip(names, PART_COLOURS, strict=False)
+        ]
     curve = line_chart(lines, width=1000, height=260, smooth=True)
     note = "mean of the batch by step; the band is one standard deviation of its samples"
     reward = card("Reward", (legend(lines) if len(lines) > 1 else "") + curve, note=note, wide=True)
     small = "".join(
         f"<figure><figcaption>{escape(title)}</figcaption>"
         f"{line_chart([Line(title, data.values(key), 's1')], width=320, height=150, x_label='', smooth=True)}</figure>"
-        for key, title in SMALL if _moves(data, key)
-    )  # fmt: skip
+        for key, title in SMALL
+        if _moves(data, key)
+    )
     return reward + (card("Training", f'<div class="small">{small}</div>', wide=True) if small else "")
 
 

@@ -1,6 +1,6 @@
 """The section on lengths: what was made, what was trained of it, what was dropped, and whether that is a bias.
 
-Called by `asyncrl.report.html`. The numbers are those of `asyncrl audit` (from the log) and of the live metrics.
+The numbers are those of `asyncrl audit` (from the log) and of the live metrics.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def lengths(data: RunData) -> str:
     alarm = f'<p class="verdict bad"><b>length bias</b> {escape(found.alarm)}</p>' if found.alarm else ""
     early = f'<p class="note">{escape(found.early)}</p>' if found.early else ""
     said = "no bias" if not found.alarm else "an alarm"
-    note = (f"share of samples by length, tokens; mean made {found.made_mean:.1f}, trained {found.trained_mean:.1f}, "
-            f"dropped {found.dropped_mean:.1f}; distance of trained from all that ended: KS {found.ks:.3f} "
-            f"(limit {found.ks_limit:.3f}): {said}")  # fmt: skip
+    note = (
+        f"share of samples by length, tokens; mean made {found.made_mean:.1f}, trained {found.trained_mean:.1f}, "
+        f"dropped {found.dropped_mean:.1f}; distance of trained from all that ended: KS {found.ks:.3f} "
+        f"(limit {found.ks_limit:.3f}): {said}"
+    )
     curves = _curves(found.samples)
     chart = legend(curves) + line_chart(curves, floor=0.0, x_label="length, tokens")
     by_step = [
@@ -56,9 +58,16 @@ def _drops(buckets: list[Bucket], what: str) -> str:
     if not any(bucket.dropped or bucket.dead for bucket in buckets):
         return ""
     rows = [
-        (f"{bucket.low} to {bucket.high - 1}", str(bucket.made), str(bucket.trained), str(bucket.dropped),
-         str(bucket.dead), f"{(bucket.dropped + bucket.dead) / bucket.made:.0%}")
-        for bucket in buckets if bucket.made
-    ]  # fmt: skip
+        (
+            f"{bucket.low} to {bucket.high - 1}",
+            str(bucket.made),
+            str(bucket.trained),
+            str(bucket.dropped),
+            str(bucket.dead),
+            f"{(bucket.dropped + bucket.dead) / bucket.made:.0%}",
+        )
+        for bucket in buckets
+        if bucket.made
+    ]
     head = ("length" if what == "samples" else "mean length", f"{what} made", "trained", "dropped", "dead", "not used")
     return table(head, rows, classes=("short",) + ("number",) * 5)

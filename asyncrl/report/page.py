@@ -1,6 +1,6 @@
 """The page of the report: style, script and chapters in one text.
 
-Called by `asyncrl.report.write_report`. Guarantees:
+Guarantees:
 1. one self-contained file: no network, no fonts, no script from elsewhere (a Content-Security-Policy says so too);
 2. light and dark follow the reader's system; without JavaScript only values under the pointer and the slider are
    missing;
@@ -79,8 +79,10 @@ def frame(title: str, where: str, links: Sequence[tuple[str, str, bool]], body: 
         f'<a href="#{escape(key)}"{" class=bad" if bad else ""}>{escape(name)}</a>'
         for key, name, bad in (("top", "Verdict", False), *links)
     )
-    slider = (f'<label>smoothing<input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="{SMOOTHING}">'
-              "</label>")  # fmt: skip
+    slider = (
+        f'<label>smoothing<input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="{SMOOTHING}">'
+        "</label>"
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

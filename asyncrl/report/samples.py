@@ -1,6 +1,6 @@
 """The chapter on samples: prompts, answers, rewards, and token by token how engine and learner differ.
 
-Called by `asyncrl.report.page`; the learner keeps the samples (`samples.jsonl`). Guarantees:
+The learner keeps the samples (`samples.jsonl`). Guarantees:
 1. every text is escaped: these are the words of a model, and of whoever wrote the prompts;
 2. a token's colour is |engine - learner| of its log-probs, by `LEVELS`; tokens that the policy did not sample are grey;
 3. of a step that was trained again the last samples are shown; at most `SHOWN` of all.
@@ -38,16 +38,20 @@ def samples(data: RunData) -> str:
         numbers = (escape(str(line.get("step", ""))), shown, escape(str(line.get("lag", ""))), _gap_words(line))
         rows.append((*numbers, words, f"<pre>{answer(line)}</pre>"))
     head = ("step", "reward", "lag", "mean gap", "prompt", "response")
-    note = ("the best and the worst of some steps. A token's colour is the distance of the engine's log-prob from the "
-            "learner's: what is left of it at lag 0 is numerical, more at larger lags is training")  # fmt: skip
-    return card("Samples", _key() + table(head, rows, classes=(*("short number",) * 4, "text", "text")), wide=True,
-                note=note)  # fmt: skip
+    note = (
+        "the best and the worst of some steps. A token's colour is the distance of the engine's log-prob from the "
+        "learner's: what is left of it at lag 0 is numerical, more at larger lags is training"
+    )
+    return card(
+        "Samples", _key() + table(head, rows, classes=(*("short number",) * 4, "text", "text")), wide=True, note=note
+    )
 
 
 def newest(lines: Sequence[Line]) -> list[Line]:
     """One line per step, group and sample, the last one; by step."""
-    kept = {str((line.get("step"), line.get("group"), line.get("index", place))): line
-            for place, line in enumerate(lines)}  # fmt: skip
+    kept = {
+        str((line.get("step"), line.get("group"), line.get("index", place))): line for place, line in enumerate(lines)
+    }
     return sorted(kept.values(), key=lambda line: float(line.get("step") or 0))
 
 

@@ -1,7 +1,4 @@
-"""The chapter on how the run was set up: configuration against its defaults, processes, versions.
-
-Called by `asyncrl.report.page`.
-"""
+"""The chapter on how the run was set up: configuration against its defaults, processes, versions."""
 
 from __future__ import annotations
 
@@ -18,9 +15,20 @@ from asyncrl.report.html import card, clock, table
 from asyncrl.report.svg import short
 
 PACKAGES = (
-    "asyncrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "redis", "vllm",
-    "sglang", "megatron-core", "peft",
-)  # fmt: skip
+    "asyncrl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "msgspec",
+    "pyzmq",
+    "redis",
+    "vllm",
+    "sglang",
+    "megatron-core",
+    "peft",
+)
 
 
 def configuration(data: RunData) -> str:
@@ -37,8 +45,11 @@ def configuration(data: RunData) -> str:
     rows += [(escape(name), escape(words), "-") for name, words in listed(data.config).items()]
     changed = table(("changed setting", "value", "default"), rows, classes=("changed", "changed", "usual"))
     rest = table(("setting", "value (default)"), [row[:2] for row in same])
-    return card("Configuration", f"{changed}<details><summary>{len(same)} settings have their default</summary>{rest}"
-                "</details>", wide=True)  # fmt: skip
+    return card(
+        "Configuration",
+        f"{changed}<details><summary>{len(same)} settings have their default</summary>{rest}</details>",
+        wide=True,
+    )
 
 
 def plain_keys() -> list[str]:
@@ -81,12 +92,29 @@ def processes(data: RunData) -> str:
     for line in data.processes:
         beat = last.get(str(line.get("name")), {})
         same = beat.get("pid") == line.get("pid")
-        what = ", ".join(f"{key.replace('_', ' ')} {short(float(beat[key]))}" for key in
-                         ("generated_tokens", "scored_samples", "swaps") if same and key in beat)  # fmt: skip
-        rows.append((escape(str(line.get("role"))), escape(str(line.get("name"))), escape(str(line.get("pid"))),
-                     escape(str(line.get("host"))), clock(line.get("t")), escape(what)))  # fmt: skip
-    return card("Processes", table(("role", "name", "pid", "host", "started", "did"), rows,
-                                   classes=("short", "short", "short number", "short", "short")))  # fmt: skip
+        what = ", ".join(
+            f"{key.replace('_', ' ')} {short(float(beat[key]))}"
+            for key in ("generated_tokens", "scored_samples", "swaps")
+            if same and key in beat
+        )
+        rows.append(
+            (
+                escape(str(line.get("role"))),
+                escape(str(line.get("name"))),
+                escape(str(line.get("pid"))),
+                escape(str(line.get("host"))),
+                clock(line.get("t")),
+                escape(what),
+            )
+        )
+    return card(
+        "Processes",
+        table(
+            ("role", "name", "pid", "host", "started", "did"),
+            rows,
+            classes=("short", "short", "short number", "short", "short"),
+        ),
+    )
 
 
 def versions(data: RunData) -> str:
@@ -100,5 +128,8 @@ def versions(data: RunData) -> str:
         except PackageNotFoundError:
             continue
     rows.append(("run folder", str(Path(data.run.root))))
-    return card("Versions", table(("what", "version"), [(escape(a), escape(b)) for a, b in rows], classes=("short",)),
-                note="of the environment that wrote this report")  # fmt: skip
+    return card(
+        "Versions",
+        table(("what", "version"), [(escape(a), escape(b)) for a, b in rows], classes=("short",)),
+        note="of the environment that wrote this report",
+    )

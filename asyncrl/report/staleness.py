@@ -1,6 +1,6 @@
 """The chapter on staleness: the lag of what was trained, step by step, against the bound.
 
-Called by `asyncrl.report.page`. Lags are counted in the log (`asyncrl.report.events`, `asyncrl.audit.prove`).
+Lags are counted in the log (`asyncrl.report.events`, `asyncrl.audit.prove`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ def _by_step(data: RunData) -> str:
     steps = [(float(one.step), one) for one in data.lags]
     if steps:
         ends = [(float(one.low), float(one.high)) for _, one in steps]
-        lines = [Line("median lag", [(step, one.median) for step, one in steps], "s1", ends),
-                 Line("90 %", [(step, one.upper) for step, one in steps], "s2"),
-                 Line("bound", [(step, float(one.bound)) for step, one in steps], "s6", dashed=True)]  # fmt: skip
+        lines = [
+            Line("median lag", [(step, one.median) for step, one in steps], "s1", ends),
+            Line("90 %", [(step, one.upper) for step, one in steps], "s2"),
+            Line("bound", [(step, float(one.bound)) for step, one in steps], "s6", dashed=True),
+        ]
         note = "the band reaches from the youngest to the oldest group of the step"
     else:  # a log without samples: the learner's own numbers
-        lines = [Line("largest lag", data.values("lag_max"), "s2"), Line("mean lag", data.values("lag_mean"), "s1"),
-                 Line("bound", data.values("bound_max"), "s6", dashed=True)]  # fmt: skip
+        lines = [
+            Line("largest lag", data.values("lag_max"), "s2"),
+            Line("mean lag", data.values("lag_mean"), "s1"),
+            Line("bound", data.values("bound_max"), "s6", dashed=True),
+        ]
         note = "as the learner counted it"
     note = "lag: steps between the oldest weights that made a group and those its step starts from; " + note
     return card("Staleness by step", legend(lines) + line_chart(lines, floor=0.0), note=note)

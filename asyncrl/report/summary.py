@@ -1,6 +1,6 @@
 """The head of the report: whether the run is complete and sound, in one line, and its main numbers.
 
-Called by `asyncrl.report.page`. The numbers are those of `asyncrl audit` and of the learner's metrics.
+The numbers are those of `asyncrl audit` and of the learner's metrics.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def verdict(data: RunData) -> str:
         for name, value, text in tiles(data)
     )
     bad = "".join(f"<li>{escape(text)}</li>" for text in data.audit.violations[:12])
-    return (f'<p class="verdict {kind}"><b>{escape(word)}</b>{escape(proof)}</p>'
-            f'{f"<ul class=violations>{bad}</ul>" if bad else ""}<div class="tiles">{boxes}</div>')  # fmt: skip
+    return (
+        f'<p class="verdict {kind}"><b>{escape(word)}</b>{escape(proof)}</p>'
+        f'{f"<ul class=violations>{bad}</ul>" if bad else ""}<div class="tiles">{boxes}</div>'
+    )
 
 
 def tiles(data: RunData) -> list[tuple[str, str, str]]:

@@ -1,6 +1,6 @@
 """Small drawings as SVG text: lines with a band, stacked areas, bars, lanes of time.
 
-Called by `asyncrl.report.sections`. Guarantees:
+Guarantees:
 1. pure functions of their arguments; every text is escaped; colours are CSS classes (`s1`..`s8`), so that the page's
    theme decides them;
 2. charts carry their values in `data-chart`, from which the page's script shows a tooltip and smooths; without the
@@ -95,9 +95,16 @@ def short(value: float) -> str:
 
 
 def line_chart(
-    lines: Sequence[Line], *, width: int = 540, height: int = 200, x_label: str = "step", floor: float | None = None,
-    bars: bool = False, smooth: bool = False, title: str = "",
-) -> str:  # fmt: skip
+    lines: Sequence[Line],
+    *,
+    width: int = 540,
+    height: int = 200,
+    x_label: str = "step",
+    floor: float | None = None,
+    bars: bool = False,
+    smooth: bool = False,
+    title: str = "",
+) -> str:
     """Lines over a common x axis. `floor` is a value that the y axis must show. `smooth`: a smoothed line over each."""
     drawn = [line for line in lines if line.points]
     if not drawn:
@@ -111,8 +118,9 @@ def line_chart(
     return _svg(frame, parts, _tooltip(frame, drawn, x_label), title or ", ".join(line.name for line in drawn))
 
 
-def stacked_chart(lines: Sequence[Line], *, limit: Line | None = None, width: int = 540, height: int = 200,
-                  x_label: str = "minutes") -> str:  # fmt: skip
+def stacked_chart(
+    lines: Sequence[Line], *, limit: Line | None = None, width: int = 540, height: int = 200, x_label: str = "minutes"
+) -> str:
     """Areas on top of each other; all lines have the same x values. `limit` is drawn as a line above them."""
     drawn = [line for line in lines if line.points]
     if not drawn:
@@ -135,13 +143,28 @@ def stacked_chart(lines: Sequence[Line], *, limit: Line | None = None, width: in
     return _svg(frame, parts, _tooltip(frame, [*drawn, *([limit] if limit else [])], x_label), told)
 
 
-def bar_chart(bars: Sequence[tuple[str, float]], *, colour: str = "s1", width: int = 540, height: int = 200,
-              mark: int | None = None, mark_text: str = "", x_label: str = "") -> str:  # fmt: skip
+def bar_chart(
+    bars: Sequence[tuple[str, float]],
+    *,
+    colour: str = "s1",
+    width: int = 540,
+    height: int = 200,
+    mark: int | None = None,
+    mark_text: str = "",
+    x_label: str = "",
+) -> str:
     """One bar per label with its value on top; `mark` draws a line right of that bar."""
     if not bars:
         return '<p class="none">nothing was measured</p>'
-    frame = Frame(width, height, 0.0, float(len(bars)), 0.0, max(value for _, value in bars) * 1.15 or 1.0,
-                  BOTTOM_NAMED if x_label else BOTTOM)  # fmt: skip
+    frame = Frame(
+        width,
+        height,
+        0.0,
+        float(len(bars)),
+        0.0,
+        max(value for _, value in bars) * 1.15 or 1.0,
+        BOTTOM_NAMED if x_label else BOTTOM,
+    )
     floor = height - frame.bottom
     parts = [_grid(frame), _name(frame, x_label)]
     room = (width - LEFT - RIGHT) / len(bars)
@@ -150,24 +173,29 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, colour: str = "s1", width: i
         middle = LEFT + room * (place + 0.5)
         top = frame.y(value)
         tall = max(0.0, floor - top)
-        parts.append(f'<rect class="bar {colour}" x="{middle - thick / 2:.1f}" y="{top}" width="{thick:.1f}" '
-                     f'height="{tall:.1f}" rx="2"><title>{escape(label)}: {short(value)}</title></rect>')  # fmt: skip
+        parts.append(
+            f'<rect class="bar {colour}" x="{middle - thick / 2:.1f}" y="{top}" width="{thick:.1f}" '
+            f'height="{tall:.1f}" rx="2"><title>{escape(label)}: {short(value)}</title></rect>'
+        )
         if value:
             parts.append(f'<text class="value" x="{middle:.1f}" y="{top - 4}">{short(value)}</text>')
         parts.append(f'<text class="tick mid" x="{middle:.1f}" y="{floor + 16}">{escape(label)}</text>')
     if mark is not None:
         x = LEFT + room * (mark + 1)
         x = min(x, width - RIGHT)
-        parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{floor}"/>'
-                     f'<text class="limit-text" x="{x - 4:.1f}" y="{TOP + 10}">{escape(mark_text)}</text>')  # fmt: skip
+        parts.append(
+            f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{floor}"/>'
+            f'<text class="limit-text" x="{x - 4:.1f}" y="{TOP + 10}">{escape(mark_text)}</text>'
+        )
     return _svg(frame, parts, None, ", ".join(f"{label}: {short(value)}" for label, value in bars[:24]))
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _frame(xs: Sequence[float], ys: Sequence[float], floor: float | None, width: int, height: int, *,
-           named: bool) -> Frame:  # fmt: skip
+def _frame(
+    xs: Sequence[float], ys: Sequence[float], floor: float | None, width: int, height: int, *, named: bool
+) -> Frame:
     below = BOTTOM_NAMED if named else BOTTOM
     finite = [y for y in ys if math.isfinite(y)] or [0.0]
     low, high = min(finite), max(finite)
@@ -184,8 +212,10 @@ def _grid(frame: Frame) -> str:
     parts = []
     for value in ticks(frame.y0, frame.y1, 4):
         y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y}" y2="{y}"/>'
-                     f'<text class="tick end" x="{LEFT - 6}" y="{y + 3.5}">{short(value)}</text>')  # fmt: skip
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y}" y2="{y}"/>'
+            f'<text class="tick end" x="{LEFT - 6}" y="{y + 3.5}">{short(value)}</text>'
+        )
     return "".join(parts)
 
 
@@ -261,12 +291,16 @@ def _svg(frame: Frame, parts: Sequence[str], data: str | None, title: str) -> st
     chart = f" data-chart='{escape(data, quote=True)}'" if data else ""
     floor = frame.height - frame.bottom
     label = f' aria-label="{escape(title, quote=True)}"'
-    return (f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img"{label}{chart}>{"".join(parts)}'
-            f'<line class="rule" y1="{TOP}" y2="{floor}" visibility="hidden"/></svg>')  # fmt: skip
+    return (
+        f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" role="img"{label}{chart}>{"".join(parts)}'
+        f'<line class="rule" y1="{TOP}" y2="{floor}" visibility="hidden"/></svg>'
+    )
 
 
 def legend(lines: Sequence[Line]) -> str:
     """Names beside their colours."""
-    return '<p class="legend">' + "".join(
-        f'<span><i class="key {line.colour}"></i>{escape(line.name)}</span>' for line in lines if line.points
-    ) + "</p>"  # fmt: skip
+    return (
+        '<p class="legend">'
+        + "".join(f'<span><i class="key {line.colour}"></i>{escape(line.name)}</span>' for line in lines if line.points)
+        + "</p>"
+    )

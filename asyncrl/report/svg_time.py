@@ -1,6 +1,6 @@
 """Drawings of what happened when, and of where things went: lanes of time and a flow, as SVG text.
 
-Called by `asyncrl.report.time` and `asyncrl.report.ledger`. Guarantees: as `asyncrl.report.svg`; at most `BINS` columns
+Guarantees: as `asyncrl.report.svg`; at most `BINS` columns
 per lane.
 """
 
@@ -39,15 +39,19 @@ def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) 
     parts = []
     for number, lane in enumerate(rows):
         y = number * (TALL + GAP)
-        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 13}">{escape(lane.name)}</text>'
-                     f'<rect class="lane" x="{LEFT}" y="{y}" width="{room}" height="{TALL}"/>')  # fmt: skip
+        parts.append(
+            f'<text class="tick end" x="{LEFT - 8}" y="{y + 13}">{escape(lane.name)}</text>'
+            f'<rect class="lane" x="{LEFT}" y="{y}" width="{room}" height="{TALL}"/>'
+        )
         for place, (begin, until, shares) in enumerate(lane.columns):
             x, wide = at(begin), max(0.6, at(until) - at(begin))
             title = f"<title>{escape(lane.told[place])}</title>" if place < len(lane.told) else ""
             parts.append(f"<g>{title}{_column(shares, x=x, y=y, wide=wide)}</g>")
         for t, colour, words in lane.marks:
-            parts.append(f'<line class="mark {colour}" x1="{at(t):.1f}" x2="{at(t):.1f}" y1="{y - 3}" '
-                         f'y2="{y + TALL + 3}"><title>{escape(words)}</title></line>')  # fmt: skip
+            parts.append(
+                f'<line class="mark {colour}" x1="{at(t):.1f}" x2="{at(t):.1f}" y1="{y - 3}" '
+                f'y2="{y + TALL + 3}"><title>{escape(words)}</title></line>'
+            )
     for value in ticks(0, span, 8):
         parts.append(f'<text class="tick mid" x="{at(start + value):.1f}" y="{height - 4}">{short(value)} s</text>')
     told = escape(", ".join(lane.name for lane in rows), quote=True)
@@ -87,19 +91,25 @@ def flow(name: str, shares: Sequence[Share], *, width: int = 1000) -> str:
     middle = (left + bar + right) / 2
     top = (height - sum(tall)) / 2
     half = height / 2 + 4
-    parts = [f'<rect class="bar s7" x="{left}" y="{top:.1f}" width="{bar}" height="{sum(tall):.1f}" rx="2"/>'
-             f'<text class="name end" x="{left - 8}" y="{half:.1f}">{escape(name)} {total}</text>']  # fmt: skip
+    parts = [
+        f'<rect class="bar s7" x="{left}" y="{top:.1f}" width="{bar}" height="{sum(tall):.1f}" rx="2"/>'
+        f'<text class="name end" x="{left - 8}" y="{half:.1f}">{escape(name)} {total}</text>'
+    ]
     here, there = top, 6.0
     for share, thick in zip(parts_of, tall, strict=True):
         words = f"{share.name} {share.size} ({share.size / total:.1%})"
         a, b, c, d = here, here + thick, there, there + thick
         x0, x1 = left + bar, right
-        path = (f"M{x0} {a:.1f}C{middle} {a:.1f} {middle} {c:.1f} {x1} {c:.1f}V{d:.1f}"
-                f"C{middle} {d:.1f} {middle} {b:.1f} {x0} {b:.1f}Z")  # fmt: skip
+        path = (
+            f"M{x0} {a:.1f}C{middle} {a:.1f} {middle} {c:.1f} {x1} {c:.1f}V{d:.1f}"
+            f"C{middle} {d:.1f} {middle} {b:.1f} {x0} {b:.1f}Z"
+        )
         said = f'<text class="name" x="{right + bar + 8}" y="{c + thick / 2 + 4:.1f}">{escape(words)}</text>'
-        parts.append(f'<g class="{share.colour}"><title>{escape(words)}</title><path class="ribbon" d="{path}"/>'
-                     f'<rect class="bar" x="{right}" y="{c:.1f}" width="{bar}" height="{thick:.1f}" rx="2"/>'
-                     f"{said}</g>")  # fmt: skip
+        parts.append(
+            f'<g class="{share.colour}"><title>{escape(words)}</title><path class="ribbon" d="{path}"/>'
+            f'<rect class="bar" x="{right}" y="{c:.1f}" width="{bar}" height="{thick:.1f}" rx="2"/>'
+            f"{said}</g>"
+        )
         here, there = here + thick, there + thick + gap
     told = escape(", ".join(f"{share.name} {share.size}" for share in parts_of), quote=True)
     return f'<svg class="wide" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{told}">{"".join(parts)}</svg>'

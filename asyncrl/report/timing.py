@@ -1,7 +1,4 @@
-"""The chapter on time: what every process did when, what waited in the queue, and where the learner's time went.
-
-Called by `asyncrl.report.page`.
-"""
+"""The chapter on time: what every process did when, what waited in the queue, and where the learner's time went."""
 
 from __future__ import annotations
 
@@ -13,10 +10,15 @@ from asyncrl.report.svg import Line, Points, legend, line_chart, short, stacked_
 from asyncrl.report.svg_time import BINS, Lane, lanes
 
 PARTS = (
-    ("wait_s", "waited", "s2"), ("fetch_s", "fetched", "s7"), ("assemble_s", "assembled", "s6"),
-    ("proximal_s", "forward only", "s8"), ("train_s", "trained", "s1"), ("publish_s", "published", "s3"),
-    ("commit_s", "committed", "s5"), ("checkpoint_s", "checkpoint", "s4"),
-)  # fmt: skip
+    ("wait_s", "waited", "s2"),
+    ("fetch_s", "fetched", "s7"),
+    ("assemble_s", "assembled", "s6"),
+    ("proximal_s", "forward only", "s8"),
+    ("train_s", "trained", "s1"),
+    ("publish_s", "published", "s3"),
+    ("commit_s", "committed", "s5"),
+    ("checkpoint_s", "checkpoint", "s4"),
+)
 #: What a lane of the learner shows: parts of its step, in the order in which they stand on each other.
 PHASES = (
     ("training", "s1", ("proximal_s", "train_s", "assemble_s")),
@@ -43,8 +45,11 @@ def utilisation(data: RunData) -> str:
     for name in ("buffer", "weightsync"):
         if marks_of := _marks(data, name):
             rows.append(Lane(name, (), marks_of))
-    keys = [Line(name, [(0, 0)], colour) for name, colour, _ in PHASES] + [Line("busy (others)", [(0, 0)], "s3"),
-            Line("ended with an error", [(0, 0)], "s6"), Line("started again", [(0, 0)], "s4")]  # fmt: skip
+    keys = [Line(name, [(0, 0)], colour) for name, colour, _ in PHASES] + [
+        Line("busy (others)", [(0, 0)], "s3"),
+        Line("ended with an error", [(0, 0)], "s6"),
+        Line("started again", [(0, 0)], "s4"),
+    ]
     note = "the height of a column is the share of its time; what is empty was waiting, or not there"
     return card("Who worked when", legend(keys) + lanes(rows, start=start, end=end), wide=True, note=note)
 
@@ -108,8 +113,10 @@ def queue(data: RunData) -> str:
     start, _ = data.span_of_time()
     states = (("claimed", "s4"), ("ready", "s3"), ("unscored", "s2"), ("leased", "s1"))
     lines = [line for line in data.buffer if "t" in line and any(state in line for state, _ in states)]
-    areas = [Line(state, thin([(float(line["t"]) - start, float(line.get(state, 0))) for line in lines]), colour)
-             for state, colour in states]  # fmt: skip
+    areas = [
+        Line(state, thin([(float(line["t"]) - start, float(line.get(state, 0))) for line in lines]), colour)
+        for state, colour in states
+    ]
     limit = None
     if data.config and lines:
         top = float(data.config.buffer.max_in_flight_groups)
@@ -117,14 +124,21 @@ def queue(data: RunData) -> str:
         limit = Line("max in flight", [(ends[0], top), (ends[1], top)], "s6", dashed=True)
     shown = areas if lines else []
     chart = stacked_chart(shown, limit=limit, x_label="seconds since the start", width=1000, height=220)
-    return card("Queue", legend([*shown, *([limit] if limit else [])]) + chart, wide=True,
-                note="prompts (groups) under way, by state; backpressure keeps their sum under the limit")  # fmt: skip
+    return card(
+        "Queue",
+        legend([*shown, *([limit] if limit else [])]) + chart,
+        wide=True,
+        note="prompts (groups) under way, by state; backpressure keeps their sum under the limit",
+    )
 
 
 def throughput(data: RunData) -> str:
     """Tokens per second and where the time of a step went."""
-    areas = [Line(name, thin([(float(line["step"]), float(line.get(key, 0.0))) for line in data.steps]), colour)
-             for key, name, colour in PARTS if any(line.get(key) for line in data.steps)]  # fmt: skip
+    areas = [
+        Line(name, thin([(float(line["step"]), float(line.get(key, 0.0))) for line in data.steps]), colour)
+        for key, name, colour in PARTS
+        if any(line.get(key) for line in data.steps)
+    ]
     speed = line_chart([Line("tokens/s", data.values("tokens_per_s"), "s1")], floor=0.0, smooth=True)
     times = _time_bar(data) + stacked_chart(areas, x_label="step")
     return card("Throughput", speed, note="response tokens trained per second of the step" + _computed(data)) + card(
@@ -140,8 +154,10 @@ def _time_bar(data: RunData) -> str:
     for seconds, name, colour in totals:
         if seconds > 0:
             wide = 1000 * seconds / whole
-            pieces.append(f'<rect class="bar {colour}" x="{place:.2f}" width="{wide:.2f}" height="14">'
-                          f"<title>{escape(name)}: {seconds / whole:.1%}</title></rect>")  # fmt: skip
+            pieces.append(
+                f'<rect class="bar {colour}" x="{place:.2f}" width="{wide:.2f}" height="14">'
+                f"<title>{escape(name)}: {seconds / whole:.1%}</title></rect>"
+            )
             words.append(f'<span><i class="key {colour}"></i>{escape(name)} {seconds / whole:.1%}</span>')
             place += wide
     bar = f'<svg class="wide" viewBox="0 0 1000 14" role="img">{"".join(pieces)}</svg>'

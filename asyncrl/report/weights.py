@@ -1,7 +1,4 @@
-"""The chapter on weight sync: how long its rounds took, and what every generator got.
-
-Called by `asyncrl.report.page`.
-"""
+"""The chapter on weight sync: how long its rounds took, and what every generator got."""
 
 from __future__ import annotations
 
@@ -15,11 +12,16 @@ from asyncrl.report.svg import Line, line_chart, short
 
 def weights(data: RunData) -> str:
     """Rounds of the weight sync, and deliveries by generator."""
-    points = [(float(line["version"]), float(line["round_s"])) for line in data.rounds
-              if "round_s" in line and "version" in line]  # fmt: skip
+    points = [
+        (float(line["version"]), float(line["round_s"]))
+        for line in data.rounds
+        if "round_s" in line and "version" in line
+    ]
     deliveries = data.deliveries()
-    note = (f"seconds from publish to the last acknowledgement, by version. {deliveries.matched} deliveries with the "
-            f"right digest, {deliveries.wrong} with another, {deliveries.left_out} not in time")  # fmt: skip
+    note = (
+        f"seconds from publish to the last acknowledgement, by version. {deliveries.matched} deliveries with the "
+        f"right digest, {deliveries.wrong} with another, {deliveries.left_out} not in time"
+    )
     rounds = [Line("round, s", points, "s5")]
     chart = line_chart(rounds, floor=0.0, x_label="version of the weights", bars=True)
     return card("Weight sync", chart, note=note) + _members(data)
@@ -35,9 +37,13 @@ def _members(data: RunData) -> str:
             carried[name] += int(way.get("bytes", 0))
     names = sorted({name for line in data.rounds for name in dict(line.get("members") or {})})
     rows = [
-        (escape(name), str(data.acknowledged(name)), f"{short(float(carried[name]))}B" if carried[name] else "-",
-         escape(", ".join(f"{way} {count}" for way, count in ways.get(name, Counter()).most_common())))
+        (
+            escape(name),
+            str(data.acknowledged(name)),
+            f"{short(float(carried[name]))}B" if carried[name] else "-",
+            escape(", ".join(f"{way} {count}" for way, count in ways.get(name, Counter()).most_common())),
+        )
         for name in names
-    ]  # fmt: skip
+    ]
     head = ("generator", "versions acknowledged", "received", "how")
     return card("Generators", table(head, rows, classes=("short", "short number", "short number", "")))

@@ -1,6 +1,7 @@
 """A recorded batch as one file: the bytes that the learner claimed, and under which settings it trained on them.
 
-Written by `learners.batch.archive`, read by it, by `learners.replay` and by `asyncrl trace`. A file `step-%08d.batch` is
+Written by `learners.batch.archive`, read by it, by `learners.replay` and by `asyncrl trace`. A file `step-%08d.batch`
+is
 
     [magic 8s, format u32, frames u32][size u64 of every frame][meta: JSON][wire.Batch: msgpack][payload]...[check u64]
 

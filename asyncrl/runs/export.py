@@ -1,7 +1,8 @@
 """`asyncrl export`: the weights of a checkpoint as a folder that transformers and vLLM load.
 
-Called by `asyncrl.cli`, and by `learners.checkpoints.export` for the words that both understand. The front door imports no torch:
-`export_command` looks at what it can see without, then replaces itself by `python -m learners.checkpoints.export`. Guarantees:
+The front door imports no torch:
+`export_command` looks at what it can see without, then replaces itself by `python -m learners.checkpoints.export`.
+Guarantees:
 1. a run that is none, a run without a checkpoint, a folder that is not empty and a size that is none are refused before
    anything starts;
 2. exit code and signals are those of the exporter: it is the same process.
@@ -33,7 +34,6 @@ Replace = Callable[[str, list[str], Mapping[str, str]], object]
 def export_command(
     folder: Path, *, step: int | None, out: Path | None, dtype: str, max_shard_size: str, replace: Replace = os.execve
 ) -> int:
-    """Become the exporter."""
     from asyncrl.launcher.launch import python_path
     from asyncrl.process_plan.plan import environment
 

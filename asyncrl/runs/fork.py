@@ -1,6 +1,6 @@
 """`asyncrl fork`: a run of its own that starts from (checkpoint K, log position K) of another one.
 
-Called by `asyncrl.cli`. The new folder gets the checkpoint, the resolved configuration with the new folder in it, and
+The new folder gets the checkpoint, the resolved configuration with the new folder in it, and
 `fork.json`. Guarantees:
 1. every byte of the checkpoint is compared with its manifest on its way: a damaged one, or one that is removed
    meanwhile, makes no fork;
@@ -71,8 +71,9 @@ def fork(parent: Path, target: Path, *, step: int, overrides: Sequence[str] = ()
     known = checkpoints_in(run)
     if step not in known:
         steps = ", ".join(map(str, sorted(known))) or "none"
-        raise ConfigError("fork.step", f"no checkpoint of step {step} is kept; there are: {steps}",
-                          where=str(run.checkpoints))  # fmt: skip
+        raise ConfigError(
+            "fork.step", f"no checkpoint of step {step} is kept; there are: {steps}", where=str(run.checkpoints)
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("usage", "it exists and is not empty: name a new folder", where=str(target))
     temporary = target.resolve().with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -82,9 +83,14 @@ def fork(parent: Path, target: Path, *, step: int, overrides: Sequence[str] = ()
         temporary.chmod(0o700)
         checkpoint = copy_checkpoint(known[step], folder)
         made = Fork(
-            parent=str(run.root), step=step, digest=_digest_of(folder, step), checkpoint=checkpoint,
-            parent_name=load(run.config).run.name, changed=tuple(overrides), t=time.time(),
-        )  # fmt: skip
+            parent=str(run.root),
+            step=step,
+            digest=_digest_of(folder, step),
+            checkpoint=checkpoint,
+            parent_name=load(run.config).run.name,
+            changed=tuple(overrides),
+            t=time.time(),
+        )
         write_atomic(temporary / "config.toml", dump(config).encode())
         write_atomic(temporary / FORK, msgspec.json.format(msgspec.json.encode(made), indent=2))
         if target.exists():

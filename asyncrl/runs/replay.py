@@ -1,6 +1,6 @@
 """`asyncrl replay`: a learner alone, over the recorded batches of a run, from one of its checkpoints or its start.
 
-Called by `asyncrl.cli`. This module plans and judges; the training is `python -m learners.replay`, a process of its own
+This module plans and judges; the training is `python -m learners.replay`, a process of its own
 (the front door imports no torch). Guarantees:
 1. nothing is written into the run that is replayed: everything goes to a folder of its own;
 2. with unchanged settings the digest of every version is compared with the one that was committed; the answer is how
@@ -44,15 +44,27 @@ POLL_S = 0.3
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of an export: one file, or several
 #: What may be changed in a replay: other settings did their work before the batches were recorded.
 CHANGEABLE = (
-    "learner.algorithm.", "learner.optim.", "learner.micro_batch_tokens", "learner.packing", "learner.threads",
-    "learner.logprob_chunk_tokens", "learner.steps", "learner.device",
-)  # fmt: skip
+    "learner.algorithm.",
+    "learner.optim.",
+    "learner.micro_batch_tokens",
+    "learner.packing",
+    "learner.threads",
+    "learner.logprob_chunk_tokens",
+    "learner.steps",
+    "learner.device",
+)
 
 
 def replay_command(
-    folder: Path, *, begin: int, end: int | None, overrides: Sequence[str], out: Path | None, as_json: bool,
+    folder: Path,
+    *,
+    begin: int,
+    end: int | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    as_json: bool,
     rewards: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Replay and report; 0 where everything that was to be equal is."""
     run = RunDir(folder).require()
     todo = planned(run, begin=begin, end=end, overrides=overrides, rewards=rewards)
@@ -102,10 +114,18 @@ def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str
         if not overrides:
             since = min(others, default=end + 1) - 1
     return Plan(
-        run=str(run.root), start=start, since=since, steps=steps, checkpoint=checkpoint,
-        start_digest=_digest(reader, start), overrides=tuple(overrides), final=_final(run, end, last),
-        rewards="" if rewards is None else str(rewards.resolve()), rescored=others, left=left,
-    )  # fmt: skip
+        run=str(run.root),
+        start=start,
+        since=since,
+        steps=steps,
+        checkpoint=checkpoint,
+        start_digest=_digest(reader, start),
+        overrides=tuple(overrides),
+        final=_final(run, end, last),
+        rewards="" if rewards is None else str(rewards.resolve()),
+        rescored=others,
+        left=left,
+    )
 
 
 def _other_rewards(
@@ -139,8 +159,9 @@ def _check_overrides(run: RunDir, overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0].strip()
         if not key.startswith(CHANGEABLE):
-            raise ConfigError("usage", f"{key} cannot be changed in a replay; what can: {', '.join(CHANGEABLE)}",
-                              where="--set")  # fmt: skip
+            raise ConfigError(
+                "usage", f"{key} cannot be changed in a replay; what can: {', '.join(CHANGEABLE)}", where="--set"
+            )
     load(run.config, overrides)
 
 
@@ -153,16 +174,23 @@ def _start(run: RunDir, reader: Reader, begin: int) -> tuple[int, str]:
     if min(reader.commits) == 1:
         return 0, ""
     known = ", ".join(map(str, sorted(kept))) or "none"
-    raise ConfigError("replay.missing", f"the log begins with step {min(reader.commits)} (a fork), and no checkpoint "
-                      f"at or before step {begin} is kept; there are: {known}", where=str(run.checkpoints))  # fmt: skip
+    raise ConfigError(
+        "replay.missing",
+        f"the log begins with step {min(reader.commits)} (a fork), and no checkpoint "
+        f"at or before step {begin} is kept; there are: {known}",
+        where=str(run.checkpoints),
+    )
 
 
 def _check_archive(run: RunDir, steps: range) -> None:
     archived = set(batch_file.steps_in(run.archive))
     missing = [step for step in steps if step not in archived]
     if missing:
-        raise ConfigError("replay.missing", f"the batch of step {missing[0]} is not archived ({len(missing)} of "
-                          f"{len(steps)} are missing)", where=str(run.archive))  # fmt: skip
+        raise ConfigError(
+            "replay.missing",
+            f"the batch of step {missing[0]} is not archived ({len(missing)} of {len(steps)} are missing)",
+            where=str(run.archive),
+        )
 
 
 def _digest(reader: Reader, version: int) -> str:
@@ -171,8 +199,12 @@ def _digest(reader: Reader, version: int) -> str:
         return reader.commits[version].digest
     known = reader.digests.get(version, set())
     if not known:
-        known = {digests[version] for group in reader.groups.values() for digests in group.digests.values()
-                 if digests.get(version, DATA_PREFIX)[: len(DATA_PREFIX)] not in ("", DATA_PREFIX)}  # fmt: skip
+        known = {
+            digests[version]
+            for group in reader.groups.values()
+            for digests in group.digests.values()
+            if digests.get(version, DATA_PREFIX)[: len(DATA_PREFIX)] not in ("", DATA_PREFIX)
+        }
     return next(iter(known)) if len(known) == 1 else ""
 
 
@@ -227,9 +259,13 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
     log = place.logs / "replay.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command_of(own, place.config), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env={**os.environ, **environment(config.learner.threads, python_path())}, start_new_session=True,
-        )  # fmt: skip
+            command_of(own, place.config),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment(config.learner.threads, python_path())},
+            start_new_session=True,
+        )
     try:
         code = _wait(process, target, limit_s=config.run.hang_timeout_s, say=say)
     finally:
@@ -237,8 +273,12 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
             kill_group(process.pid)
     if code:
         words = log.read_text(errors="replace").strip().splitlines()
-        raise AsyncRLError("role.failed", f"the replay ended with code {code}: {words[-1] if words else ''}",
-                           where="replay", remedy=f"see {log}")  # fmt: skip
+        raise AsyncRLError(
+            "role.failed",
+            f"the replay ended with code {code}: {words[-1] if words else ''}",
+            where="replay",
+            remedy=f"see {log}",
+        )
 
 
 def command_of(config: Config, path: Path) -> list[str]:

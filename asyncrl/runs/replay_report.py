@@ -1,6 +1,6 @@
 """What a replay is to do, what it found, compared with the run, and how it is told.
 
-Called by `asyncrl.runs.replay` and `learners.replay`. Pure: lines in, a verdict and its text out. Guarantees:
+Pure: lines in, a verdict and its text out. Guarantees:
 1. a version counts as equal only where both digests are known and the same; what no log holds is counted apart;
 2. versions made under changed settings are compared, but their difference is no fault.
 """
@@ -13,9 +13,16 @@ import msgspec
 
 PLAN, LINES, END = "plan.json", "steps.jsonl", "end.json"
 COMPARED = {
-    "loss": "loss", "grad_norm": "grad norm", "clip_share": "clip share", "entropy": "entropy",
-    "weight_mean": "mean weight", "tis_capped_share": "capped", "ess": "ess", "kl_behaviour": "KL", "lr": "lr",
-}  # fmt: skip
+    "loss": "loss",
+    "grad_norm": "grad norm",
+    "clip_share": "clip share",
+    "entropy": "entropy",
+    "weight_mean": "mean weight",
+    "tis_capped_share": "capped",
+    "ess": "ess",
+    "kl_behaviour": "KL",
+    "lr": "lr",
+}
 SHOWN_COLUMNS = ("loss", "grad_norm", "clip_share", "entropy", "weight_mean")
 SHOWN_STEPS = 24
 
@@ -108,8 +115,11 @@ def judge(plan: Plan, done: Sequence[Done], end: End, *, wall_s: float) -> Repla
         new = by_step[old.step]
         changed = bool(plan.overrides or plan.rewards) and old.step > plan.since
         equal = None if not old.digest else old.digest == new.digest
-        steps.append(Compared(old.step, changed, equal, new.digest, old.digest, _part(old.metrics), _part(new.metrics),
-                              new.skipped))  # fmt: skip
+        steps.append(
+            Compared(
+                old.step, changed, equal, new.digest, old.digest, _part(old.metrics), _part(new.metrics), new.skipped
+            )
+        )
     same = [step for step in steps if not step.changed]
     checked = [step for step in same if step.equal is not None]
     different = [step.step for step in checked if not step.equal]
@@ -123,11 +133,23 @@ def judge(plan: Plan, done: Sequence[Done], end: End, *, wall_s: float) -> Repla
     notes += [f"step {line.step}: groups {list(line.left_out)} broke here" for line in done if line.left_out]
     return Replayed(
         ok=first is None and bool(checked or plan.overrides or plan.rescored),
-        run=plan.run, start=plan.start, checkpoint=plan.checkpoint, since=plan.since,
-        last=plan.steps[-1].step, overrides=plan.overrides, checked=len(checked), equal=len(checked) - len(different),
-        unknown=len(same) - len(checked), first_different=first, steps=steps, weights=end.weights, notes=notes,
-        wall_s=round(wall_s, 3), rewards=plan.rewards, rescored=plan.rescored,
-    )  # fmt: skip
+        run=plan.run,
+        start=plan.start,
+        checkpoint=plan.checkpoint,
+        since=plan.since,
+        last=plan.steps[-1].step,
+        overrides=plan.overrides,
+        checked=len(checked),
+        equal=len(checked) - len(different),
+        unknown=len(same) - len(checked),
+        first_different=first,
+        steps=steps,
+        weights=end.weights,
+        notes=notes,
+        wall_s=round(wall_s, 3),
+        rewards=plan.rewards,
+        rescored=plan.rescored,
+    )
 
 
 def _part(metrics: dict[str, float]) -> dict[str, float]:
@@ -174,8 +196,11 @@ def _what_if(found: Replayed) -> list[str]:
     for place, step in enumerate(changed):
         if place % every == 0 or step is changed[-1]:
             cells = [f"{_number(step.old.get(name))} -> {_number(step.new.get(name))}" for name in SHOWN_COLUMNS]
-            lines.append(f"  {step.step:>4}  " + "  ".join(f"{cell:>24}" for cell in cells)
-                         + ("  skipped" if step.skipped else ""))  # fmt: skip
+            lines.append(
+                f"  {step.step:>4}  "
+                + "  ".join(f"{cell:>24}" for cell in cells)
+                + ("  skipped" if step.skipped else "")
+            )
     lines += ["", "  mean over these steps, old -> new"]
     for name, title in COMPARED.items():
         pairs = [(step.old[name], step.new[name]) for step in changed if name in step.old and name in step.new]
@@ -184,8 +209,10 @@ def _what_if(found: Replayed) -> list[str]:
             lines.append(f"    {title:<12} {_number(old)} -> {_number(new)}")
     if found.weights:
         w = found.weights
-        lines.append(f"  final weights: distance {w['distance']:.4g} (L2), {w['relative']:.3g} of the run's norm; "
-                     f"largest difference {w['largest']:.3g}")  # fmt: skip
+        lines.append(
+            f"  final weights: distance {w['distance']:.4g} (L2), {w['relative']:.3g} of the run's norm; "
+            f"largest difference {w['largest']:.3g}"
+        )
     equal = sum(step.equal is True for step in changed)
     lines.append(f"  versions bitwise equal to the run's: {equal} of {len(changed)}")
     return lines

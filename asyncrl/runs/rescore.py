@@ -1,6 +1,6 @@
 """`asyncrl rescore`: the archived samples of a finished or a running run, scored again: what would have changed?
 
-Called by `asyncrl.cli`. This module plans and reports; the functions run in the children of `python -m
+This module plans and reports; the functions run in the children of `python -m
 producers.rewards.rescore`, a process of its own, with the limits of the run's reward workers. Guarantees:
 1. nothing is written into the run: the scores go to a file of their own (`asyncrl.runs.score_file`);
 2. `--reward` stands in for the functions of `--judge`, the parts of other judges stay as they were recorded; without
@@ -82,9 +82,13 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     say(f"rescore of {run.root}: {len(plan.steps)} archived steps")
     groups, versions = _run(config, plan, say)
     head = Head(
-        run=str(run.root), functions=tuple(reward.function or reward.label for reward in config.reward),
-        judge=named(judge) if judge else None, versions=versions, recorded=recorded_versions(run), t=time.time(),
-    )  # fmt: skip
+        run=str(run.root),
+        functions=tuple(reward.function or reward.label for reward in config.reward),
+        judge=named(judge) if judge else None,
+        versions=versions,
+        recorded=recorded_versions(run),
+        t=time.time(),
+    )
     write_scores(path, head, groups)
     found = summary(head, groups, path=path, wall_s=time.monotonic() - started)
     print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else render(found))
@@ -137,9 +141,13 @@ def _limits(config: Config, judge: Any) -> Any:
     if judge is None:
         return config.reward_workers
     return msgspec.structs.replace(
-        config.reward_workers, count=judge.count, timeout_s=judge.timeout_s, retries=judge.retries,
-        batch_samples=judge.batch_samples, memory_bytes=judge.memory_bytes,
-    )  # fmt: skip
+        config.reward_workers,
+        count=judge.count,
+        timeout_s=judge.timeout_s,
+        retries=judge.retries,
+        batch_samples=judge.batch_samples,
+        memory_bytes=judge.memory_bytes,
+    )
 
 
 def recorded_versions(run: RunDir) -> dict[str, int]:
@@ -183,10 +191,13 @@ def _score(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     ]
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [*words, "--config", str(folder / "config.toml"), "--name", "rescore"], stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment(1, python_path())},
+            [*words, "--config", str(folder / "config.toml"), "--name", "rescore"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment(1, python_path())},
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         code = _wait(process, folder / LINES, limit_s=config.run.hang_timeout_s, say=say)
     finally:
@@ -194,8 +205,12 @@ def _score(config: Config, folder: Path, say: Callable[[str], None]) -> None:
             kill_group(process.pid)
     if code:
         said = log.read_text(errors="replace").strip()
-        raise AsyncRLError("role.failed", f"scoring ended with code {code}:\n{said[-2000:]}", where="rescore",
-                           remedy="correct the reward function")  # fmt: skip
+        raise AsyncRLError(
+            "role.failed",
+            f"scoring ended with code {code}:\n{said[-2000:]}",
+            where="rescore",
+            remedy="correct the reward function",
+        )
 
 
 def _wait(process: subprocess.Popen[bytes], lines: Path, *, limit_s: float, say: Callable[[str], None]) -> int:
@@ -217,18 +232,26 @@ def _wait(process: subprocess.Popen[bytes], lines: Path, *, limit_s: float, say:
 
 
 def summary(head: Head, groups: Sequence[GroupScores], *, path: Path, wall_s: float) -> Rescored:
-    """The figures."""
     pairs = [(one.before[index], reward) for one in groups for index, reward in one.rewards.items()]
     changed = tuple(one for one in groups if one.changed)
     failed = Counter(why.split(":")[0] for one in groups for why in one.failed.values())
     return Rescored(
-        run=head.run, file=str(path), functions=head.functions, steps=len({one.step for one in groups}),
-        groups=len(groups), samples=sum(len(one.before) for one in groups), changed_groups=len(changed),
+        run=head.run,
+        file=str(path),
+        functions=head.functions,
+        steps=len({one.step for one in groups}),
+        groups=len(groups),
+        samples=sum(len(one.before) for one in groups),
+        changed_groups=len(changed),
         changed_samples=sum(len(one.changed) for one in changed),
         mean_before=fmean(old for old, _ in pairs) if pairs else None,
-        mean_after=fmean(new for _, new in pairs) if pairs else None, failed=dict(failed), versions=head.versions,
-        recorded=head.recorded, changed=changed, wall_s=round(wall_s, 3),
-    )  # fmt: skip
+        mean_after=fmean(new for _, new in pairs) if pairs else None,
+        failed=dict(failed),
+        versions=head.versions,
+        recorded=head.recorded,
+        changed=changed,
+        wall_s=round(wall_s, 3),
+    )
 
 
 def render(found: Rescored) -> str:
@@ -243,12 +266,16 @@ def render(found: Rescored) -> str:
     told = ", ".join(f"{version or 'none'} ({count} scores)" for version, count in sorted(found.recorded.items()))
     lines.append(f"version     {told or 'none'} in the log, {', '.join(found.versions.values())} now")
     if found.changed_samples and set(found.versions.values()) <= found.recorded.keys():
-        lines.append("note: the files of the functions are those of the run: they are not deterministic, or what they "
-                     "import or read has changed")  # fmt: skip
+        lines.append(
+            "note: the files of the functions are those of the run: they are not deterministic, or what they "
+            "import or read has changed"
+        )
     for one in found.changed[:SHOWN_GROUPS]:
         before, after = (fmean(side[index] for index in one.rewards) for side in (one.before, one.rewards))
-        lines.append(f"  group {one.group:>6} of step {one.step:>5}: {before:.4f} -> {after:.4f}, "
-                     f"{len(one.changed)} of {len(one.before)} samples")  # fmt: skip
+        lines.append(
+            f"  group {one.group:>6} of step {one.step:>5}: {before:.4f} -> {after:.4f}, "
+            f"{len(one.changed)} of {len(one.before)} samples"
+        )
     if len(found.changed) > SHOWN_GROUPS:
         lines.append(f"  and {len(found.changed) - SHOWN_GROUPS} more groups: see the file")
     lines += [f"failed      {count} samples: {reason}" for reason, count in sorted(found.failed.items())]

@@ -1,6 +1,7 @@
 """A file of scores: what other reward functions say of the archived samples of a run.
 
-Written by `asyncrl.runs.rescore`, read by it and by `asyncrl replay --rewards`. JSON lines: a `Head`, then one `GroupScores`
+Written by `asyncrl.runs.rescore`, read by it and by `asyncrl replay --rewards`. JSON lines: a `Head`, then one
+`GroupScores`
 for every archived group, in the order of the steps. Guarantees:
 1. a file is whole or not there; one that cannot be read is `rescore.file`;
 2. a sample that could not be scored stands in `failed` with the reason, never with a reward;

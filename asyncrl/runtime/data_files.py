@@ -1,6 +1,6 @@
 """Which files `data.path` names, and the first look into one: files, patterns, folders that `datasets` has saved.
 
-Called by `asyncrl.preflight.files`, `producers.data.prompts` and `producers.engines.dataset`. pyarrow is imported where a file needs it.
+pyarrow is imported where a file needs it.
 Guarantees:
 1. the order is that of the text; files of a pattern by their names, of a saved folder as its `state.json` has them;
 2. what cannot be read is `config.data` with what to write instead; a folder is never guessed at, since train and test
@@ -51,8 +51,12 @@ def files_of(part: str) -> list[Path]:
 def _of_folder(folder: Path) -> list[Path]:
     splits = _json(folder / "dataset_dict.json").get("splits")
     if isinstance(splits, list) and splits:
-        raise ConfigError("config.data", f"it is a folder of splits: {', '.join(map(str, splits))}", where=str(folder),
-                          remedy=f"name one, such as {str(folder / str(splits[0]))!r}")  # fmt: skip
+        raise ConfigError(
+            "config.data",
+            f"it is a folder of splits: {', '.join(map(str, splits))}",
+            where=str(folder),
+            remedy=f"name one, such as {str(folder / str(splits[0]))!r}",
+        )
     saved = _json(folder / "state.json").get("_data_files")
     if isinstance(saved, list) and saved:
         return [folder / str(item["filename"]) for item in saved if isinstance(item, dict) and "filename" in item]
@@ -60,8 +64,12 @@ def _of_folder(folder: Path) -> list[Path]:
     if not inside:
         raise ConfigError("config.data", f"the folder has no {', '.join(KINDS)} files", where=str(folder))
     shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
-    raise ConfigError("config.data", f"it is a folder, of {shown}", where=str(folder),
-                      remedy=f"name its files, such as {str(folder / _pattern(inside[0]))!r}")  # fmt: skip
+    raise ConfigError(
+        "config.data",
+        f"it is a folder, of {shown}",
+        where=str(folder),
+        remedy=f"name its files, such as {str(folder / _pattern(inside[0]))!r}",
+    )
 
 
 def _pattern(first: Path) -> Path:
@@ -133,8 +141,9 @@ def _open_arrow(path: Path) -> Any:
 def _any_rows(reader: Any) -> bool:
     batches = (
         (reader.get_batch(number) for number in range(reader.num_record_batches))
-        if hasattr(reader, "num_record_batches") else reader
-    )  # fmt: skip
+        if hasattr(reader, "num_record_batches")
+        else reader
+    )
     return any(batch.num_rows for batch in batches)
 
 

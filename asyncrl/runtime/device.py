@@ -1,6 +1,6 @@
 """The one place that knows cuda, npu and cpu, and nccl, hccl and gloo.
 
-Called by the learner and by torch engines of producers. Guarantees:
+Guarantees:
 1. no other file branches on a device type: they ask `supports(feature)` or call a method that does nothing where the
    device has no such thing;
 2. torch is imported inside the methods, so that contracts stay light;
@@ -99,7 +99,6 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """For `tensor.to`."""
         import torch
 
         return torch.device(repr(self))

@@ -1,6 +1,6 @@
 """Named places where a test may make a process fail: `failpoint("learner.after_step")`.
 
-Called by every role at the places of `SITES`; without the environment variable a call is one dictionary lookup.
+Without the environment variable a call is one dictionary lookup.
 
     ASYNCRL_FAILPOINT=name:action:count[,name:action:count...]
     ASYNCRL_FAILPOINT_ONCE=folder       each entry fires once in all processes together: a file there remembers it
@@ -182,6 +182,6 @@ def failpoint(name: str) -> None:
 
 def arm(environment: Mapping[str, str] | None = None) -> None:
     """Read the variable; `asyncrl.runtime.role.run` calls this once, at the start of a process."""
-    global _here
+    global _here  # noqa: PLW0603 - one per process, set before anything runs
     points = Failpoints(os.environ if environment is None else environment)
     _here = points if points.armed else None

@@ -1,6 +1,6 @@
 """The fingerprint of a model folder: what both ends of a run must agree on before they exchange tokens or weights.
 
-Called by engines and by the learner for `Hello`, `Register` and `MemberPoll` (faults.md F27). Guarantees:
+Guarantees:
 1. it covers the model's shape (`config.json` without fields that change no tensor), the tokenizer and its chat
    template, and the dtype of the run; not the weights, which have digests of their own;
 2. it is 32 hex digits, the same on every host and Python version.

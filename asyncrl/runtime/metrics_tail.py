@@ -1,6 +1,6 @@
 """Follows the metrics of a run as its roles write them: the newest numbers of everybody, and a point per step.
 
-Called by `learners.trackers.main` (points for trackers) and `asyncrl.monitor.prometheus` (the newest numbers). Guarantees:
+Guarantees:
 1. it reads files of the run folder and nothing else: no role notices, whatever becomes of the reader;
 2. lines of one look are taken in the order of their time, so a point holds what was known when its step ended;
 3. `positions` say how far it has read: a reader that starts with them repeats at most what it did not finish.
@@ -104,10 +104,10 @@ class Following:
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line: what the catalogue knows."""
     return {
-        key: float(value) for key, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        and (key in CATALOGUE or key.startswith(OPEN))
-    }  # fmt: skip
+        key: float(value)
+        for key, value in line.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and (key in CATALOGUE or key.startswith(OPEN))
+    }
 
 
 def _time(line: Mapping[str, Any]) -> float:

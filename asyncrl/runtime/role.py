@@ -1,6 +1,6 @@
 """The outermost loop of every role process: arguments, signals, exit codes.
 
-Called by the `main` of each role. Guarantees:
+Guarantees:
 1. SIGTERM or SIGINT asks for a graceful stop; the second one ends the process at once (exit code 130);
 2. the process ends with its parent (Linux), so a killed launcher leaves no orphan;
 3. SIGUSR1 prints the stacks of all threads to the log;

@@ -1,6 +1,6 @@
 """The folder of a run: where everything lies, who works on it, and the addresses of its services.
 
-Called by every role and by the tools that look at a run. Guarantees:
+Guarantees:
 1. one layout, here; nobody else joins paths of a run;
 2. a file that others read is written under a temporary name, synced and renamed;
 3. a role that must exist once (buffer, weight sync) holds a lock on its file: a second one is refused.

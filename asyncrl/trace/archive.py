@@ -1,6 +1,6 @@
 """The words of a group, from the archived batch of a step that claimed it: prompt, responses, and what was taken out.
 
-Called by `asyncrl.trace.story` where the run has an archive. Guarantees:
+Guarantees:
 1. a file that is damaged or missing gives a sentence, never an error: the rest of the story does not depend on it;
 2. text where the model folder has a `tokenizer.json`, else token ids.
 """
@@ -60,11 +60,13 @@ def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
         if data.group == group:
             decode = decoder(Path(config.model.path))
             return Words(
-                step, decode(data.prompt_ids.tolist()),
+                step,
+                decode(data.prompt_ids.tolist()),
                 {sample.index: decode(sample.response.tolist()) for sample in data.samples},
                 {sample.index: list(sample.turns) for sample in data.samples if sample.turns},
-                {sample.index: sample.finish for sample in data.samples}, batch.tuning,
-            )  # fmt: skip
+                {sample.index: sample.finish for sample in data.samples},
+                batch.tuning,
+            )
     return None
 
 

@@ -1,6 +1,6 @@
 """`asyncrl trace RUN --perfetto FILE`: a run as a timeline for ui.perfetto.dev, from its logs.
 
-Called by `asyncrl.cli`. Writes Perfetto's own format: a track per role process, in it one for what it holds; what
+Writes Perfetto's own format: a track per role process, in it one for what it holds; what
 overlaps lies in lanes below one another. Guarantees:
 1. it only reads, line by line: a run of any length needs memory for what was under way at one time, and it may go on;
 2. slices of one lane nest; times are microseconds since the run's first event, none is negative;
@@ -38,8 +38,13 @@ PARTS = ("checkpoint", "wait", "fetch", "assemble", "proximal", "train", "publis
 MARKED = frozenset({"exit", "restart", "kill", "given up", "silent", "back", "stop", "end"})  # of logs/launch.jsonl
 #: Names of tracks.
 STEPS, HELD, SCORED, WAITING, ROUNDS, EVALUATIONS = (
-    "steps", "groups held", "groups scored", "groups waiting", "rounds", "evaluations"
-)  # fmt: skip
+    "steps",
+    "groups held",
+    "groups scored",
+    "groups waiting",
+    "rounds",
+    "evaluations",
+)
 #: Curves: metric -> unit. The lines of the buffer, of the learner, of the others.
 QUEUE = {"leased": "groups", "unscored": "groups", "ready": "groups", "claimed": "groups"}
 CURVES = {"lag_mean": "steps", "lag_max": "steps", "reward_mean": "", "tokens_per_s": "tokens/s"}
@@ -97,9 +102,16 @@ class GroupDrawing:
         way.attempts += 1
         again = f", attempt {way.attempts}" if way.attempts > 1 else ""
         way.lease = self._draw.begin(
-            event["producer"], HELD, event["t"], f"group {event['g']}{again}", flows=(group_flow(event["g"]),),
-            group=event["g"], engine_version=event["w"], deadline=event["deadline"], bound=event["bound"],
-        )  # fmt: skip
+            event["producer"],
+            HELD,
+            event["t"],
+            f"group {event['g']}{again}",
+            flows=(group_flow(event["g"]),),
+            group=event["g"],
+            engine_version=event["w"],
+            deadline=event["deadline"],
+            bound=event["bound"],
+        )
 
     def _sample(self, event: Event) -> None:
         way = self._ways.get(event["g"])
@@ -196,9 +208,13 @@ class GroupDrawing:
 
     def _eval_begin(self, event: Event) -> None:
         self._evaluations[event["round"]] = self._draw.begin(
-            "buffer", EVALUATIONS, event["t"], f"evaluation of step {event['step']}", prompts=event.get("prompts"),
+            "buffer",
+            EVALUATIONS,
+            event["t"],
+            f"evaluation of step {event['step']}",
+            prompts=event.get("prompts"),
             samples=event.get("samples"),
-        )  # fmt: skip
+        )
 
     def _eval_end(self, event: Event) -> None:
         one = self._evaluations.pop(event["round"], None)

@@ -1,6 +1,6 @@
 """Perfetto's own trace format, as far as a run needs it: slices on tracks, flows between them, marks, curves.
 
-Called by `asyncrl.trace.perfetto`. Guarantees:
+Guarantees:
 1. a file is there whole or not at all, gzipped, and is written packet by packet;
 2. slices that overlap are given lanes of their own; a lane that is free again is used again; the lanes of a name are
    one track to the eye, which unfolds;
@@ -97,7 +97,6 @@ class Out:
         self.events = 0
 
     def put(self, packet: bytes) -> None:
-        """One packet."""
         self._file.write(sized(PACKET, packet))
         self.events += 1
 

@@ -1,6 +1,6 @@
 """`asyncrl trace` on a terminal: a group's story, the groups of a step, the dead letters.
 
-Called by `asyncrl.cli`. It decides nothing: `asyncrl.trace.story` reads. Times are seconds since the group was issued.
+It decides nothing: `asyncrl.trace.story` reads. Times are seconds since the group was issued.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def _leases(story: Story) -> Iterator[str]:
     yield "leases"
     for lease in story.leases:
         lost = f"; lost {_at(story, lease.lost_at).strip()}: {lease.lost}" if lease.lost else ""
-        yield (f"  {_at(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
-               f"{lease.engine_version}, deadline {lease.deadline} (token {lease.token}){lost}")  # fmt: skip
+        yield (
+            f"  {_at(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
+            f"{lease.engine_version}, deadline {lease.deadline} (token {lease.token}){lost}"
+        )
         if lease.continued:
             there = ", ".join(f"#{index} after {tokens} tokens" for index, tokens in lease.continued.items())
             yield f"              goes on with {there}"
@@ -119,8 +121,10 @@ def _reward(sample: Sample) -> str:
     if sample.parts:
         text += " (" + ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items()) + ")"
     if sample.judged:
-        said = (f"{shown(one.judge)} {one.reward:.4g} by {one.worker}"
-                + (f", version {one.version}" if one.version else "") for one in sample.judged)  # fmt: skip
+        said = (
+            f"{shown(one.judge)} {one.reward:.4g} by {one.worker}" + (f", version {one.version}" if one.version else "")
+            for one in sample.judged
+        )
         text += f": {'; '.join(said)}"
     elif sample.worker:
         text += f" by {sample.worker}" + (f", version {sample.reward_version}" if sample.reward_version else "")
@@ -132,10 +136,12 @@ def _times(story: Story) -> Iterator[str]:
     last = story.training[-1] if story.training else None
     claimed, committed, retired = (last.claimed_at, last.committed_at, last.retired_at) if last else (0.0, 0.0, 0.0)
     marks = [
-        ("leased", story.issued_at, story.unscored_at), ("unscored", story.unscored_at, story.ready_at),
-        ("ready", story.ready_at, first), ("claimed", claimed, committed),
+        ("leased", story.issued_at, story.unscored_at),
+        ("unscored", story.unscored_at, story.ready_at),
+        ("ready", story.ready_at, first),
+        ("claimed", claimed, committed),
         ("trained", committed, retired),
-    ]  # fmt: skip
+    ]
     parts = [f"{name} {end - start:.3f} s" for name, start, end in marks if start and end >= start]
     yield "times     " + (", ".join(parts) or "still in its first state")
 
@@ -146,8 +152,10 @@ def _training(story: Story) -> Iterator[str]:
         loss = training.loss
         for place, index in enumerate(loss.get("indexes", ())):
             weight = loss["weights"][place]
-            yield (f"            #{index}: advantage {loss['advantages'][place]:+.4f}, {loss['tokens'][place]} tokens, "
-                   f"mean importance weight {'-' if weight is None else f'{weight:.4f}'}")  # fmt: skip
+            yield (
+                f"            #{index}: advantage {loss['advantages'][place]:+.4f}, {loss['tokens'][place]} tokens, "
+                f"mean importance weight {'-' if weight is None else f'{weight:.4f}'}"
+            )
 
 
 def _step(story: Story, training: Training) -> str:
@@ -165,8 +173,10 @@ def _step(story: Story, training: Training) -> str:
 def step_text(claim: dict[str, Any], stories: list[Story]) -> str:
     """The groups of a step, one line each."""
     replayed = ", replayed" if claim["replayed"] else ""
-    lines = [f"step {claim['step']} from version {claim['version']}, learner epoch {claim['epoch']}{replayed}: "
-             f"{len(stories)} groups"]  # fmt: skip
+    lines = [
+        f"step {claim['step']} from version {claim['version']}, learner epoch {claim['epoch']}{replayed}: "
+        f"{len(stories)} groups"
+    ]
     for story in stories:
         training = next((item for item in reversed(story.training) if item.step == claim["step"]), None)
         rewards = [sample.reward for sample in story.samples if sample.reward is not None]
@@ -174,8 +184,10 @@ def step_text(claim: dict[str, Any], stories: list[Story]) -> str:
         tokens = sum(sample.length for sample in story.samples)
         makers = ", ".join(sorted({sample.producer for sample in story.samples}))
         lag = "-" if training is None or training.lag is None else str(training.lag)
-        lines.append(f"  group {story.group:>6}  lag {lag} of {story.bound}  reward {mean}  "
-                     f"{len(story.samples)} samples, {tokens} tokens  by {makers}  {story.state}")  # fmt: skip
+        lines.append(
+            f"  group {story.group:>6}  lag {lag} of {story.bound}  reward {mean}  "
+            f"{len(story.samples)} samples, {tokens} tokens  by {makers}  {story.state}"
+        )
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """`asyncrl trace RUN GROUP`: one group's story from the logs of its run.
 
-Called by `asyncrl.cli`; `asyncrl.trace.render` writes it out. Reads history.jsonl, metrics/groups.jsonl, the dead letters
+`asyncrl.trace.render` writes it out. Reads history.jsonl, metrics/groups.jsonl, the dead letters
 and the configuration; its words come from the archive, where there is one, else the prompt from the data, by a child
 process (roles are not imported here). Guarantees:
 1. it only reads: the run may be going on, and a last line that is not whole yet is passed over;
@@ -210,9 +210,16 @@ def _issue(story: Story, event: Event) -> None:
 def _lease(story: Story, event: Event) -> None:
     story.state = "leased"
     story.leases.append(
-        Lease(event["token"], event["attempt"], event["producer"], event["w"], event["deadline"], event["bound"],
-              event["t"])
-    )  # fmt: skip
+        Lease(
+            event["token"],
+            event["attempt"],
+            event["producer"],
+            event["w"],
+            event["deadline"],
+            event["bound"],
+            event["t"],
+        )
+    )
 
 
 def _continue(story: Story, event: Event) -> None:
@@ -255,8 +262,10 @@ def _score(story: Story, event: Event) -> None:
 def _judged(story: Story, event: Event) -> None:
     for sample in story.samples:
         if sample.index == event["i"]:
-            sample.judged = [*sample.judged, Judgement(event["judge"], event["reward"], event["worker"],
-                                                       event.get("version", ""), event["t"])]  # fmt: skip
+            sample.judged = [
+                *sample.judged,
+                Judgement(event["judge"], event["reward"], event["worker"], event.get("version", ""), event["t"]),
+            ]
 
 
 def _unscored(story: Story, event: Event) -> None:
@@ -275,8 +284,9 @@ def _claim(story: Story, event: Event) -> None:
     story.state = "claimed"
     oldest = min((version for sample in story.samples for version, _ in sample.runs), default=None)
     lag = None if oldest is None else event["version"] - oldest
-    story.training.append(Training(event["step"], event["version"], event["epoch"], event["t"], lag,
-                                   replayed=event["replayed"]))  # fmt: skip
+    story.training.append(
+        Training(event["step"], event["version"], event["epoch"], event["t"], lag, replayed=event["replayed"])
+    )
 
 
 def _commit(story: Story, event: Event) -> None:
@@ -312,17 +322,35 @@ def _dead(story: Story, event: Event) -> None:
 
 
 _HANDLERS = {
-    "issue": _issue, "lease": _lease, "lost": _lost, "sample": _sample, "score": _score, "unscored": _unscored,
-    "ready": _ready, "cancel": _cancel, "claim": _claim, "commit": _commit, "register": _register, "retire": _retire,
-    "drop": _drop, "dead": _dead, "continue": _continue, "discard": _discard, "judged": _judged,
-}  # fmt: skip
+    "issue": _issue,
+    "lease": _lease,
+    "lost": _lost,
+    "sample": _sample,
+    "score": _score,
+    "unscored": _unscored,
+    "ready": _ready,
+    "cancel": _cancel,
+    "claim": _claim,
+    "commit": _commit,
+    "register": _register,
+    "retire": _retire,
+    "drop": _drop,
+    "dead": _dead,
+    "continue": _continue,
+    "discard": _discard,
+    "judged": _judged,
+}
 
 
 def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
     """Advantages and weights of the steps that trained them: the last line of a step is the one that counts."""
     path = run.metrics / "groups.jsonl"
-    wanted = {(training.step, story.group): training
-              for story in stories.values() for training in story.training if not training.superseded}  # fmt: skip
+    wanted = {
+        (training.step, story.group): training
+        for story in stories.values()
+        for training in story.training
+        if not training.superseded
+    }
     needles = tuple({b'"step":%d,' % step for step, _ in wanted})
     if not path.exists() or not wanted:
         return

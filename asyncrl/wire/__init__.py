@@ -1,6 +1,6 @@
 """Every message that crosses a process, and the one boundary that decodes them.
 
-Called by `asyncrl.net.sockets` and by the clients and services of `buffers` and `weightsync`. A message on the wire is
+A message on the wire is
 
     [prefix 32 bytes][header: msgpack of a tagged, array-like, frozen struct][payload]...
 
@@ -704,13 +704,51 @@ class Fetched(Message, frozen=True, tag=67):
 
 
 AnyMessage = Union[
-    Hello, Welcome, Refused, Ok, Heartbeat, StatusRequest, StatusReply, Stop, Replies, Tune, Tuned,
-    LeaseRequest, Leases, Samples, SamplesReply, LeaseReturn, SamplesAt, Pieces, PiecesReply,
-    RewardRequest, RewardWork, Scores, ScoresReply,
-    Register, Registered, Claim, NotYet, Batch, Commit, Quarantine, LedgerRequest, LedgerReply, Checkpointed, Goodbye,
-    EvaluationsRequest, EvaluationsReply,
-    Publish, Published, RoundRequest, RoundReply, MemberPoll, Instruction, Fetch, Fetched,
-]  # fmt: skip
+    Hello,
+    Welcome,
+    Refused,
+    Ok,
+    Heartbeat,
+    StatusRequest,
+    StatusReply,
+    Stop,
+    Replies,
+    Tune,
+    Tuned,
+    LeaseRequest,
+    Leases,
+    Samples,
+    SamplesReply,
+    LeaseReturn,
+    SamplesAt,
+    Pieces,
+    PiecesReply,
+    RewardRequest,
+    RewardWork,
+    Scores,
+    ScoresReply,
+    Register,
+    Registered,
+    Claim,
+    NotYet,
+    Batch,
+    Commit,
+    Quarantine,
+    LedgerRequest,
+    LedgerReply,
+    Checkpointed,
+    Goodbye,
+    EvaluationsRequest,
+    EvaluationsReply,
+    Publish,
+    Published,
+    RoundRequest,
+    RoundReply,
+    MemberPoll,
+    Instruction,
+    Fetch,
+    Fetched,
+]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)

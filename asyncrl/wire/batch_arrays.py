@@ -1,6 +1,6 @@
 """A claimed batch as arrays: what the learner gets of the wire form.
 
-Called by `buffers.client.client` (claims) and by who reads archived batches. Guarantees:
+Guarantees:
 1. arrays are read-only views into the payloads, nothing is copied;
 2. every record is validated again; a group that fails is named in `invalid` and left out.
 """
@@ -89,9 +89,16 @@ def claimed(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:
         except WireError as error:
             invalid[head.group] = error.message
     return ClaimedBatch(
-        batch.step, batch.version, batch.replayed, tuple(groups), batch.ledger, invalid,
-        lengths=batch.lengths, tuning=batch.tuning, frames=Frames(batch, tuple(payloads)),
-    )  # fmt: skip
+        batch.step,
+        batch.version,
+        batch.replayed,
+        tuple(groups),
+        batch.ledger,
+        invalid,
+        lengths=batch.lengths,
+        tuning=batch.tuning,
+        frames=Frames(batch, tuple(payloads)),
+    )
 
 
 def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
@@ -115,9 +122,18 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
             if index in samples or index not in rewards:
                 continue
             samples[index] = SampleData(
-                index, response[place], logprobs[place], None if mask is None else mask[place], item.runs, item.finish,
-                rewards[index], parts.get(index, {}), message.digests, item.rows, item.turns,
-            )  # fmt: skip
+                index,
+                response[place],
+                logprobs[place],
+                None if mask is None else mask[place],
+                item.runs,
+                item.finish,
+                rewards[index],
+                parts.get(index, {}),
+                message.digests,
+                item.rows,
+                item.turns,
+            )
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")
     ordered = tuple(samples[index] for index in sorted(samples))

@@ -1,6 +1,6 @@
 """The only door to the buffer: one client per role. Imports neither torch nor redis.
 
-Called by producers, reward workers, the learner, the front door. Guarantees:
+Guarantees:
 1. every call ends: with its answer, with the service's refusal as an error of the catalogue, or with `net.unreachable`
    after `timeout_s` (plus the time that the service was asked to wait);
 2. a call may be sent twice under way (the service is idempotent), never answered twice;
@@ -27,17 +27,17 @@ from asyncrl.errors import Unavailable, WireError
 from asyncrl.net.sockets import AsyncRequester, Keys, Requester
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Buffer, IntArray
-from asyncrl.wire.batch_arrays import ClaimedBatch as ClaimedBatch
-from asyncrl.wire.batch_arrays import Frames as Frames
-from asyncrl.wire.batch_arrays import GroupData as GroupData
-from asyncrl.wire.batch_arrays import SampleData as SampleData
-from asyncrl.wire.batch_arrays import claimed as claimed
-from asyncrl.wire.batch_arrays import group_data as group_data
+from asyncrl.wire.batch_arrays import ClaimedBatch as ClaimedBatch  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import Frames as Frames  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import GroupData as GroupData  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import SampleData as SampleData  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import claimed as claimed  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import group_data as group_data  # noqa: PLC0414
 from asyncrl.wire.batch_arrays import row_of
-from buffers.client.offline_ledger import epoch_of as epoch_of
-from buffers.client.offline_ledger import grown_ledger as grown_ledger
-from buffers.client.partial_samples import BegunSample as BegunSample
-from buffers.client.partial_samples import PieceData as PieceData
+from buffers.client.offline_ledger import epoch_of as epoch_of  # noqa: PLC0414
+from buffers.client.offline_ledger import grown_ledger as grown_ledger  # noqa: PLC0414
+from buffers.client.partial_samples import BegunSample as BegunSample  # noqa: PLC0414
+from buffers.client.partial_samples import PieceData as PieceData  # noqa: PLC0414
 from buffers.client.partial_samples import packed, unpacked
 from buffers.client.place_reader import PlaceReader
 from buffers.client.place_writer import PlaceWriter
@@ -84,9 +84,12 @@ class _AsyncClient:
         return welcome
 
     async def heartbeat(
-        self, stats: Mapping[str, float], *, waiting_for: str = "",
+        self,
+        stats: Mapping[str, float],
+        *,
+        waiting_for: str = "",
         holds: Sequence[wire.Lease | wire.RewardItem] | None = None,
-    ) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    ) -> tuple[tuple[int, int], ...]:
         """This process is alive: its leases are renewed. `holds`: those it works on; others are lost after a while.
 
         The answer: leases (group, token) whose samples nobody wants any more.
@@ -97,7 +100,6 @@ class _AsyncClient:
         return answer.cancelled
 
     def close(self) -> None:
-        """Close the socket."""
         self._requester.close()
 
 
@@ -172,11 +174,19 @@ class ProducerClient(_AsyncClient):
             return  # the service is gone: the leases expire there
 
     async def submit(
-        self, lease: wire.Lease, *, prompt_ids: IntArray, samples: Sequence[GenDelta], digests: Mapping[int, str],
-        row: Mapping[str, Any], rewards: Mapping[int, float] | None = None,
-        masks: Mapping[int, Any] | None = None, rows: Mapping[int, Rows] | None = None,
-        turns: Mapping[int, Turns] | None = None, parts: Mapping[int, Mapping[str, float]] | None = None,
-    ) -> wire.SamplesReply:  # fmt: skip
+        self,
+        lease: wire.Lease,
+        *,
+        prompt_ids: IntArray,
+        samples: Sequence[GenDelta],
+        digests: Mapping[int, str],
+        row: Mapping[str, Any],
+        rewards: Mapping[int, float] | None = None,
+        masks: Mapping[int, Any] | None = None,
+        rows: Mapping[int, Rows] | None = None,
+        turns: Mapping[int, Turns] | None = None,
+        parts: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> wire.SamplesReply:
         """Finished samples of a leased group. `digests`: version -> digest of the weights that the engine loaded.
 
         `masks` (sample index -> u1 `[T]`) where some tokens were not sampled by the policy; `rows` and `turns` as in
@@ -193,16 +203,29 @@ class ProducerClient(_AsyncClient):
             arrays["mask"] = ("u1", _joined(ones, "u1"))
         fields, payload = wire.pack_parts(arrays)
         heads = tuple(
-            wire.SampleHead(item.index, len(item.token_ids), item.finish, item.runs, rows.get(item.index, ()),
-                            turns.get(item.index, ()))
+            wire.SampleHead(
+                item.index,
+                len(item.token_ids),
+                item.finish,
+                item.runs,
+                rows.get(item.index, ()),
+                turns.get(item.index, ()),
+            )
             for item in samples
-        )  # fmt: skip
+        )
         used = {version for sample in samples for version, _ in sample.runs}
         message = wire.Samples(
-            self.name, lease.group, lease.token, heads, {v: digests[v] for v in sorted(used) if v in digests}, fields,
-            msgspec.json.encode(row).decode(), fields[0].count, rewards=dict(rewards or {}),
+            self.name,
+            lease.group,
+            lease.token,
+            heads,
+            {v: digests[v] for v in sorted(used) if v in digests},
+            fields,
+            msgspec.json.encode(row).decode(),
+            fields[0].count,
+            rewards=dict(rewards or {}),
             parts={index: dict(named) for index, named in (parts or {}).items()},
-        )  # fmt: skip
+        )
         if self._writer is not None and len(payload) >= (self.place_from or 0):
             found = await self._by_place(self._writer, message, payload)
             if found is not None:
@@ -244,9 +267,15 @@ class RewardClient(_AsyncClient):
     role = "reward"
 
     def __init__(
-        self, address: str, *, name: str, judge: str = "", keys: Keys | None = None, max_bytes: int = MAX_BYTES,
+        self,
+        address: str,
+        *,
+        name: str,
+        judge: str = "",
+        keys: Keys | None = None,
+        max_bytes: int = MAX_BYTES,
         timeout_s: float = 60.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(address, name=name, keys=keys, max_bytes=max_bytes, timeout_s=timeout_s)
         self.judge = judge  # for whom it scores
 
@@ -257,8 +286,7 @@ class RewardClient(_AsyncClient):
         tasks = []
         for item, payload in zip(work.items, packet.payloads, strict=True):
             arrays = wire.unpack_arrays(item.fields, payload)
-            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row),
-                                    arrays.get("mask")))  # fmt: skip
+            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row), arrays.get("mask")))
         return tasks, work.done
 
     async def submit(
@@ -292,22 +320,33 @@ class LearnerClient:
         return self._requester.request(message, timeout_s=self._timeout_s + wait_s, wait_s=wait_s)
 
     def hello(self, fingerprint: str = "", run_id: str = "") -> wire.Welcome:
-        """Introduce this process."""
         hello = wire.Hello("learner", self.name, self._pid, self._host, run_id, fingerprint)
         welcome: wire.Welcome = self._ask(hello).message
         return welcome
 
     def register(
-        self, *, step: int, ledger: str, takeover: bool = False, fingerprint: str = "",
+        self,
+        *,
+        step: int,
+        ledger: str,
+        takeover: bool = False,
+        fingerprint: str = "",
         digests: Mapping[int, str] | None = None,
-    ) -> wire.Registered:  # fmt: skip
+    ) -> wire.Registered:
         """Become the run's learner, from a checkpoint of `step` with its ledger. May wait for signs of an
         earlier one.
         """
         message = wire.Register(
-            self.name, self._pid, self._host, step, ledger, takeover, fingerprint, dict(digests or {}),
+            self.name,
+            self._pid,
+            self._host,
+            step,
+            ledger,
+            takeover,
+            fingerprint,
+            dict(digests or {}),
             secrets.randbits(63),
-        )  # fmt: skip
+        )
         registered: wire.Registered = self._ask(message, wait_s=15.0).message
         self.epoch, self._step = registered.epoch, step
         self._places = PlaceReader.of(registered)
@@ -366,7 +405,6 @@ class LearnerClient:
         self._beats.request(beat, timeout_s=self._timeout_s)
 
     def close(self) -> None:
-        """Close the sockets."""
         self._requester.close()
         self._beats.close()
         if self._places is not None:
@@ -401,5 +439,4 @@ class ObserverClient:
         self._requester.request(wire.Stop(reason), timeout_s=self._timeout_s)
 
     def close(self) -> None:
-        """Close the socket."""
         self._requester.close()

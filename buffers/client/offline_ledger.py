@@ -1,6 +1,6 @@
 """A ledger that goes on without the buffer: what the learner's weights hold beyond the last ledger it was given.
 
-Called by the learner's `account` where the buffer does not answer or has lost its state. Guarantees:
+Guarantees:
 1. every group of the later steps is in `trained`, so that nothing in the gradient is ever trained again;
 2. `steps` names their steps, so that the history hears of commits that never arrived;
 3. a group stands in `trained` or among the dead, never in both;
@@ -35,14 +35,18 @@ def grown_ledger(
             by_reason.setdefault(f"poison:{reason.split(':', maxsplit=1)[0]}", IdSet()).add(number)
     cursor = max([ledger.cursor, *(number + 1 for number in (*groups, *dead))])
     grown = msgspec.structs.replace(
-        ledger, step=step, epoch=max(epoch, ledger.epoch), cursor=cursor, trained=ids.ranges(),
+        ledger,
+        step=step,
+        epoch=max(epoch, ledger.epoch),
+        cursor=cursor,
+        trained=ids.ranges(),
         dead={reason: found.ranges() for reason, found in by_reason.items()},
         uses={
             number: (*before, *(at for at, found in sorted(trained.items()) if number in found))
             for number, before in ledger.uses.items()
         },
         steps={**ledger.steps, **{number: tuple(found) for number, found in sorted(trained.items())}},
-    )  # fmt: skip
+    )
     return grown.to_json()
 
 

@@ -1,6 +1,6 @@
 """Pieces of samples under way, as producers see them: what they send of their own, what they get of others'.
 
-Called by `buffers.client.client.ProducerClient`. It packs and unpacks and decides nothing.
+It packs and unpacks and decides nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Payloads of a claimed batch, read by place from the service's segment files.
 
-Called by `buffers.client.client.LearnerClient` where the learner sees the folder of the service. Guarantees:
+Guarantees:
 1. the folder is the service's own: its file `nonce` holds what the service said at registration;
 2. bytes are copied and their checksum verified, so that a file written over later harms nobody;
 3. where a file does not agree, an error is raised and the client asks for frames.
@@ -72,5 +72,4 @@ class PlaceReader:
             os.close(self._files.pop(segment))
 
     def close(self) -> None:
-        """Close the files."""
         self._forget(set())

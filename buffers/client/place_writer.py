@@ -1,7 +1,8 @@
 """A producer's own payload files, on the host of the buffer: it writes a payload once and names its place.
 
-Called by `buffers.client.client.ProducerClient` where the folder that the service names is the one seen here. The service
-verifies and validates what it reads there (`buffers.payloads.producer_files`), so that a payload crosses no socket. Guarantees:
+The service
+verifies and validates what it reads there (`buffers.payloads.producer_files`), so that a payload crosses no socket.
+Guarantees:
 1. one writer per file, every file is new or this writer's own and freed by the service; records are only appended;
 2. a record is written whole before its place is named: a kill of either process loses nothing that was answered;
 3. what cannot be written (a full disk, a folder that has gone) is None: the payload travels as a frame instead;

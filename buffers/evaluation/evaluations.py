@@ -1,6 +1,7 @@
 """The evaluations of a run: when one begins, when it ends, and what came of every prompt.
 
-Held by `buffers.service.service` beside the state machine of training. One evaluation runs at a time. Where another comes due
+Held by `buffers.service.service` beside the state machine of training. One evaluation runs at a time. Where another
+comes due
 meanwhile it waits for the end of the first; where several do, the newest waits and the others are skipped, and it is
 said. Guarantees:
 1. an evaluation ends when every prompt is scored or has failed, at the latest `evaluation.timeout_s` after it began:
@@ -35,8 +36,6 @@ TIME = "time"  # why an evaluation ended with prompts missing
 
 
 class Evaluations(EvaluationWork):
-    """See the module."""
-
     def __init__(self, config: Config, groups: Leasing) -> None:
         super().__init__(config, groups)
         self._until = math.inf  # when the one that runs ends
@@ -93,8 +92,9 @@ class Evaluations(EvaluationWork):
         self.meta.round, self.meta.waiting = Round(number, step, digest, self.meta.rows, begun), None
         self._until = now + self.config.timeout_s
         self._touch("vmeta")
-        self._event(now, "begin", step=step, round=number, digest=digest, prompts=self.meta.rows,
-                    samples=self.config.samples)  # fmt: skip
+        self._event(
+            now, "begin", step=step, round=number, digest=digest, prompts=self.meta.rows, samples=self.config.samples
+        )
 
     # ------------------------------------------------------------ end
 
@@ -200,8 +200,10 @@ class Evaluations(EvaluationWork):
         current, waiting = self.meta.round, self.meta.waiting
         if current is not None:
             spent = min(max(0.0, self.config.timeout_s - (self._until - now)), self.config.timeout_s)
-            text = (f"of step {current.step}: {self.over} of {current.rows} prompts are over, {spent:.0f} s of "
-                    f"{self.config.timeout_s:g} s")  # fmt: skip
+            text = (
+                f"of step {current.step}: {self.over} of {current.rows} prompts are over, {spent:.0f} s of "
+                f"{self.config.timeout_s:g} s"
+            )
             return text + (f"; that of step {waiting[0]} is next" if waiting else "")
         if waiting is not None:
             return f"of step {waiting[0]}: no producer has said how many prompts there are"
@@ -215,8 +217,13 @@ class Evaluations(EvaluationWork):
         if self.meta.round is not None:
             missing = self._missing(self.meta.round)
             failed = sum(bool(prompt.failed) for prompt in self.prompts.values())
-            found |= {"step": self.meta.round.step, "prompts": self.meta.round.rows, "failed": failed,
-                      "scored": self.over - failed, "left": dict(missing)}  # fmt: skip
+            found |= {
+                "step": self.meta.round.step,
+                "prompts": self.meta.round.rows,
+                "failed": failed,
+                "scored": self.over - failed,
+                "left": dict(missing),
+            }
         if self.ended:
             found["last"] = self.ended[-1]
         return found
@@ -227,7 +234,8 @@ def _outcome(prompt: Prompt, *, without: Set[str] = frozenset()) -> Outcome:
     samples: list[HeldOut] = [prompt.samples[index] for index in sorted(prompt.samples)]
     names = sorted({name for sample in samples for name in sample.parts} - without)
     return Outcome(
-        prompt.source, tuple(float(sample.reward or 0.0) for sample in samples),
+        prompt.source,
+        tuple(float(sample.reward or 0.0) for sample in samples),
         tuple(sample.answer for sample in samples),
         {name: tuple(sample.parts[name] for sample in samples if name in sample.parts) for name in names},
-    )  # fmt: skip
+    )

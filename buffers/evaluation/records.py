@@ -1,6 +1,6 @@
 """The records of evaluations and the rows that they are kept in.
 
-Called by `buffers.evaluation.work` and `buffers.evaluation.evaluations`, the layers above. Guarantees:
+Guarantees:
 1. it has rows of its own (`vmeta`, `v<id>` of prompts, `w<number>` of evaluations that ended) and touches no row, index
    or counter of groups: of those it reads the workers, the digests and the settings, and takes new tokens;
 2. indexes are derived from the rows: `check` builds them anew and compares;
@@ -97,8 +97,6 @@ _line = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class EvaluationBook:
-    """Rows, indexes, changes."""
-
     def __init__(self, config: Config, groups: Leasing) -> None:
         self.config = config.evaluation
         self.whole = config

@@ -1,6 +1,7 @@
 """What workers do for an evaluation: leases, samples, scores, and their losses.
 
-Called through `buffers.evaluation.evaluations.Evaluations`. It follows the rules of training (`leasing`, `arriving`, `scoring`)
+Called through `buffers.evaluation.evaluations.Evaluations`. It follows the rules of training (`leasing`, `arriving`,
+`scoring`)
 where they have to do with workers, and none of those that have to do with staleness: there is no admission, no bound,
 no filter and no deadline version, and nothing here counts towards a budget that ends the run. Guarantees:
 1. a producer gets a prompt only with weights of the evaluated step or later, and holds at most
@@ -123,8 +124,15 @@ class EvaluationWork(EvaluationBook):
             prompt.token, prompt.holder, prompt.pid = self.groups._new_token(), worker.name, worker.pid
             prompt.request = request
             self._in(prompt)
-            self._event(now, "lease", g=prompt.id, token=prompt.token, attempt=prompt.attempt, producer=producer,
-                        w=engine_version)  # fmt: skip
+            self._event(
+                now,
+                "lease",
+                g=prompt.id,
+                token=prompt.token,
+                attempt=prompt.attempt,
+                producer=producer,
+                w=engine_version,
+            )
             granted.append(self._granted(prompt))
         return tuple(granted)
 
@@ -238,8 +246,11 @@ class EvaluationWork(EvaluationBook):
             if known and digest not in known:
                 self.groups.barred[head.producer] = (version, now + self.groups.settings.lease_timeout_s)
                 return f"digest: {head.producer} holds {digest or 'nothing'} as version {version}, not {known[-1]}"
-        bad = [index for index, reward in head.rewards.items()
-               if not all(map(math.isfinite, (reward, *head.parts.get(index, {}).values())))]  # fmt: skip
+        bad = [
+            index
+            for index, reward in head.rewards.items()
+            if not all(map(math.isfinite, (reward, *head.parts.get(index, {}).values())))
+        ]
         if bad:
             return f"reward: of sample {bad[0]} is not finite"
         return "" if all(map(self.groups.parts_known, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"
@@ -263,8 +274,17 @@ class EvaluationWork(EvaluationBook):
         sample = HeldOut(head.token, item.length, oldest, newest, len(prompt.records) - 1, item.finish)
         prompt.samples[item.index] = sample
         digests = {version: head.digests.get(version, "") for version, _ in item.runs}
-        self._event(now, "sample", g=prompt.id, i=item.index, token=head.token, producer=head.producer,
-                    length=item.length, runs=item.runs, digests=digests)  # fmt: skip
+        self._event(
+            now,
+            "sample",
+            g=prompt.id,
+            i=item.index,
+            token=head.token,
+            producer=head.producer,
+            length=item.length,
+            runs=item.runs,
+            digests=digests,
+        )
         if item.index in head.rewards:  # of an environment: it names no answer, so no two samples agree
             reward, parts = head.rewards[item.index], dict(head.parts.get(item.index, {}))
             score = Score(prompt.id, item.index, 0, reward, parts, answer=f"sample {item.index}")
@@ -359,15 +379,35 @@ class EvaluationWork(EvaluationBook):
     def _scored(self, prompt: Prompt, sample: HeldOut, score: Score, *, worker: str, now: float) -> None:
         sample.reward, sample.parts = score.reward, dict(score.parts)
         sample.answer = answer_key(score.answer, score.text)
-        self._event(now, "score", g=prompt.id, i=score.index, reward=score.reward, answer=sample.answer,
-                    parts=sample.parts, source=prompt.source, worker=worker)  # fmt: skip
+        self._event(
+            now,
+            "score",
+            g=prompt.id,
+            i=score.index,
+            reward=score.reward,
+            answer=sample.answer,
+            parts=sample.parts,
+            source=prompt.source,
+            worker=worker,
+        )
         step, row = place_of(prompt.id)
         number = self.meta.round.number if self.meta.round is not None else 0
-        self._samples.append({
-            "step": step, "round": number, "row": row, "index": score.index, "data_source": prompt.source,
-            "reward": score.reward, "parts": sample.parts, "answer": score.answer, "text": score.text,
-            "length": sample.length, "finish": sample.finish, "versions": [sample.oldest, sample.newest],
-        })  # fmt: skip
+        self._samples.append(
+            {
+                "step": step,
+                "round": number,
+                "row": row,
+                "index": score.index,
+                "data_source": prompt.source,
+                "reward": score.reward,
+                "parts": sample.parts,
+                "answer": score.answer,
+                "text": score.text,
+                "length": sample.length,
+                "finish": sample.finish,
+                "versions": [sample.oldest, sample.newest],
+            }
+        )
 
     def _end_if_scored(self, prompt: Prompt) -> None:
         """With all samples scored the payloads are free; the scores stay until the evaluation ends."""

@@ -31,8 +31,6 @@ NOT_PUBLISHED = {"version": "unknown_version", "digest": "wrong_digest"}
 
 
 class Arriving(Leasing):
-    """Leasing plus samples."""
-
     def samples(
         self, head: Samples, *, checksum: int, invalid: Callable[[], str], keep: Callable[[], Record], now: float
     ) -> SamplesReply:
@@ -104,8 +102,12 @@ class Arriving(Leasing):
 
     def _wrong_rewards(self, head: Samples) -> str:
         if all(map(math.isfinite, head.rewards.values())):
-            parts = [(index, name) for index, named in head.parts.items() for name, part in named.items()
-                     if not math.isfinite(part)]  # fmt: skip
+            parts = [
+                (index, name)
+                for index, named in head.parts.items()
+                for name, part in named.items()
+                if not math.isfinite(part)
+            ]
             if parts:
                 return f"reward: part {parts[0][1]} of sample {parts[0][0]} is not finite"
             return "" if all(map(self.parts_known, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"

@@ -1,6 +1,6 @@
 """The book of the buffer: every group in its state, the indexes derived from it, and what changed since the last look.
 
-Called by the transitions above it (`leasing`, `scoring`, `training`, `groups`); a transition takes a group out of the
+A transition takes a group out of the
 indexes, edits it and puts it back. Guarantees:
 1. indexes and counters are derived: `check` builds them anew and compares (the conservation law);
 2. every edit is noted: `take` gives the rows to persist, the events to log and the payloads that are free, once;

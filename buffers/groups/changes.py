@@ -1,6 +1,6 @@
 """Small records of the state machine that are not persisted: events, workers, cancelled leases.
 
-Called by `buffers.groups.book` and the layers above it. They hold values and decide nothing.
+They hold values and decide nothing.
 """
 
 from __future__ import annotations

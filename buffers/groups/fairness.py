@@ -1,6 +1,6 @@
 """Who gets how much of the work that is ready: producers that lack something of their share are kept it.
 
-Called by `buffers.groups.leasing`, the layer above, for every request. Without it the one that asks first takes
+Without it the one that asks first takes
 all, and where little is ready (a synchronous run begins a batch of few groups) the others have none. The share of a
 producer is by capacity, of all groups that are held and ready. Guarantees:
 1. a producer that holds nothing gets at least one group while there is one: nobody idles beside work;

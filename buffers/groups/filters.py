@@ -1,6 +1,6 @@
 """Filters: functions that look at a group with all of its rewards and may name a reason not to train on it.
 
-Called by the server, which loads those of `buffer.filters`, and by the state machine, which asks them. A filter of the
+A filter of the
 user is called as `function(rewards=[...], lengths=[...], parts=[{...}], group=7)`, one entry per sample, and returns
 the reason as a text, or "" to keep the group. It runs inside the buffer service: it must be quick and touch nothing.
 """

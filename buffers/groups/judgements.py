@@ -1,6 +1,6 @@
 """What judges said about one sample: answers that are in, failures so far, and the sum once all have answered.
 
-Called by `buffers.groups.scoring` (samples of training) and `buffers.evaluation.work` (samples of evaluations); the records
+The records
 themselves are `buffers.groups.records.Sample` and `buffers.evaluation.records.HeldOut`. Guarantees:
 1. a sample has its reward when every judge that is asked about its row has answered, never before: it is the sum of
    their rewards in the order of the configuration, whatever the order of arrival, and its parts are all of theirs;

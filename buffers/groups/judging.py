@@ -36,9 +36,13 @@ class Judging(Tunable):
     """Tunable plus what is not trained on. `filters`: by name, in the order in which they are asked."""
 
     def __init__(
-        self, settings: Settings, *, epoch: int = 1, wall_offset: float = 0.0,
+        self,
+        settings: Settings,
+        *,
+        epoch: int = 1,
+        wall_offset: float = 0.0,
         filters: Sequence[tuple[str, Filter]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(settings, epoch=epoch, wall_offset=wall_offset)
         self.filters = tuple(filters)
         self.part_names: set[str] = set()  # of rewards, since the service started
@@ -144,9 +148,10 @@ class Judging(Tunable):
 
 #: Reason of a dead group -> the error that ends the run, and what failed.
 _CODES = {
-    "reward_failed": ("reward.budget", "reward"), "filter_failed": ("filter.budget", "filter"),
+    "reward_failed": ("reward.budget", "reward"),
+    "filter_failed": ("filter.budget", "filter"),
     ENVIRONMENT_FAILED: ("environment.budget", "environment"),
-}  # fmt: skip
+}
 
 
 def _most(kinds: list[str]) -> tuple[str, int]:

@@ -64,9 +64,17 @@ class Leasing(Sharing):
             self._lose_scoring(name)
 
     def heartbeat(
-        self, role: str, name: str, *, pid: int, host: str, now: float, waiting_for: str = "",
-        stats: dict[str, float] | None = None, holds: tuple[tuple[int, int], ...] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        role: str,
+        name: str,
+        *,
+        pid: int,
+        host: str,
+        now: float,
+        waiting_for: str = "",
+        stats: dict[str, float] | None = None,
+        holds: tuple[tuple[int, int], ...] | None = None,
+    ) -> None:
         """A process is alive: its leases stay its own; with `holds` only those that it names."""
         worker = self.workers.get((role, name))
         if worker is None or worker.pid not in (0, pid):
@@ -152,9 +160,10 @@ class Leasing(Sharing):
         """Reward workers of this judge that were heard from."""
         limit = self.settings.lease_timeout_s
         return {
-            worker.name for (role, _), worker in self.workers.items()
+            worker.name
+            for (role, _), worker in self.workers.items()
             if role == "reward" and worker.judge == judge and now - worker.seen <= limit
-        }  # fmt: skip
+        }
 
     def living_judges(self, now: float) -> set[str]:
         """Judges with a living worker."""
@@ -175,9 +184,8 @@ class Leasing(Sharing):
         """
         worker = self.workers.get(("producer", producer)) or self.saw("producer", producer, now)
         again = [
-            group for number in sorted(self.held.get(producer, ()))
-            if (group := self.groups[number]).request == request
-        ]  # fmt: skip
+            group for number in sorted(self.held.get(producer, ())) if (group := self.groups[number]).request == request
+        ]
         if again or request <= worker.answered:
             return tuple(self._granted(group) for group in again)
         if self._is_barred(producer, engine_version, now):

@@ -1,8 +1,5 @@
 """The state machine of the buffer: every decision about groups, without I/O.
 
-Called by `buffers.main` (which persists and answers) and, as it is, by the model checker and the simulator of the
-tests.
-
              lease                all samples in            all scores in
    (prompt) -------> LEASED ------------------> UNSCORED ------------------> READY
       ^                |  lease lost: attempt+1,    |  reward failed: retry,     |
@@ -70,8 +67,6 @@ from buffers.groups.records import Record, State
 
 
 class Groups(Reconciling):
-    """All of it."""
-
     def tick(self, now: float) -> None:
         """What time alone does: leases of silent workers are lost. Late groups are settled by the claim that waits."""
         self.expire(now)
@@ -170,11 +165,19 @@ class Groups(Reconciling):
     def workers_of(self, role: str, now: float) -> list[dict[str, Any]]:
         """The workers of a role for the status."""
         return [
-            {"name": worker.name, "pid": worker.pid, "host": worker.host, "age_s": round(now - worker.seen, 3),
-             "waiting_for": worker.waiting_for, "waiting_s": waited_s(worker, now), "stats": worker.stats,
-             **({"judge": shown(worker.judge)} if role == "reward" else {})}
-            for (kind, _), worker in sorted(self.workers.items()) if kind == role
-        ]  # fmt: skip
+            {
+                "name": worker.name,
+                "pid": worker.pid,
+                "host": worker.host,
+                "age_s": round(now - worker.seen, 3),
+                "waiting_for": worker.waiting_for,
+                "waiting_s": waited_s(worker, now),
+                "stats": worker.stats,
+                **({"judge": shown(worker.judge)} if role == "reward" else {}),
+            }
+            for (kind, _), worker in sorted(self.workers.items())
+            if kind == role
+        ]
 
 
 def waited_s(worker: Worker, now: float) -> float:

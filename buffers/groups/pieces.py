@@ -1,6 +1,7 @@
 """Checkpoints of samples under way, as they arrive.
 
-Called through `buffers.groups.machine.Groups`; the layer above `arriving`. A long sample comes in pieces while it is generated,
+Called through `buffers.groups.machine.Groups`; the layer above `arriving`. A long sample comes in pieces while it is
+generated,
 so that its producer's death costs the tokens since the last piece. Guarantees:
 1. pieces are taken from the holder of the group alone, in order and without a gap: a piece that was taken before, or
    that leaves one out, changes nothing, and the answer says where the next one starts (a store that went back asks for
@@ -25,8 +26,6 @@ MAX_PIECES = 512
 
 
 class Checkpointing(Arriving):
-    """Arriving plus pieces."""
-
     def pieces(
         self, head: Pieces, *, invalid: Callable[[], str], keep: Callable[[Piece], Record], now: float
     ) -> PiecesReply:

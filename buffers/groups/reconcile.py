@@ -23,12 +23,20 @@ KEPT_REGISTRATIONS = 16
 
 
 class Reconciling(Training):
-    """Training plus registration."""
-
     def register(
-        self, *, name: str, pid: int, host: str, step: int, ledger: Ledger, takeover: bool, now: float,
-        process_gone: bool = False, digests: dict[int, str] | None = None, once: int = 0,
-    ) -> int:  # fmt: skip
+        self,
+        *,
+        name: str,
+        pid: int,
+        host: str,
+        step: int,
+        ledger: Ledger,
+        takeover: bool,
+        now: float,
+        process_gone: bool = False,
+        digests: dict[int, str] | None = None,
+        once: int = 0,
+    ) -> int:
         """Take a learner in; its epoch. `process_gone`: the process registered before is known to have ended. `once`:
         random number of the message: a copy that arrives after the first claim must not fence the learner it is from.
         """
@@ -46,7 +54,7 @@ class Reconciling(Training):
             raise AsyncRLError(
                 "learner.duplicate",
                 f"the run is complete at step {self.meta.version}, this checkpoint is of step {step}",
-            )  # fmt: skip
+            )
         self._refuse_second(who, takeover, process_gone, now)
         self.meta.epoch = max(self.meta.epoch, ledger.epoch) + 1
         self.meta.learner, self.meta.registered_step, self.meta.done = who, step, False
@@ -72,9 +80,9 @@ class Reconciling(Training):
         age = now - first.seen
         if age <= self.settings.learner_timeout_s:
             raise AsyncRLError(
-                "learner.duplicate", f"learner {name} (pid {pid} on {host}) was heard of {age:.1f} s ago, "
-                f"at step {self.meta.version}",
-            )  # fmt: skip
+                "learner.duplicate",
+                f"learner {name} (pid {pid} on {host}) was heard of {age:.1f} s ago, at step {self.meta.version}",
+            )
 
     @property
     def replay_to(self) -> int:
@@ -128,10 +136,7 @@ class Reconciling(Training):
     def _adopt_uses(self, group: Group, steps: tuple[int, ...]) -> None:
         """These steps of the checkpoint have trained it; recorded batches after them may hold it again."""
         self._out(group)
-        recorded = [
-            number for number, batch in self.batches.items()
-            if number > steps[-1] and group.id in batch.groups
-        ]  # fmt: skip
+        recorded = [number for number, batch in self.batches.items() if number > steps[-1] and group.id in batch.groups]
         group.uses = sorted({*steps, *recorded})
         group.step, group.state = group.uses[-1], State.TRAINED
         self._in(group)

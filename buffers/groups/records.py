@@ -1,6 +1,5 @@
 """The records of the buffer: groups, samples, batches, the ledger, and the settings that decisions read.
 
-Called by the state machine (`buffers.groups.book` and the files above it), by the stores' tests and by the service.
 Guarantees:
 1. a record encodes to a small msgpack row and back without loss; new fields go last and have defaults;
 2. `IdSet` holds group ids as ranges, so a million trained groups are a few numbers;
@@ -90,20 +89,33 @@ def settings_of(config: Config) -> Settings:
     """The part of the configuration that decisions read."""
     buffer = config.buffer
     return Settings(
-        group_size=config.sampling.group_samples, batch_groups=buffer.batch_groups, max_staleness=bound_of(config),
+        group_size=config.sampling.group_samples,
+        batch_groups=buffer.batch_groups,
+        max_staleness=bound_of(config),
         depth=min(1, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
-        total_groups=config.total_groups, on_late=buffer.on_late,
-        late_timeout_s=buffer.late_timeout_s, max_reissue=buffer.max_reissue, lease_timeout_s=buffer.lease_timeout_s,
-        reward_retries=config.reward_workers.retries, max_failed_groups=config.reward_workers.max_failed_groups,
-        max_poison_rate=buffer.max_poison_rate, seed=config.run.seed,
+        total_groups=config.total_groups,
+        on_late=buffer.on_late,
+        late_timeout_s=buffer.late_timeout_s,
+        max_reissue=buffer.max_reissue,
+        lease_timeout_s=buffer.lease_timeout_s,
+        reward_retries=config.reward_workers.retries,
+        max_failed_groups=config.reward_workers.max_failed_groups,
+        max_poison_rate=buffer.max_poison_rate,
+        seed=config.run.seed,
         depth_rule=buffer.pipeline_depth if isinstance(buffer.pipeline_depth, str) else "fixed",
-        learner_idle_target=buffer.learner_idle_target, max_groups_in_flight=config.producers.max_groups_in_flight,
-        steps=config.learner.steps, max_reuse=buffer.max_reuse, over_issue=config.sampling.over_issue,
-        max_filtered_rate=buffer.max_filtered_rate, replay_order=buffer.replay_order, fresh_first=buffer.fresh_first,
+        learner_idle_target=buffer.learner_idle_target,
+        max_groups_in_flight=config.producers.max_groups_in_flight,
+        steps=config.learner.steps,
+        max_reuse=buffer.max_reuse,
+        over_issue=config.sampling.over_issue,
+        max_filtered_rate=buffer.max_filtered_rate,
+        replay_order=buffer.replay_order,
+        fresh_first=buffer.fresh_first,
         priority_exponent=buffer.priority_exponent,
-        algorithm=msgspec.to_builtins(config.learner.algorithm), judges=_rules_of(config),
+        algorithm=msgspec.to_builtins(config.learner.algorithm),
+        judges=_rules_of(config),
         continues=config.producers.checkpoint_tokens > 0,
-    )  # fmt: skip
+    )
 
 
 def _rules_of(config: Config) -> tuple[JudgeRule, ...]:

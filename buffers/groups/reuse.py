@@ -1,6 +1,6 @@
 """Which groups fill a batch: fresh ones by their deadline, and trained ones that may be trained again.
 
-Called by `buffers.groups.training` with what may be claimed. Guarantees:
+Guarantees:
 1. the first `needed` fresh groups of the order by deadline are in the batch: they hold r(u) for every u;
 2. used groups fill only what is left: with `fresh_first` what the fresh ones do not fill, else by the same order or
    the same draw as those;
@@ -21,9 +21,14 @@ Entry = tuple[int, int, int]
 
 
 def fill(
-    fresh: Sequence[Entry], used: Sequence[Entry], *, size: int, needed: int, settings: Settings,
+    fresh: Sequence[Entry],
+    used: Sequence[Entry],
+    *,
+    size: int,
+    needed: int,
+    settings: Settings,
     draw: Callable[[Sequence[Entry], int], list[Entry]],
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The ids of a batch of `size`, from at least as many entries. `draw` takes so many of some entries by priority.
 
     >>> order = Settings(group_size=1, batch_groups=1, max_staleness=1, depth=1, total_groups=9)

@@ -1,6 +1,6 @@
 """Admission and the schedule: the arithmetic (F), (D) and r(u) of staleness.md, over counts alone.
 
-Called by the state machine. `due` maps a deadline to the number of competing groups (leased, unscored, ready) that have
+`due` maps a deadline to the number of competing groups (leased, unscored, ready) that have
 it; `v` is the version that the next claim starts from, `batch` is B: a number, or a plan where it was changed while the
 run goes on; then `(u - v + 1) * B` is the sum of the sizes of the steps that start from v .. u. Guarantees:
 1. `feasible` is (F): for every u >= v, n(u) <= (u - v + 1) * B; only values of u where n changes are looked at;

@@ -1,6 +1,7 @@
-"""Samples that wait for judges, and who scores which: the queues of `buffers.groups.book` and `buffers.evaluation.records`.
+"""Samples that wait for judges, and who scores which: the queues of `buffers.groups.book` and
+`buffers.evaluation.records`.
 
-Called by the transitions (`scoring`, `leasing`, `evaluation_work`). An entry is a key (group, sample, judge): a sample
+An entry is a key (group, sample, judge): a sample
 that two judges are asked about stands in two queues and may be with two workers at once. Guarantees:
 1. a key is in its judge's queue, or leased to one worker, or in neither (answered, or gone); queues keep their order;
 2. nothing here is persisted: after a restart every sample without an answer is handed out again.
@@ -39,8 +40,6 @@ class RewardLease(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoreQueue:
-    """See the module."""
-
     def __init__(self) -> None:
         self.waiting: dict[str, dict[tuple[int, int], None]] = {}  # by judge
         self.leases: dict[Key, RewardLease] = {}
@@ -67,9 +66,15 @@ class ScoreQueue:
         return [key for key in sorted(self.held.get(worker, ())) if self.leases[key].request == request]
 
     def grant(
-        self, worker: str, judge: str, *, request: int, max_samples: int, may: Callable[[Key], bool],
+        self,
+        worker: str,
+        judge: str,
+        *,
+        request: int,
+        max_samples: int,
+        may: Callable[[Key], bool],
         new_token: Callable[[], int],
-    ) -> list[Key]:  # fmt: skip
+    ) -> list[Key]:
         """Lease the oldest samples that wait for the judge and that this worker `may` score."""
         queue = self.waiting.get(judge)
         taken: list[Key] = []

@@ -141,8 +141,15 @@ class Scoring(Checkpointing):
             self._say(now, "judged", group, score.index, said, worker=worker, judge=judge)
             if whole:
                 versions = {name: one.version for name, one in answers.items() if one.version}
-                self._say(now, "score", group, score.index, Judged(sample.reward, sample.parts), worker=worker,
-                           **({"versions": versions} if versions else {}))  # fmt: skip
+                self._say(
+                    now,
+                    "score",
+                    group,
+                    score.index,
+                    Judged(sample.reward, sample.parts),
+                    worker=worker,
+                    **({"versions": versions} if versions else {}),
+                )
         verdict = self._ready_if_scored(group, now) if whole else None
         self._in(group)
         if verdict is not None:
@@ -202,10 +209,17 @@ class Scoring(Checkpointing):
             calls = [worker.stats["reward_call_s"] for worker in mine if "reward_call_s" in worker.stats]
             counts = Counter({what: n for (name, what), n in self.judge_counts.items() if name == judge})
             refused = {what.partition(":")[2]: n for what, n in sorted(counts.items()) if what.startswith("refused:")}
-            told.append({
-                "judge": shown(judge), "workers": len(mine), "waiting": self.scores_due.waits(judge),
-                "leased": self.scores_due.leased(judge), "scored": counts["scored"], "late": counts["late"],
-                "failures": counts["failures"], "refused": refused,
-                "call_s": round(sum(calls) / len(calls), 6) if calls else None,
-            })  # fmt: skip
+            told.append(
+                {
+                    "judge": shown(judge),
+                    "workers": len(mine),
+                    "waiting": self.scores_due.waits(judge),
+                    "leased": self.scores_due.leased(judge),
+                    "scored": counts["scored"],
+                    "late": counts["late"],
+                    "failures": counts["failures"],
+                    "refused": refused,
+                    "call_s": round(sum(calls) / len(calls), 6) if calls else None,
+                }
+            )
         return told

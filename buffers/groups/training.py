@@ -124,9 +124,10 @@ class Training(Scoring):
         """Tokens of a version that does not exist (the learner went back to an older checkpoint) are not trained on:
         such groups are generated again. How many."""
         found = [
-            group for group in groups
+            group
+            for group in groups
             if any(max(sample.oldest, sample.newest) > newest for sample in group.samples.values())
-        ]  # fmt: skip
+        ]
         for group in found:
             self._restart_group(group, "abandoned", now)
         return len(found)
@@ -173,9 +174,10 @@ class Training(Scoring):
     def _victims(self, u: int, count: int) -> list[int]:
         """Groups due at u or before that cannot be in the batch: first those not ready with least done."""
         due = [
-            group for group in self.groups.values()
+            group
+            for group in self.groups.values()
             if group.state < State.CLAIMED and group.deadline is not None and group.deadline <= u
-        ]  # fmt: skip
+        ]
         due.sort(key=lambda group: (group.state, group.deadline, len(group.samples), group.id))
         return [group.id for group in due[:count]]
 
@@ -215,14 +217,16 @@ class Training(Scoring):
             raise AsyncRLError("wire.unexpected", f"commit of step {step} as version {version}")
         if step != self.meta.version + 1 or step not in self.batches:  # it was claimed here: the store went back
             raise StateLost(
-                "buffer.lost_state", f"commit of step {step}: {self.meta.version} is committed here and the batch of "
+                "buffer.lost_state",
+                f"commit of step {step}: {self.meta.version} is committed here and the batch of "
                 f"the step is {'recorded' if step in self.batches else 'not recorded'}",
-            )  # fmt: skip
+            )
         if groups is not None and set(groups) != set(self.batches[step].groups):
             raise StateLost(
-                "buffer.lost_state", f"commit of step {step} with the groups {sorted(groups)}: recorded are "
+                "buffer.lost_state",
+                f"commit of step {step} with the groups {sorted(groups)}: recorded are "
                 f"{sorted(self.batches[step].groups)}",
-            )  # fmt: skip
+            )
         self.meta.version = version
         for number in self.batches[step].groups:
             self._take_in(self.groups[number], self.batches[step])
@@ -273,13 +277,15 @@ class Training(Scoring):
             by_reason.setdefault((ended.state, ended.reason), []).append(ended.id)
         ended_ranges = {key: ranges_of(numbers) for key, numbers in by_reason.items()}
         return Ledger(
-            step=step, cursor=self.meta.cursor, epoch=self.meta.epoch,
+            step=step,
+            cursor=self.meta.cursor,
+            epoch=self.meta.epoch,
             trained=IdSet([*self.retired.ranges(), *ranges_of(trained)]).ranges(),
             dropped={reason: found for (state, reason), found in ended_ranges.items() if state == State.DROPPED},
             dead={reason: found for (state, reason), found in ended_ranges.items() if state == State.DEAD},
             tuning=self.tuning_text(),
             uses={group.id: tuple(n for n in group.uses if n <= step) for group in used if group.max_uses > 1},
-        )  # fmt: skip
+        )
 
     def checkpointed(self, *, epoch: int, step: int, now: float) -> None:
         """A checkpoint that contains `step` is durable: what was trained up to it is RETIRED, its payloads are free."""

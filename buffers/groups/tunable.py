@@ -162,12 +162,18 @@ class Tunable(Book):
         if rule == "auto":
             depth = min(max(1, tuning.depth), eta)
         self.settings = msgspec.structs.replace(
-            base, max_staleness=eta, depth=eta if rule == "max" else min(depth, eta), depth_rule=rule,
-            on_late=values["buffer.on_late"], late_timeout_s=values["buffer.late_timeout_s"],
-            batch_groups=values["buffer.batch_groups"], max_reuse=values["buffer.max_reuse"],
-            max_groups_in_flight=values["producers.max_groups_in_flight"], total_groups=total,
+            base,
+            max_staleness=eta,
+            depth=eta if rule == "max" else min(depth, eta),
+            depth_rule=rule,
+            on_late=values["buffer.on_late"],
+            late_timeout_s=values["buffer.late_timeout_s"],
+            batch_groups=values["buffer.batch_groups"],
+            max_reuse=values["buffer.max_reuse"],
+            max_groups_in_flight=values["producers.max_groups_in_flight"],
+            total_groups=total,
             steps=steps if tuning.plan else base.steps,
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------ the size of batches
 
@@ -182,8 +188,9 @@ class Tunable(Book):
         for step in range(first, last + 1):
             plan = self.plan.changed(step, size)
             counts = list(levels(self.due, v))
-            if all(n <= max(capacity(plan, v, u), 0) or plan.capacity(v, u) >= self.plan.capacity(v, u)
-                   for u, n in counts):  # fmt: skip
+            if all(
+                n <= max(capacity(plan, v, u), 0) or plan.capacity(v, u) >= self.plan.capacity(v, u) for u, n in counts
+            ):
                 break
         self.plan, self.tuning.plan = plan, plan.changes
         if step == first:

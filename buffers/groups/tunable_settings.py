@@ -1,6 +1,6 @@
 """Tuning of a running system, as values: which settings, what is valid, what was changed, the depth that is found.
 
-Called by `buffers.groups.tunable` (the state machine's layer that applies it). Guarantees:
+Guarantees:
 1. a value is checked by the type of its configuration field and against the other settings in force (`tune.refused`);
 2. `Tuning` is the persisted row: the overrides in force, those after every earlier change, the plan of batch sizes;
 3. `DepthController` is pure: the same observations give the same depth.

@@ -1,6 +1,7 @@
 """Checkpoints of samples under way, as the next lease of their group gets them: which may be continued.
 
-Called through `buffers.groups.machine.Groups`; the layer above `judging`. A producer that dies leaves the beginnings of its
+Called through `buffers.groups.machine.Groups`; the layer above `judging`. A producer that dies leaves the beginnings
+of its
 samples here (`buffers.groups.pieces` takes them in). Guarantees:
 1. a checkpoint is handed out only where the schedule (F) holds with the deadline that its oldest token gives the group
    (oldest version + bound): a continued sample is as good as one whose tokens were all made under this lease;

@@ -1,6 +1,6 @@
 """Dead letters: what was refused as poison, kept as it came, one file each, for `asyncrl trace`.
 
-Called by `buffers.service.service` after the state machine said that a sample, or a group of a batch, is poison. A file
+A file
 `g<group>-t<token>.frames` holds the length of the header frame (8 bytes, little endian), the header and the payload,
 byte for byte. Guarantees:
 1. at most `KEEP` files of at most `LIMIT_BYTES` each: poison cannot fill the disk; the oldest are removed;

@@ -1,6 +1,6 @@
 """The bytes of checkpoints: pieces of samples under way on their way into the segments, and back with a lease.
 
-Called by `buffers.service.service`. Guarantees:
+Guarantees:
 1. a piece is checked like a finished sample before it is kept: lengths, runs, indices, log-probs, versions, and that it
    ends within `sampling.max_new_tokens`;
 2. pieces lie in the segment files like samples and their places in the group's row, so a kill -9 of the service loses

@@ -1,6 +1,6 @@
 """Payload files that producers of this host write themselves, as the service sees them.
 
-Called by `buffers.payloads.segments` and the service. A producer appends records (`buffers.payloads.record_format`) to files of its own in the
+A producer appends records (`buffers.payloads.record_format`) to files of its own in the
 run's segment folder (`buffers.client.place_writer`) and names their places (`SamplesAt`). The number of such a file is
 `writer << 32 | index`: the writer is random and stands for one life of one producer, the index counts its files.
 Guarantees:

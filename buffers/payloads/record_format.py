@@ -1,7 +1,6 @@
 """How payload records lie in files: the form that the service, producers and learners of one host share.
 
-Called by `buffers.payloads.segments`, `buffers.payloads.producer_files` (the service), `buffers.client.place_writer` (producers) and `buffers.client.place_reader`
-(learners). A record is `[magic 4s, file u32, header bytes u32, payload bytes u64, xxh3_64 u64][header][payload]`, the
+A record is `[magic 4s, file u32, header bytes u32, payload bytes u64, xxh3_64 u64][header][payload]`, the
 checksum covering header and payload. Files below the number `GUEST` are written by the service; of the others the upper
 bits stand for one life of one producer, and `file` in a record is the lower 32.
 """
@@ -27,7 +26,6 @@ NONCE = "nonce"
 
 
 def checksum_of(header: Buffer, payload: Buffer) -> int:
-    """xxh3_64 over both."""
     digest = xxhash.xxh3_64(header)
     digest.update(payload)
     return digest.intdigest()

@@ -1,6 +1,6 @@
 """Payloads on disk: append-only segment files, and a bounded cache of what was written last.
 
-Called by the service. Records have the form of `buffers.payloads.record_format`; those that producers of this host wrote into files of
+Records have the form of `buffers.payloads.record_format`; those that producers of this host wrote into files of
 their own are `guests`, and are read and released here like the service's. Guarantees:
 1. `append` gives the place at once, `flush` writes all that was appended with one gathering write, before the index;
 2. a new file begins at `segment_bytes`; a file goes when its last live record was released;
@@ -108,8 +108,9 @@ class Segments:
         for number in numbers:
             ends = [
                 record.offset + HEAD.size + record.header_bytes + record.payload_bytes
-                for record in live if record.segment == number and record not in self.damaged
-            ]  # fmt: skip
+                for record in live
+                if record.segment == number and record not in self.damaged
+            ]
             if not ends:
                 self._path(number).unlink()
             elif number == numbers[-1]:

@@ -1,6 +1,6 @@
 """What the service writes and answers about evaluations: their files, and messages that name groups of both kinds.
 
-Called by `buffers.service.service`. Guarantees:
+Guarantees:
 1. `evaluations/step-<N>.jsonl` holds a line for every scored sample before its score is persisted: after a kill a line
    may stand there twice (readers take the last one of `round`, `row` and `index`), none is missing;
 2. `metrics/evaluation.jsonl` holds a line for every evaluation that ended: after a kill the missing ones are written at
@@ -35,7 +35,6 @@ class EvaluationFiles:
         self._told: set[int] | None = None  # numbers of evaluations in the metrics
 
     def write_samples(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Append scored samples."""
         by_step: dict[int, list[bytes]] = {}
         for sample in samples:
             by_step.setdefault(int(sample["step"]), []).append(msgspec.json.encode(sample))
@@ -60,7 +59,6 @@ class EvaluationFiles:
             self._log.write(values, **{name: value for name, value in line.items() if name not in values})
 
     def close(self) -> None:
-        """Close the log."""
         if self._log is not None:
             self._log.close()
 
@@ -68,15 +66,17 @@ class EvaluationFiles:
 def take_scores(groups: Groups, evaluations: Evaluations, message: Scores, *, now: float) -> ScoresReply:
     """Scores of both kinds of groups."""
     of_evaluations = msgspec.structs.replace(
-        message, scores=tuple(one for one in message.scores if is_evaluation(one.group)),
+        message,
+        scores=tuple(one for one in message.scores if is_evaluation(one.group)),
         failures=tuple(one for one in message.failures if is_evaluation(one.group)),
-    )  # fmt: skip
+    )
     if not (of_evaluations.scores or of_evaluations.failures):
         return groups.scores(message, now=now)
     rest = msgspec.structs.replace(
-        message, scores=tuple(one for one in message.scores if not is_evaluation(one.group)),
+        message,
+        scores=tuple(one for one in message.scores if not is_evaluation(one.group)),
         failures=tuple(one for one in message.failures if not is_evaluation(one.group)),
-    )  # fmt: skip
+    )
     reply = groups.scores(rest, now=now)
     accepted, refused = evaluations.scores(of_evaluations, now=now)
     return ScoresReply(reply.accepted + accepted, {**reply.refused, **refused})

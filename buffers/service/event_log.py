@@ -1,6 +1,6 @@
 """history.jsonl: every transition once, in order, also over kills of the service.
 
-Called by the service. The lines of a drain travel with the drain's rows into the store (row `hist`), and only then into
+The lines of a drain travel with the drain's rows into the store (row `hist`), and only then into
 the file. Guarantees:
 1. a line stands in the file exactly if its transition is in the store: on open, lines that a kill kept from the file
    are
@@ -61,7 +61,6 @@ class History:
             return whole.rfind(lines) >= 0
 
     def write(self, lines: bytes) -> None:
-        """Append the lines."""
         if lines:
             write_all(self._file, lines)
             if self._fsync == "always":
@@ -73,7 +72,6 @@ class History:
             os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 

@@ -1,6 +1,6 @@
 """Answers of the buffer that carry payloads or a report: batches, reward work, the status.
 
-Called by `buffers.service.service`. It reads the state machine and the segments and changes neither.
+It reads the state machine and the segments and changes neither.
 """
 
 from __future__ import annotations
@@ -59,11 +59,14 @@ def batch_reply(claimed: Claimed, groups: Groups, segments: Segments) -> tuple[B
 
 def _group_head(group: Group, headers: list[bytes], row: str) -> GroupHead:
     return GroupHead(
-        group=group.id, bound=group.bound, row=row, records=tuple(headers),
+        group=group.id,
+        bound=group.bound,
+        row=row,
+        records=tuple(headers),
         rewards={index: float(sample.reward or 0.0) for index, sample in group.samples.items()},
         parts={index: sample.parts for index, sample in group.samples.items() if sample.parts},
         times={"issued": group.issued, "unscored": group.unscored, "ready": group.ready, "claimed": group.claimed},
-    )  # fmt: skip
+    )
 
 
 def reward_reply(

@@ -1,6 +1,6 @@
 """The buffer service without its process: takes calls, asks the state machine, persists, answers.
 
-Called by `buffers.main` on its event loop. One drain is: decide on up to 16 calls, look at the polls, then payloads
+One drain is: decide on up to 16 calls, look at the polls, then payloads
 to the segment file, rows to the store, lines to the history, and only then the answers. Guarantees:
 1. nothing is answered that is not persisted;
 2. a long poll waits here without work and is answered once: on capacity, at its deadline or at the stop; the same
@@ -45,13 +45,18 @@ MAX_WAIT_S = 30.0
 
 
 class BufferService(Desk):
-    """See the module."""
-
     def __init__(
-        self, config: Config, *, groups: Groups, store: Store, segments: Segments, history: History,
-        process_gone: Callable[[int, str], bool], clock: Callable[[], float] = time.monotonic,
+        self,
+        config: Config,
+        *,
+        groups: Groups,
+        store: Store,
+        segments: Segments,
+        history: History,
+        process_gone: Callable[[int, str], bool],
+        clock: Callable[[], float] = time.monotonic,
         evaluations: Evaluations | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         held_out = evaluations or Evaluations(config, groups)
         super().__init__(config, groups=groups, store=store, evaluations=held_out, clock=clock)
         self.segments = segments
@@ -108,7 +113,6 @@ class BufferService(Desk):
         self.flush()
 
     def flush(self) -> None:
-        """Payload, index, answer."""
         self.segments.flush()
         self.evaluations.settle(self._clock())
         taken, held_out = self.groups.take(), self.evaluations.take()
@@ -169,9 +173,7 @@ class BufferService(Desk):
         if not ended and self.groups.fault is None:
             leases = self.groups.lease(
                 name, engine_version=ask.engine_version, max_groups=ask.max_groups, request=poll.call.request, now=now
-            ) + self.evaluations.lease(
-                name, engine_version=ask.engine_version, request=poll.call.request, now=now
-            )  # fmt: skip
+            ) + self.evaluations.lease(name, engine_version=ask.engine_version, request=poll.call.request, now=now)
         if leases or ended or now >= poll.until:
             del self._lease_polls[name]
             self._answer_lease(poll.call, leases, ended)
@@ -307,9 +309,16 @@ class BufferService(Desk):
         return (*self.segments.shown(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
 
     def _take_samples(
-        self, call: Call, head: wire.Samples, header: Buffer, payload: Buffer, *, checksum: int, now: float,
+        self,
+        call: Call,
+        head: wire.Samples,
+        header: Buffer,
+        payload: Buffer,
+        *,
+        checksum: int,
+        now: float,
         place: wire.Place | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Samples that came with their payload, or that lie at a place."""
 
         held_out = is_evaluation(head.group)
@@ -342,13 +351,18 @@ class BufferService(Desk):
             raise WireError("wire.decode", f"pieces come with one payload frame, not {len(call.payloads)}")
         settings, newest = self.groups.settings, self.groups.meta.newest + 1
         arrays, wrong = checkpoints.checked(
-            head, call.payloads[0], group_size=settings.group_size + settings.over_issue,
-            max_tokens=self.config.sampling.max_new_tokens, newest_version=newest,
-        )  # fmt: skip
+            head,
+            call.payloads[0],
+            group_size=settings.group_size + settings.over_issue,
+            max_tokens=self.config.sampling.max_new_tokens,
+            newest_version=newest,
+        )
         reply = self.groups.pieces(
-            head, invalid=lambda: wrong, now=now,
+            head,
+            invalid=lambda: wrong,
+            now=now,
             keep=lambda item: checkpoints.stored(head, item, arrays, self.segments),
-        )  # fmt: skip
+        )
         self.counters["refused_pieces"] += len(reply.refused)
         self._answer(call, reply)
 
@@ -391,10 +405,17 @@ class BufferService(Desk):
         name, pid, host = self.groups.meta.learner
         try:
             epoch = self.groups.register(
-                name=ask.name, pid=ask.pid, host=ask.host, step=ask.step, ledger=ledger_of(ask.ledger),
-                takeover=ask.takeover, now=now, process_gone=bool(name) and self._process_gone(pid, host),
-                digests=ask.digests, once=ask.once,
-            )  # fmt: skip
+                name=ask.name,
+                pid=ask.pid,
+                host=ask.host,
+                step=ask.step,
+                ledger=ledger_of(ask.ledger),
+                takeover=ask.takeover,
+                now=now,
+                process_gone=bool(name) and self._process_gone(pid, host),
+                digests=ask.digests,
+                once=ask.once,
+            )
         except AsyncRLError as error:
             first = self.groups.workers.get(("learner", name))
             waits = error.code == "learner.duplicate" and not self.groups.meta.done

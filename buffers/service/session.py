@@ -1,6 +1,7 @@
 """The front desk of the buffer service: answers, refusals, and the messages that concern no group.
 
-The base of `buffers.service.service.BufferService`. Hello, heartbeat, status; metrics/roles.jsonl and metrics/buffer.jsonl.
+The base of `buffers.service.service.BufferService`. Hello, heartbeat, status; metrics/roles.jsonl and
+metrics/buffer.jsonl.
 Guarantees:
 1. an answer is queued here and leaves only with the flush of its drain;
 2. a process of another run, schema or model is refused at its hello (`handshake.mismatch`, `wire.schema`).
@@ -41,12 +42,15 @@ class Poll(msgspec.Struct):
 
 
 class Desk:
-    """See the module."""
-
     def __init__(
-        self, config: Config, *, groups: Groups, store: Store, evaluations: Evaluations,
+        self,
+        config: Config,
+        *,
+        groups: Groups,
+        store: Store,
+        evaluations: Evaluations,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self._clock = AwakeClock(clock, self._stood_still)  # the simulator injects a clock of its own
         self.groups = groups
@@ -147,8 +151,7 @@ class Desk:
         if beat.role not in ROLES:
             raise WireError("wire.unexpected", f"role {beat.role!r} is unknown")
         leads = beat.role == "learner" and self.groups.meta.learner == (beat.name, beat.pid, beat.host)
-        unknown = [name for name in beat.stats
-                   if name not in CATALOGUE and not (leads and name.startswith("reward/"))]  # fmt: skip
+        unknown = [name for name in beat.stats if name not in CATALOGUE and not (leads and name.startswith("reward/"))]
         if unknown:
             raise WireError("wire.unexpected", f"metric {unknown[0][:200]!r} is not in the catalogue")
 

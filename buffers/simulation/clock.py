@@ -1,6 +1,6 @@
 """Virtual time: events at moments, and work that shares cores.
 
-Called by `buffers.simulation.simulation`. Guarantees:
+Guarantees:
 1. nothing waits: time jumps from event to event; the same events give the same order (by time, then by their number);
 2. work is counted in seconds of a core of its own. Where more is asked for than there is, everybody who works is slowed
    down alike: `cores / demand`. Waiting (`at`) is not slowed down.

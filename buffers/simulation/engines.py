@@ -1,9 +1,10 @@
 """A producer in virtual time: it asks for groups as `producers.main` does and decodes them as an engine does.
 
-Called by `buffers.simulation.simulation`. Guarantees:
+Guarantees:
 1. every live sample gets a token per decode step, of `decode_s + decode_sample_s * live` seconds of work; `slots` are
    decoded at once, the others wait in the order of their leases;
-2. twice as many samples as slots are leased (`producers.rollout.capacity`); a request names the version that the engine holds
+2. twice as many samples as slots are leased (`producers.rollout.capacity`); a request names the version that the
+   engine holds
    when it is made; one that waits is made anew when the version changes, and after `POLL_S`;
 3. a sample's oldest version is that of the engine when its first token is made.
 A sample ends when the engine's count of tokens per live sample has grown by its length: one number for all of them, so
@@ -27,8 +28,6 @@ AHEAD = 2
 
 
 class Decoding(msgspec.Struct):
-    """One sample."""
-
     lease: Lease
     index: int
     length: int
@@ -39,9 +38,15 @@ class Engine:
     """`ask(version, groups)` puts a request to the buffer; `finished(sample)` says whether its lease still stands."""
 
     def __init__(
-        self, clock: Clock, plant: Plant, scenario: Scenario, *, ask: Callable[[int, int], None],
-        finished: Callable[[Decoding], bool], length_of: Callable[[int, int], int],
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        plant: Plant,
+        scenario: Scenario,
+        *,
+        ask: Callable[[int, int], None],
+        finished: Callable[[Decoding], bool],
+        length_of: Callable[[int, int], int],
+    ) -> None:
         self.version = -1
         self.busy_s = 0.0
         self._clock = clock

@@ -1,6 +1,7 @@
 """The process behind `asyncrl plan`: a request on stdin, forecasts on stdout, both JSON.
 
-Started as `python -m buffers.simulation.main` by `asyncrl.planner.forecast`, which knows nothing of the state machine. Guarantee:
+Started as `python -m buffers.simulation.main` by `asyncrl.planner.forecast`, which knows nothing of the state
+machine. Guarantee:
 one forecast per scenario, in their order; nothing is read or written but the two streams.
 """
 

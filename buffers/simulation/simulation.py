@@ -1,9 +1,10 @@
 """A whole run in virtual time: producers, the buffer's own state machine, reward workers, a learner, weights.
 
-Called by `buffers.simulation.main` and the tests. Every decision about groups is that of `buffers.groups.machine.Groups`, as it
+Every decision about groups is that of `buffers.groups.machine.Groups`, as it
 is live: admission, the schedule, late groups, `pipeline_depth = "auto"`. Guarantees:
 1. the same plant and scenario give the same forecast, whatever the machine and its load;
-2. requests wait and are answered as by `buffers.service.service`: the learner first, then producers in the order in which they
+2. requests wait and are answered as by `buffers.service.service`: the learner first, then producers in the order in
+   which they
    asked, then reward workers;
 3. a learner's step is claim, fetch, train, publish, commit, and a checkpoint every few steps; weights reach the engines
    a round later, which the learner does not wait for.
@@ -36,8 +37,7 @@ MOST_EVENTS = 40  # per sample of the run: beyond, it goes round in circles (eve
 class Quiet(Groups):
     """The state machine without its log and its rows: nobody reads them here."""
 
-    def _event(self, now: float, name: str, **fields: Any) -> None:
-        """No log."""
+    def _event(self, now: float, name: str, **fields: Any) -> None: ...
 
     def _touch(self, key: str) -> None:
         self.generation += 1
@@ -89,9 +89,13 @@ class Simulation:
         name = f"producer-{number}"
         self.groups.hello("producer", name, pid=1, host="here", now=0.0)
         return Engine(
-            self.clock, self.plant, self.scenario, finished=lambda sample: self._samples(name, sample),
-            ask=lambda version, groups: self._lease_request(name, number, version, groups), length_of=self._length_of,
-        )  # fmt: skip
+            self.clock,
+            self.plant,
+            self.scenario,
+            finished=lambda sample: self._samples(name, sample),
+            ask=lambda version, groups: self._lease_request(name, number, version, groups),
+            length_of=self._length_of,
+        )
 
     def _length_of(self, group: int, index: int) -> int:
         """From the measured group at the same place of the run: lengths drift, and those of one group are alike."""
@@ -159,9 +163,12 @@ class Simulation:
         self._requests += 1
         checksum = self._requests
         self.groups.samples(
-            Samples(name, number, token, (head,), {}, (), "", 1), checksum=checksum, invalid=str,
-            keep=lambda: Record(0, 0, 0, 0, checksum), now=self.clock.now,
-        )  # fmt: skip
+            Samples(name, number, token, (head,), {}, (), "", 1),
+            checksum=checksum,
+            invalid=str,
+            keep=lambda: Record(0, 0, 0, 0, checksum),
+            now=self.clock.now,
+        )
         self._soon()
         return self.groups.groups[number].state == State.LEASED or len(group.samples) == len(sample.lease.missing)
 
@@ -265,26 +272,39 @@ class Simulation:
         groups = sum(lags.values())
         idle = 1 - sum(engine.busy_s for engine in self.engines) / max(1e-9, wall * len(self.engines))
         return Forecast(
-            name=self.scenario.name, steps=len(every), wall_s=wall, steps_s=len(counted) / span,
-            tokens_s=sum(step.tokens for step in counted) / span, groups_s=groups / span,
+            name=self.scenario.name,
+            steps=len(every),
+            wall_s=wall,
+            steps_s=len(counted) / span,
+            tokens_s=sum(step.tokens for step in counted) / span,
+            groups_s=groups / span,
             lag_mean=sum(lag * count for lag, count in lags.items()) / max(1, groups),
             lags={lag: count / groups for lag, count in sorted(lags.items())},
             learner_wait_share=sum(step.claimed - step.asked for step in counted) / span,
-            producer_idle_share=max(0.0, idle), dropped=self._dropped,
-        )  # fmt: skip
+            producer_idle_share=max(0.0, idle),
+            dropped=self._dropped,
+        )
 
 
 def settings_for(scenario: Scenario) -> Settings:
     """The state machine's settings."""
     return Settings(
-        group_size=scenario.group_size, batch_groups=scenario.batch_groups, max_staleness=scenario.max_staleness,
+        group_size=scenario.group_size,
+        batch_groups=scenario.batch_groups,
+        max_staleness=scenario.max_staleness,
         depth=min(1, scenario.max_staleness) if scenario.auto_depth else scenario.depth,
-        total_groups=scenario.steps * scenario.batch_groups, on_late=scenario.on_late,  # type: ignore[arg-type]
-        late_timeout_s=scenario.late_timeout_s, lease_timeout_s=1e12, steps=scenario.steps,
-        depth_rule="auto" if scenario.auto_depth else "fixed", learner_idle_target=scenario.learner_idle_target,
-        max_groups_in_flight=round(scenario.max_groups_in_flight * scenario.engines), max_reuse=scenario.max_reuse,
-        over_issue=scenario.asked_samples - scenario.group_size, seed=scenario.seed,
-    )  # fmt: skip
+        total_groups=scenario.steps * scenario.batch_groups,
+        on_late=scenario.on_late,  # type: ignore[arg-type]
+        late_timeout_s=scenario.late_timeout_s,
+        lease_timeout_s=1e12,
+        steps=scenario.steps,
+        depth_rule="auto" if scenario.auto_depth else "fixed",
+        learner_idle_target=scenario.learner_idle_target,
+        max_groups_in_flight=round(scenario.max_groups_in_flight * scenario.engines),
+        max_reuse=scenario.max_reuse,
+        over_issue=scenario.asked_samples - scenario.group_size,
+        seed=scenario.seed,
+    )
 
 
 def play(plant: Plant, scenario: Scenario) -> Forecast:

@@ -1,6 +1,6 @@
 """What a store of the buffer's index does.
 
-Called by the service. A store keeps rows (key -> bytes) and the epoch of the service that may write them. Guarantees of
+A store keeps rows (key -> bytes) and the epoch of the service that may write them. Guarantees of
 every implementation (one contract suite runs on all of them):
 1. `open` makes this process the only writer: it takes an epoch above every earlier one, and at least `floor`;
 2. `apply` writes all of its changes or none, and only while no newer epoch was taken: else `fenced`;
@@ -32,8 +32,6 @@ class StoreLost(Exception):
 
 
 class Store(Protocol):
-    """See the module."""
-
     kind: str
 
     def open(self, *, floor: int) -> Opened:

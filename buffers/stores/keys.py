@@ -1,6 +1,6 @@
 """Every Redis key of asyncrl, in one place.
 
-Called by the Redis store alone. All keys of a run share one hash tag, so they lie in one slot of a cluster.
+All keys of a run share one hash tag, so they lie in one slot of a cluster.
 
     arl:{<run>}:head   HASH   epoch: of the service that may write; seq: number of the last applied write
     arl:{<run>}:rows   HASH   row key -> row (msgpack), see buffers.groups.book

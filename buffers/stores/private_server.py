@@ -1,6 +1,6 @@
 """A Redis (or Valkey) server of the run's own: unix socket in the run folder, no port, append-only file.
 
-Called by the Redis store. Guarantees:
+Guarantees:
 1. nobody but the owner reaches it: no TCP port, socket mode 0600 in a 0700 folder; without a password nothing is
    answered, and the service's own allows the commands of its two scripts on the keys of asyncrl, nothing else. The
    owner of the folder has a user `admin`, for looking at it (its password: `redis.admin`);
@@ -45,8 +45,6 @@ def find_server() -> str | None:
 
 
 class PrivateServer:
-    """See the module."""
-
     def __init__(self, program: str, folder: Path, *, fsync: str) -> None:
         self._program = program
         self._folder = folder.resolve()
@@ -75,10 +73,14 @@ class PrivateServer:
         self._write_users()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self._program, *self._arguments()], cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
+                [self._program, *self._arguments()],
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent() if sys.platform == "linux" else None,  # noqa: PLW1509 - no threads yet
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._pid_file.write_text(str(self._process.pid))
         deadline = time.monotonic() + READY_S
         while not self._answers():

@@ -1,6 +1,6 @@
 """The Redis store: the only code that talks to Redis. Rows in one hash, written by one script per drain.
 
-Called by the service. Two scripts (`open.lua`, `apply.lua`) do all writing; each is one atomic step that checks the
+Two scripts (`open.lua`, `apply.lua`) do all writing; each is one atomic step that checks the
 epoch.
 Guarantees beside those of `buffers.stores.base`:
 1. a write whose answer was lost is sent again: the sequence number makes that harmless, so retries are safe;
@@ -63,14 +63,17 @@ def open_redis(
 
 
 class RedisStore:
-    """See the module."""
-
     kind = "redis"
 
     def __init__(
-        self, url: str, *, run: str, max_outage_s: float = 60.0, stop: Callable[[], bool] = lambda: False,
+        self,
+        url: str,
+        *,
+        run: str,
+        max_outage_s: float = 60.0,
+        stop: Callable[[], bool] = lambda: False,
         server: PrivateServer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.where = without_password(url)
         self._server = server
         self._stop = stop

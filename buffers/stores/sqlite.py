@@ -1,6 +1,6 @@
 """The embedded store: one SQLite file in WAL mode. Nothing to install.
 
-Called by the service. `fsync`: always = `synchronous FULL`; everysec = NORMAL, and `sync` flushes the write-ahead log
+`fsync`: always = `synchronous FULL`; everysec = NORMAL, and `sync` flushes the write-ahead log
 once per second; never = OFF. A kill of the process loses nothing in any of them; a loss of power loses at most what
 came after the last flush, and the file stays consistent (WAL).
 """
@@ -20,8 +20,6 @@ SYNCHRONOUS = {"always": "FULL", "everysec": "NORMAL", "never": "OFF"}
 
 
 class SqliteStore:
-    """See the module."""
-
     kind = "sqlite"
 
     def __init__(self, path: Path, *, fsync: str = "everysec") -> None:

@@ -1,7 +1,6 @@
 """Advantages without a critic: from the rewards of a prompt's group, or of the whole batch.
 
-Called by the registry under the names of the functions, once for the whole batch, before it is cut into ranks and
-micro-batches: group statistics see the complete group, whitening sees every token. Guarantees:
+Guarantees:
 1. a group whose rewards are all equal gives exactly 0 (except where whitening follows, or a group of one keeps its
    score: said by the function);
 2. the standard deviation of a group is the unbiased one, `epsilon` is added to it outside the root;
@@ -31,7 +30,7 @@ from learners.algorithms.tensors import (
     required,
     scan_back,
     spread,
-)  # fmt: skip
+)
 from learners.algorithms.types import Estimate, Rollouts
 
 Advantage = Callable[..., Estimate]
@@ -100,9 +99,12 @@ def gpg(rollouts: Rollouts, *, f_norm: float = 1.0) -> Estimate:
 
 @torch.no_grad()
 def grpo_passk(
-    rollouts: Rollouts, *, norm_by_std: bool = True, epsilon: float = 1e-6,
+    rollouts: Rollouts,
+    *,
+    norm_by_std: bool = True,
+    epsilon: float = 1e-6,
     singleton: Literal["error", "zero"] = "error",
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     """Best minus second best (arXiv 2503.19595): the best row of a group gets the margin, all others 0.
 
     Divided by `std + epsilon` if `norm_by_std`. With a tie the margin is 0. A group of one is `config.conflict`, or 0
@@ -111,9 +113,10 @@ def grpo_passk(
     scores, rows = outcome_scores(rollouts.rewards, rollouts.mask), grouped(rollouts.groups)
     if singleton == "error" and bool((rows.sizes < 2).any()):
         raise ConfigError(
-            "config.conflict", "advantage 'grpo_passk': a group of one has no second best sample",
+            "config.conflict",
+            "advantage 'grpo_passk': a group of one has no second best sample",
             remedy="set advantage_options.singleton = 'zero', or more samples per prompt",
-        )  # fmt: skip
+        )
     _, high = rows.extremes(scores)
     best = scores == high[rows.of]
     second = rows.extremes(torch.where(best, -torch.inf, scores))[1]
@@ -161,9 +164,13 @@ def reinforce_plus_plus_baseline(rollouts: Rollouts) -> Estimate:
 
 @torch.no_grad()
 def gdpo(
-    rollouts: Rollouts, *, weights: Sequence[float] | None = None, epsilon: float = 1e-6, norm_by_std: bool = True,
+    rollouts: Rollouts,
+    *,
+    weights: Sequence[float] | None = None,
+    epsilon: float = 1e-6,
+    norm_by_std: bool = True,
     singleton: Singleton = "zero",
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     """GDPO (arXiv 2601.05242): GRPO of each component of the reward on its own, weighted sum, whitened over the batch.
 
     Needs `Rollouts.parts` `[D, S]`; `weights`, one per component in the same order, are 1 without the option.
@@ -175,9 +182,7 @@ def gdpo(
     rows = grouped(rollouts.groups)
     found = parts.new_zeros(parts.shape[1])
     for part, share in zip(parts, shares, strict=True):
-        found = found + share * _normalised(
-            part, rows, norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton
-        )  # fmt: skip
+        found = found + share * _normalised(part, rows, norm_by_std=norm_by_std, epsilon=epsilon, singleton=singleton)
     return Estimate(masked_whiten(spread(found, rollouts.mask), rollouts.mask))
 
 

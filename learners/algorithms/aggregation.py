@@ -1,6 +1,6 @@
 """From losses per token to one number, with global denominators.
 
-Called by `learners.step.update`. A piece of a batch (a micro-batch of a rank) returns its numerator over the GLOBAL count of
+A piece of a batch (a micro-batch of a rank) returns its numerator over the GLOBAL count of
 tokens or sequences, so the sum over all pieces is the loss of the whole batch, however it was cut. By `mode`, with m
 the mask, of the whole mini-batch N trained tokens and S sequences with one, and L trained tokens of a sequence:
 
@@ -47,9 +47,15 @@ def count(mask: Tensor, sequences: Tensor) -> Denominators:
 
 
 def aggregate(
-    loss: Tensor, mask: Tensor, sequences: Tensor, *, mode: str, denominators: Denominators,
-    loss_scale_factor: float | None = None, ranks: int = 1,
-) -> Tensor:  # fmt: skip
+    loss: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    mode: str,
+    denominators: Denominators,
+    loss_scale_factor: float | None = None,
+    ranks: int = 1,
+) -> Tensor:
     """This piece's share of the loss, a scalar. `loss`, `mask` and `sequences` (a number per token) are `[N]`.
 
     `loss_scale_factor` (seq-mean-token-sum-norm alone): tokens, the longest response say, above 0. `ranks`: those whose

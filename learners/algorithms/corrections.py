@@ -1,6 +1,6 @@
 """Importance weights between behaviour and proximal policy: how much a token of an older policy counts.
 
-Called by `learners.step.update` through the registry, once per micro-batch (or once per batch, see 4). Three policies,
+Three policies,
 never mixed: `behaviour` was recorded by the generator at sampling time, `proximal` is of the learner's weights at the
 start of the step, `current` has the gradient. The loss looks at current / proximal and clips it; a correction is
 proximal / behaviour, a weight (arXiv 2505.24298, 2110.00641). Where proximal is SET to behaviour (bypass) a correction
@@ -40,8 +40,22 @@ from learners.algorithms.tensors import masked, masked_mean, sequence_lengths, s
 from learners.algorithms.types import Correction
 
 #: `masked` stands in `tensors`; it is found here by its former users.
-__all__ = ["CORRECTIONS", "Bounds", "Level", "icepop", "is_weights", "log_ratio", "m2po", "masked", "mis",
-           "needs_whole_batch", "none", "prox_loglinear", "rejection", "tis"]  # fmt: skip
+__all__ = [
+    "CORRECTIONS",
+    "Bounds",
+    "Level",
+    "icepop",
+    "is_weights",
+    "log_ratio",
+    "m2po",
+    "masked",
+    "mis",
+    "needs_whole_batch",
+    "none",
+    "prox_loglinear",
+    "rejection",
+    "tis",
+]
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -63,9 +77,17 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_weights(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor | None = None, *, level: Level = "token",
-    upper: float | None = 2.0, lower: float | None = None, floor: float = 0.0, batch_normalize: bool = False,
-) -> Tensor:  # fmt: skip
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor | None = None,
+    *,
+    level: Level = "token",
+    upper: float | None = 2.0,
+    lower: float | None = None,
+    floor: float = 0.0,
+    batch_normalize: bool = False,
+) -> Tensor:
     """Importance weights `exp(z)`, `[N]`. With d = proximal - behaviour z is by `level` the token's d (token), the sum
     of d over the row (sequence: ratio of the whole responses) or its mean (geometric); `sequences` for the last two.
 
@@ -79,10 +101,18 @@ def is_weights(
 
 
 def tis(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, level: Level = "token",
-    upper: float | None = 2.0, floor: float = 0.0, batch_normalize: bool = False,
-    reject: tuple[RejectOption, ...] = (), thresholds: tuple[Threshold, ...] = (),
-) -> Correction:  # fmt: skip
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    level: Level = "token",
+    upper: float | None = 2.0,
+    floor: float = 0.0,
+    batch_normalize: bool = False,
+    reject: tuple[RejectOption, ...] = (),
+    thresholds: tuple[Threshold, ...] = (),
+) -> Correction:
     """Truncated importance sampling: `min(ratio, upper)`; with `floor` at least that. upper None: not truncated.
 
     arXiv 2505.24298 (decoupled objective, token level), arXiv 2505.24034. `level`: token (upper 1.5 to 5), sequence (2
@@ -90,31 +120,64 @@ def tis(
     with seq_sum_k1 and [0.5, 2]. A mean is taken before anything is rejected. Raises `config.type`.
     """
     bounds = Bounds(upper, None, floor)
-    return _weighted(proximal, behaviour, mask, sequences, level=level, bounds=bounds,
-                     batch_normalize=batch_normalize, reject=reject, thresholds=thresholds)  # fmt: skip
+    return _weighted(
+        proximal,
+        behaviour,
+        mask,
+        sequences,
+        level=level,
+        bounds=bounds,
+        batch_normalize=batch_normalize,
+        reject=reject,
+        thresholds=thresholds,
+    )
 
 
 def mis(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, level: Level = "sequence",
-    lower: float = 0.5, upper: float = 2.0, batch_normalize: bool = False,
-    reject: tuple[RejectOption, ...] = (), thresholds: tuple[Threshold, ...] = (),
-) -> Correction:  # fmt: skip
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    level: Level = "sequence",
+    lower: float = 0.5,
+    upper: float = 2.0,
+    batch_normalize: bool = False,
+    reject: tuple[RejectOption, ...] = (),
+    thresholds: tuple[Threshold, ...] = (),
+) -> Correction:
     """Masked importance sampling: the ratio inside [lower, upper], else 0 (the token still counts as trained).
 
     The same at token level is `icepop`. Raises `config.type`.
     """
     bounds = Bounds(upper, lower)
-    return _weighted(proximal, behaviour, mask, sequences, level=level, bounds=bounds,
-                     batch_normalize=batch_normalize, reject=reject, thresholds=thresholds)  # fmt: skip
+    return _weighted(
+        proximal,
+        behaviour,
+        mask,
+        sequences,
+        level=level,
+        bounds=bounds,
+        batch_normalize=batch_normalize,
+        reject=reject,
+        thresholds=thresholds,
+    )
 
 
 def icepop(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, lower: float = 0.5, upper: float = 5.0,
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    lower: float = 0.5,
+    upper: float = 5.0,
     batch_normalize: bool = False,
-) -> Correction:  # fmt: skip
+) -> Correction:
     """IcePop: the token's ratio inside [lower, upper], else 0. arXiv 2510.18855 (double-sided masking)."""
-    return mis(proximal, behaviour, mask, sequences, level="token", lower=lower, upper=upper,
-               batch_normalize=batch_normalize)  # fmt: skip
+    return mis(
+        proximal, behaviour, mask, sequences, level="token", lower=lower, upper=upper, batch_normalize=batch_normalize
+    )
 
 
 # ---------------------------------------------------------------- masks without weights
@@ -126,9 +189,14 @@ def none(proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor) -
 
 
 def rejection(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *,
-    options: tuple[RejectOption, ...] = ("seq_mean_k3",), thresholds: tuple[Threshold, ...] = (0.01,),
-) -> Correction:  # fmt: skip
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    options: tuple[RejectOption, ...] = ("seq_mean_k3",),
+    thresholds: tuple[Threshold, ...] = (0.01,),
+) -> Correction:
     """Rejection alone: weight 1 for what `rejection.rejection_mask` keeps. Raises `config.type`."""
     keep = rejection_mask(proximal, behaviour, mask, sequences, options=options, thresholds=thresholds)
     return _kept(proximal, keep)
@@ -145,8 +213,13 @@ def m2po(
 
 
 CORRECTIONS: dict[str, Callable[..., Correction]] = {
-    "none": none, "tis": tis, "mis": mis, "icepop": icepop, "rejection": rejection, "m2po": m2po,
-}  # fmt: skip
+    "none": none,
+    "tis": tis,
+    "mis": mis,
+    "icepop": icepop,
+    "rejection": rejection,
+    "m2po": m2po,
+}
 
 
 def needs_whole_batch(correction: Callable[..., Correction], options: Mapping[str, Any]) -> bool:
@@ -211,9 +284,17 @@ def _normalized(weights: Tensor, mask: Tensor, sequences: Tensor | None, level: 
 
 
 def _weighted(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, level: Level, bounds: Bounds,
-    batch_normalize: bool, reject: Sequence[RejectOption], thresholds: Sequence[Threshold],
-) -> Correction:  # fmt: skip
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    level: Level,
+    bounds: Bounds,
+    batch_normalize: bool,
+    reject: Sequence[RejectOption],
+    thresholds: Sequence[Threshold],
+) -> Correction:
     """Weights within bounds, 0 where anything rejects the token; the mean is over all of the mask."""
     raw = masked(_log_weights(proximal, behaviour, mask, sequences, level).exp(), mask)
     weights = masked(_bounded(raw, bounds), mask)

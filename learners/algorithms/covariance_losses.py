@@ -47,9 +47,15 @@ def kl_cov(inputs: LossInputs, *, ratio: float = 2e-4, coeff: float = 0.1) -> To
 
 
 def choose_clip_cov(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: float = 2e-4, lower: float = 1.0,
-    upper: float = 5.0, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio: float = 2e-4,
+    lower: float = 1.0,
+    upper: float = 5.0,
+    seed: int = 0,
+) -> Tensor:
     """At most the `ratio` of the trained tokens (at least one), drawn from those eligible, bool `[N]`.
 
     Eligible: covariance between `lower` and `upper`, and PPO does not clip the token already. The draw depends on
@@ -65,9 +71,15 @@ def choose_clip_cov(
 
 
 def clip_cov(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: float = 2e-4, lower: float = 1.0,
-    upper: float = 5.0, seed: int = 0,
-) -> TokenLoss:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ratio: float = 2e-4,
+    lower: float = 1.0,
+    upper: float = 5.0,
+    seed: int = 0,
+) -> TokenLoss:
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, 0 at the chosen tokens, `[N]`; they stay in the count.
 
     Chosen are some tokens of high covariance, see `choose_clip_cov`. `clipped`: by PPO, or chosen. Raises
@@ -76,8 +88,9 @@ def clip_cov(
     bounds("clip_cov", clip_low, clip_high)
     chosen = inputs.chosen
     if chosen is None:
-        chosen = choose_clip_cov(inputs, clip_low=clip_low, clip_high=clip_high, ratio=ratio, lower=lower, upper=upper,
-                                 seed=seed)  # fmt: skip
+        chosen = choose_clip_cov(
+            inputs, clip_low=clip_low, clip_high=clip_high, ratio=ratio, lower=lower, upper=upper, seed=seed
+        )
     loss, clipped = _surrogate(inputs, clip_low, clip_high)
     return finished(inputs, masked(loss, ~chosen), clipped | chosen)
 

@@ -1,6 +1,6 @@
 """What the policy's entropy decides: which tokens are trained, and how much entropy is paid for.
 
-Called by `learners.batch.token_selection` (`entropy_keep`), `learners.step.coefficients` (`entropy_target`) and one's own loops. The
+The
 bonus itself is `- coeff * aggregate(entropy)` in `learners.step.update`. Entropies are in nats per token
 (`learners.models.logprobs`). Guarantees: no gradient; nothing outside the mask has an influence; pure.
 

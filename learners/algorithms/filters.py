@@ -1,6 +1,6 @@
 """Which groups, rows and tokens of a batch are trained: dynamic sampling, accuracy band, overlong rows, resampling.
 
-Called by batch assembly and, by the same rules, by the filters of the buffer. Guarantees:
+Guarantees:
 1. a decision about a group holds for all its rows;
 2. spread is told by comparing the extremes exactly, never by a rounded standard deviation;
 3. a draw depends on the seed, the step and the probabilities alone.

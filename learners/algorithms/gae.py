@@ -1,6 +1,6 @@
 """Advantages from a critic: GAE, its decoupled and length-adaptive forms, V-trace.
 
-Called by the registry under the names of the functions, once for the whole batch. Guarantees:
+Guarantees:
 1. tokens outside the mask are skipped: what is carried from right to left passes through them unchanged;
 2. `Rollouts.bootstrap` stands for the value after the last token of a cut response; without it that value is 0;
 3. returns are the critic's targets and are never whitened;
@@ -59,9 +59,14 @@ def adaptive_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
 
 @torch.no_grad()
 def vtrace(
-    rollouts: Rollouts, *, gamma: float = 1.0, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0,
+    rollouts: Rollouts,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
     pg_rho_bar: float = 1.0,
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     """V-trace (IMPALA, arXiv 1802.01561, eq. 1); the ratio is of the proximal over the behaviour policy.
 
     The advantages already hold the truncated importance weight: combine them with `reinforce` without a correction.

@@ -1,7 +1,6 @@
 """Estimates of the divergence from a reference policy, from log-probs of sampled tokens or from whole distributions.
 
-Called by the KL term of the loss (`kl_estimate` with the current policy, then `aggregate`), by the KL penalty in the
-reward (with the proximal policy, without gradient) and by tests. With `delta = log p - log p_ref` of the sampled token:
+With `delta = log p - log p_ref` of the sampled token:
 
 kind       value                 gradient in log p      note
 k1         delta                 1                      unbiased value; its gradient is 0 in expectation
@@ -33,8 +32,9 @@ from learners.algorithms.tensors import masked, wide
 DELTA_LIMIT = 20.0
 K3_LIMIT = 10.0
 
-Kind = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+",
-               "low_var_kl+"]  # fmt: skip
+Kind = Literal[
+    "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"
+]
 KINDS: tuple[str, ...] = get_args(Kind)
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 

@@ -1,6 +1,6 @@
 """Terms that policy losses share: ratio, advantage, the clipped surrogate, and how a loss is finished.
 
-Called by the modules of policy losses alone. Guarantees:
+Guarantees:
 1. every term is selected inside the mask before any arithmetic, in float32 or wider;
 2. the gradient reaches nothing but `inputs.current`;
 3. `finished` multiplies the weights of the correction into the loss, so that every loss has them.

@@ -1,6 +1,6 @@
 """Policy losses per token, by name; to be minimised after aggregation.
 
-Called by `learners.step.update` through `registry`. All have the signature `name(inputs: LossInputs, *, options) ->
+All have the signature `name(inputs: LossInputs, *, options) ->
 TokenLoss` on flat tokens, `[N]`. Guarantees:
 1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there: values are selected before any
    arithmetic;
@@ -26,6 +26,24 @@ from learners.algorithms.sequence_losses import gmpo, gspo, topr, vespo
 from learners.algorithms.token_losses import aipo, cispo, dppo_kl, dppo_tv, dro, ppo, reinforce, sapo
 from learners.algorithms.types import LossInputs, TokenLoss
 
-__all__ = ["LossInputs", "TokenLoss", "aipo", "approx_kl", "choose_clip_cov", "choose_kl_cov", "cispo",
-           "clip_cov", "dppo_kl", "dppo_tv", "dro", "gmpo", "gspo", "kl_cov", "ppo", "reinforce", "sapo", "topr",
-           "vespo"]  # fmt: skip
+__all__ = [
+    "LossInputs",
+    "TokenLoss",
+    "aipo",
+    "approx_kl",
+    "choose_clip_cov",
+    "choose_kl_cov",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "gmpo",
+    "gspo",
+    "kl_cov",
+    "ppo",
+    "reinforce",
+    "sapo",
+    "topr",
+    "vespo",
+]

@@ -1,7 +1,6 @@
 """How far proximal and behaviour policy are apart and what the correction made of it, for the batch and by lag.
 
-Called by `learners.step.update`: `correction_table` for every micro-batch, the tables of micro-batches and ranks added, then
-`table_metrics` once. Guarantees:
+Guarantees:
 1. a table holds sums and counts alone: tables add, so that no metric depends on how the batch was cut;
 2. nothing outside the mask has an influence, NaN included; rows without a trained token are left out; no gradient;
 3. quantiles come from a histogram with fixed bins that are log-spaced in the log-ratio: a quantile lies in the bin of
@@ -36,13 +35,31 @@ BINS = len(BIN_EDGES) - 1
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 _TOKEN_COLUMNS = (
-    "tokens", "gap", "gap_abs", "k3", "ratio", "ratio_square", "weight", "weight_square", "truncated", "rejected",
-    "clipped", "dual_clipped", "moved",
-)  # fmt: skip
+    "tokens",
+    "gap",
+    "gap_abs",
+    "k3",
+    "ratio",
+    "ratio_square",
+    "weight",
+    "weight_square",
+    "truncated",
+    "rejected",
+    "clipped",
+    "dual_clipped",
+    "moved",
+)
 _ROW_COLUMNS = (
-    "rows", "proximal_ppl", "behaviour_ppl", "mean_gap", "mean_gap_abs", "ppl_ratio", "row_ratio_square", "row_weight",
+    "rows",
+    "proximal_ppl",
+    "behaviour_ppl",
+    "mean_gap",
+    "mean_gap_abs",
+    "ppl_ratio",
+    "row_ratio_square",
+    "row_weight",
     "row_weight_square",
-)  # fmt: skip
+)
 COLUMNS = (*_TOKEN_COLUMNS, *_ROW_COLUMNS)
 
 
@@ -50,10 +67,17 @@ COLUMNS = (*_TOKEN_COLUMNS, *_ROW_COLUMNS)
 
 
 def correction_table(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *, lags: Tensor,
-    correction: Correction | None = None, clipped: Tensor | None = None, dual_clipped: Tensor | None = None,
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    lags: Tensor,
+    correction: Correction | None = None,
+    clipped: Tensor | None = None,
+    dual_clipped: Tensor | None = None,
     current: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Sums of one piece of a batch by lag, `[buckets, columns + bins]`; pieces add up. Without tokens: zeros.
 
     Log-probs, mask and row numbers are flat, `[N]`; `lags` `[S]` are the rows' lags in steps, S rows, so that rows
@@ -75,11 +99,22 @@ def correction_table(
     truncated = torch.zeros_like(mask) if correction is None or correction.truncated is None else correction.truncated
     tokens = torch.stack(
         [
-            mask.to(gap.dtype), gap, gap.abs(), masked(torch.expm1(gap) - gap, mask), ratio, ratio * ratio, weights,
-            weights * weights, (mask & truncated).to(gap.dtype), (mask & ~keep).to(gap.dtype), hit, bounded,
+            mask.to(gap.dtype),
+            gap,
+            gap.abs(),
+            masked(torch.expm1(gap) - gap, mask),
+            ratio,
+            ratio * ratio,
+            weights,
+            weights * weights,
+            (mask & truncated).to(gap.dtype),
+            (mask & ~keep).to(gap.dtype),
+            hit,
+            bounded,
             moved.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
-        ], -1,
-    )  # fmt: skip
+        ],
+        -1,
+    )
     rows = _row_sums(new, old, weights, mask, sequences=sequences, count=lags.numel())
     return torch.cat((_by(bucket[sequences], tokens), _by(bucket, rows), _histogram(gap, mask, bucket[sequences])), -1)
 
@@ -92,9 +127,16 @@ def _row_sums(new: Tensor, old: Tensor, weights: Tensor, mask: Tensor, *, sequen
     weight = sequence_means(weights, mask, sequences, count)
     distance = other - policy
     columns = [
-        torch.ones_like(policy), (-policy).exp(), (-other).exp(), distance, distance.abs(), distance.exp(),
-        (2 * total).exp(), weight, weight * weight,
-    ]  # fmt: skip
+        torch.ones_like(policy),
+        (-policy).exp(),
+        (-other).exp(),
+        distance,
+        distance.abs(),
+        distance.exp(),
+        (2 * total).exp(),
+        weight,
+        weight * weight,
+    ]
     return masked(torch.stack(columns, -1), valid[:, None])
 
 
@@ -134,8 +176,18 @@ def table_metrics(table: Tensor) -> dict[str, float]:
 
 
 #: What `table_metrics` says for every lag.
-BY_LAG = ("ess", "kl_behaviour", "clip_share", "truncated_share", "rejected_share", "ratio_p01", "ratio_p50",
-          "ratio_p99", "logprob_gap_mean", "logprob_gap_max")  # fmt: skip
+BY_LAG = (
+    "ess",
+    "kl_behaviour",
+    "clip_share",
+    "truncated_share",
+    "rejected_share",
+    "ratio_p01",
+    "ratio_p50",
+    "ratio_p99",
+    "logprob_gap_mean",
+    "logprob_gap_max",
+)
 
 
 def metrics_of(sums: Tensor) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Arithmetic of pass@k: the metric, the reward transform and the analytic advantage, from counts in a group.
 
-Called by `learners.algorithms.advantages` (`passk_training`), by `learners.batch.estimates` (reward shaping, the metrics
-`pass_at/<k>`); evaluations use `asyncrl.evaluation.statistics`. Guarantees:
+Evaluations use `asyncrl.evaluation.statistics`. Guarantees:
 1. exact: binomial coefficients are integers, one division at the end;
 2. a group smaller than k (members may have failed) is treated as if k were its size;
 3. a group that is all right or all wrong gives the transform equal rewards and the advantage exactly 0.
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.statistics import pass_at_k as pass_at_k
+from asyncrl.evaluation.statistics import pass_at_k as pass_at_k  # noqa: PLC0414
 from learners.algorithms.tensors import grouped
 
 

@@ -44,10 +44,17 @@ class Pairs(NamedTuple):
 
 
 def dpo(
-    policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor | None = None,
-    ref_rejected: Tensor | None = None, *, beta: float = 0.1, kind: DPOKind = "sigmoid", label_smoothing: float = 0.0,
-    chosen_lengths: Tensor | None = None, rejected_lengths: Tensor | None = None,
-) -> PairLoss:  # fmt: skip
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor | None = None,
+    ref_rejected: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    kind: DPOKind = "sigmoid",
+    label_smoothing: float = 0.0,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+) -> PairLoss:
     """DPO of answers' log-probs `[P]`; h: the chosen one's log-ratio to the reference less the rejected one's.
 
     sigmoid: `-(1 - e) log s(beta h) - e log s(-beta h)`, e = `label_smoothing` (arXiv 2305.18290, equation 7); ipo:
@@ -57,8 +64,11 @@ def dpo(
     label smoothing outside 0..0.5.
     """
     if kind not in ("sigmoid", "ipo", "hinge") or beta <= 0 or not 0 <= label_smoothing <= 0.5:
-        raise ConfigError("config.type", f"dpo: kind {kind!r} (sigmoid, ipo, hinge), beta {beta} (above 0), "
-                          f"label_smoothing {label_smoothing} (0 to 0.5)")  # fmt: skip
+        raise ConfigError(
+            "config.type",
+            f"dpo: kind {kind!r} (sigmoid, ipo, hinge), beta {beta} (above 0), "
+            f"label_smoothing {label_smoothing} (0 to 0.5)",
+        )
     chosen, rejected = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
     good, bad = chosen, rejected
     if kind == "ipo" and chosen_lengths is not None and rejected_lengths is not None:
@@ -76,7 +86,7 @@ def dpo(
 
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coeff: float = 0.0
-) -> PairLoss:  # fmt: skip
+) -> PairLoss:
     """`-log s(r_chosen - r_rejected - margin) + center_coeff (r_chosen + r_rejected)^2`, all `[P]`.
 
     The scores are the head's outputs at the last token. Bradley-Terry: arXiv 1706.03741 (equation 1), margin: arXiv
@@ -108,7 +118,7 @@ def softmean(values: Tensor, *, beta: float = 1.0) -> Tensor:
 
 def sppo_targets(
     scores: Tensor, *, target: Literal["zero_center", "softmean"] = "zero_center", softmean_beta: float = 1.0
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What SPPO's log-ratios should be, up to eta, `[S]`: scores are win rates in 0..1 and 1/2 is taken off
     (zero_center, arXiv 2405.00675), or outcome scores less their softmean over the whole batch."""
     found = wide(scores.detach())
@@ -117,7 +127,7 @@ def sppo_targets(
 
 def sppo(
     current: Tensor, proximal: Tensor, mask: Tensor, sequences: Tensor, targets: Tensor, *, eta: float = 1.0
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """SPPO (arXiv 2405.00675): `(sum of (current - proximal) - eta target)^2` of each row, `[S]`.
 
     Log-probs, mask and row numbers are flat, `[N]`; `targets` `[S]`. A row without a trained token gives 0; the loss is
@@ -130,5 +140,4 @@ def sppo(
 
 
 def _log_ratio(policy: Tensor, reference: Tensor | None) -> Tensor:
-    """Of answers, `[P]`."""
     return wide(policy) if reference is None else wide(policy) - wide(reference.detach())

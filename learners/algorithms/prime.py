@@ -31,7 +31,7 @@ from learners.algorithms.tensors import (
     sequence_lengths,
     sequence_sums,
     spread,
-)  # fmt: skip
+)
 from learners.algorithms.types import Estimate, Rollouts
 
 
@@ -97,9 +97,7 @@ class OutcomeLosses(NamedTuple):
     counted: Tensor
 
 
-def outcome_losses(
-    q: Tensor, correct: Tensor, mask: Tensor, sequences: Tensor, *, beta: float = 0.05
-) -> OutcomeLosses:  # fmt: skip
+def outcome_losses(q: Tensor, correct: Tensor, mask: Tensor, sequences: Tensor, *, beta: float = 0.05) -> OutcomeLosses:
     """`ce_loss` before its mean, over flat tokens (arXiv 2502.01456): pieces that hold whole sequences add up.
 
     `q`, `mask` and `sequences` (a number per token) `[N]`; `correct` `[S]`: outcomes from 0 to 1.

@@ -1,7 +1,7 @@
-"""The functions behind the names of `asyncrl.config.sections.algorithm_catalogue`, with their options bound, and those of plugins.
+"""The functions behind the names of `asyncrl.config.sections.algorithm_catalogue`, with their options bound, and
+those of plugins.
 
-Called by `learners.batch.estimates` (advantages), `learners.step.update` (losses, corrections), `asyncrl check` (as a process:
-`python -m learners.algorithms.registry`, the TOML of the run on its standard input) and `docs/generate.py`. Guarantees:
+Guarantees:
 1. an unknown name or option, or a value of the wrong type, is one error that says what there is;
 2. a plugin is a function with the signature of its kind (`learners.algorithms.types`) under an entry point of the group
    `asyncrl.advantages`, `asyncrl.losses` or `asyncrl.corrections`; its keyword-only arguments are its options;
@@ -77,16 +77,18 @@ def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
     for key, value in algorithms.options_of(algorithm, kind).items():
         where = f"learner.algorithm.{kind}_options.{key}"
         if key not in known:
-            raise ConfigError("config.unknown_key", f"{kind} {name!r} has the options {', '.join(known) or 'none'}",
-                              where=where)  # fmt: skip
+            raise ConfigError(
+                "config.unknown_key", f"{kind} {name!r} has the options {', '.join(known) or 'none'}", where=where
+            )
         try:
             options[key] = msgspec.convert(value, known[key][0])
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigError("config.type", f"{key} = {value!r}: {error}", where=where) from None
     missing = [key for key, (_, default) in known.items() if default is inspect.Parameter.empty and key not in options]
     if missing:
-        raise ConfigError("config.missing", f"{kind} {name!r} needs {', '.join(missing)}",
-                          where=f"learner.algorithm.{kind}_options")  # fmt: skip
+        raise ConfigError(
+            "config.missing", f"{kind} {name!r} needs {', '.join(missing)}", where=f"learner.algorithm.{kind}_options"
+        )
     return Chosen(name, function, options)
 
 
@@ -144,8 +146,9 @@ def option_table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
         table[kind] = {}
         for name in entries:
             known = options_in(function_of(kind, name))
-            table[kind][name] = {key: {"types": types_of(hint), "default": shown(default)}
-                                 for key, (hint, default) in known.items()}  # fmt: skip
+            table[kind][name] = {
+                key: {"types": types_of(hint), "default": shown(default)} for key, (hint, default) in known.items()
+            }
     return table
 
 

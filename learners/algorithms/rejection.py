@@ -1,6 +1,6 @@
 """Tokens and rows that are too far from the behaviour policy to learn from.
 
-Called by `corrections` (the `reject` option, `m2po`), by the learner where negative rows are masked, and by tests. All
+All
 take log-probs of the proximal policy (or the current one, detached) and of the behaviour policy, flat `[N]`, with
 `d = proximal - behaviour`. Guarantees:
 1. no gradient; nothing outside the mask has an influence, NaN included; the results are within the mask;
@@ -27,17 +27,33 @@ from learners.algorithms.tensors import masked, sequence_means, sequence_sums
 
 LOG_RATIO_LIMIT = 20.0
 
-RejectOption = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
-                       "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]  # fmt: skip
+RejectOption = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
 OPTIONS: tuple[str, ...] = get_args(RejectOption)
 #: A ratio interval [low, high], one number h for [1/h, h] (both k1 only), or an upper bound (k2 and k3).
 Threshold = float | tuple[float, float]
 
 
 def rejection_mask(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, sequences: Tensor, *,
-    options: Sequence[RejectOption], thresholds: Sequence[Threshold],
-) -> Tensor:  # fmt: skip
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    *,
+    options: Sequence[RejectOption],
+    thresholds: Sequence[Threshold],
+) -> Tensor:
     """The mask without what any of the options rejects, bool `[N]`.
 
     An option is where it looks (`token`, or the sum, mean or maximum over the row: the whole row goes) and what at:
@@ -120,8 +136,11 @@ def _limits(option: str, threshold: Threshold) -> tuple[float, float]:
     if option not in OPTIONS:
         raise ConfigError("config.type", f"rejection option {option!r}: one of {', '.join(OPTIONS)}")
     if option.endswith("k1"):
-        low, high = (1 / threshold, threshold) if isinstance(threshold, int | float) and threshold > 0 else _pair(
-            option, threshold)  # fmt: skip
+        low, high = (
+            (1 / threshold, threshold)
+            if isinstance(threshold, int | float) and threshold > 0
+            else _pair(option, threshold)
+        )
         if not 0 < low <= high:
             raise ConfigError("config.type", f"threshold {threshold} of {option}: 0 < low <= high, ratios around 1")
         return math.log(low), math.log(high)

@@ -1,6 +1,6 @@
 """What is added to rewards before advantages are estimated: penalties for length and for leaving the reference.
 
-Called by batch assembly, once for the whole batch. Guarantees:
+Guarantees:
 1. an outcome score stands on the last trained token of its row, wherever the padding or tool output ends;
 2. no gradient flows; NaN outside the mask has no effect, the result is 0 there;
 3. the controller is a pure function: its state is the coefficient, which the caller keeps in the checkpoint.

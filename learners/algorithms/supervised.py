@@ -1,6 +1,6 @@
 """Losses of answers that are right by themselves: SFT, and the likelihood term of right answers beside a policy loss.
 
-Called by the learner in mode sft and by the policy's loss where `positive_coeff` is set. Guarantees:
+Guarantees:
 1. nothing outside the mask has an influence, NaN and its gradient included;
 2. denominators are those of the whole mini-batch, so that pieces add up;
 3. no tokens: 0, connected to the graph.

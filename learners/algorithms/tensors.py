@@ -1,6 +1,6 @@
 """Masked and grouped arithmetic that estimators, losses and corrections share.
 
-Called by everything in `learners.algorithms`. Guarantees:
+Guarantees:
 1. `masked` selects before any arithmetic: NaN and infinities outside the mask have no effect and no gradient;
 2. float32 or wider, whatever comes in;
 3. a mean over nothing is 0, the whitening of fewer than two values is 0;

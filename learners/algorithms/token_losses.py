@@ -37,9 +37,13 @@ from learners.algorithms.types import LossInputs, TokenLoss
 
 
 def ppo(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
     delta: float | None = None,
-) -> TokenLoss:  # fmt: skip
+) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7) of current / proximal, `[N]`.
 
     A larger `clip_high` is DAPO's clip-higher (arXiv 2503.14476). `dual_clip` > 1 bounds the loss of a negative
@@ -106,7 +110,7 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
 
 def dppo_tv(
     inputs: LossInputs, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_cap: float = 20.0
-) -> TokenLoss:  # fmt: skip
+) -> TokenLoss:
     """DPPO with the total-variation trust region (arXiv 2602.04879), `[N]`.
 
     With p, q the probabilities of the sampled token under current and proximal policy a token is left out where it
@@ -120,7 +124,7 @@ def dppo_tv(
 
 def dppo_kl(
     inputs: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0
-) -> TokenLoss:  # fmt: skip
+) -> TokenLoss:
     """DPPO with the trust region of the binary KL divergence (arXiv 2602.04879), `[N]`.
 
     As `dppo_tv`, but a token is left out where KL(proximal || current) of "this token or another" is above clip_high

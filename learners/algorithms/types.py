@@ -1,6 +1,6 @@
 """What algorithms take and give: the arguments shared by all estimators, corrections and losses.
 
-Called by everything in `learners.algorithms`, by the registry and by plugins. It holds no arithmetic.
+It holds no arithmetic.
 Two layouts, never mixed:
 - the whole batch, padded, `[S, T]` (S samples, T the longest response): rewards, advantages, filters. What mixes rows
   is computed here, once, before the batch is cut into ranks and micro-batches;

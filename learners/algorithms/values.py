@@ -1,6 +1,6 @@
 """The critic's loss, and how much of the returns its values explain.
 
-Called by the learner's critic. All tensors have one shape, flat `[N]` or padded `[S, T]`. Guarantees:
+All tensors have one shape, flat `[N]` or padded `[S, T]`. Guarantees:
 1. the loss and its gradient are 0 outside the mask, whatever NaN the inputs hold there;
 2. the gradient reaches the predictions alone;
 3. no tokens: a loss of zeros that is connected to the graph; the explained variance of nothing is 0.
@@ -24,7 +24,7 @@ from learners.algorithms.types import TokenLoss
 
 def value_loss(
     predictions: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, cliprange: float | None = 0.5
-) -> TokenLoss:  # fmt: skip
+) -> TokenLoss:
     """`max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) / 2` per token (PPO's value clipping, arXiv 1506.02438 for
     the targets G, as PPO's authors' code has the clip).
 

@@ -1,12 +1,13 @@
 """What the learner asks of a training backend, and the tensors that pass between them.
 
-Called by `learners.loop`, `learners.step.update` and the tests of every backend. A backend owns the model, the optimizer and
+A backend owns the model, the optimizer and
 their layout over ranks; it knows nothing of batches, queues or losses. Guarantees asked of every backend:
 1. the result of a step does not depend on the number of ranks or on how the batch was cut (up to rounding);
 2. `iter_hf_weights` is collective: all ranks run it to its end, rank 0 alone gets the data, in a fixed order, in
    Hugging Face names, a tied tensor once;
 3. nothing it writes needs pickle to be read;
-4. ranks that have the same share of a batch (`learners.gang.topology`) get the same numbers of every forward pass; sums for
+4. ranks that have the same share of a batch (`learners.gang.topology`) get the same numbers of every forward pass;
+   sums for
    metrics are asked of the one that counts alone, the others may give none.
 """
 
@@ -85,8 +86,6 @@ class Companion(Protocol):
 
 
 class Critic(Companion, Protocol):
-    """A value model."""
-
     def values(self, micro: Sequence[MicroBatch]) -> list[Values]:
         """Values of each micro-batch, without gradient. Collective."""
 
@@ -145,7 +144,8 @@ class Backend(Protocol):
 
     @property
     def adapters(self) -> Adapters | None:
-        """Where versions are published as adapters (`asyncrl.config.sections.lora.sends_adapters`), else None: as whole weights."""
+        """Where versions are published as adapters (`asyncrl.config.sections.lora.sends_adapters`), else None: as
+        whole weights."""
 
     def self_check(self) -> None:
         """Raise `learner.packing` where rows as they are fed disagree with single sequences."""

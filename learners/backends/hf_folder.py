@@ -1,7 +1,6 @@
 """A trained module as a Hugging Face folder.
 
-Called by `fsdp2` and `megatron` for the policy, by `companion` for the models beside it and by `learners.checkpoints.export` for
-what a checkpoint holds. Guarantees:
+Guarantees:
 1. weights are those of every parameter, once, in the names and layout that `save_pretrained` would give them (fused
    experts become single ones again), in files of bounded size (`shard_files`); buffers that a model stores and never
    trains (the bias of DeepSeek's router) are those of the start weights;
@@ -41,9 +40,16 @@ SCORER = "ForSequenceClassification"
 
 
 def write_folder(
-    weights: Iterable[tuple[str, Tensor]], folder: Path, *, dtype: torch.dtype, gang: Gang, config: Any,
-    tokenizer: Path, generation: Any = None, max_bytes: int = MAX_BYTES,
-) -> None:  # fmt: skip
+    weights: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    gang: Gang,
+    config: Any,
+    tokenizer: Path,
+    generation: Any = None,
+    max_bytes: int = MAX_BYTES,
+) -> None:
     """The folder of a model with this config; `tokenizer`: folder of the start weights. Collective.
 
     `weights`: every parameter by its name in transformers, whole, valid until the next is asked for; `generation`: its
@@ -121,7 +127,6 @@ class Pieces:
         return ready
 
     def close(self) -> dict[str, Tensor]:
-        """What is held."""
         held, self._held = self._held, {}
         return self._written(held) if held else {}
 
@@ -130,8 +135,9 @@ class Pieces:
 
         made: dict[str, Tensor] = revert_weight_conversion(self._skeleton, found)
         # A slice of a fused tensor would keep all of it in memory, and count only itself.
-        return {name: part.clone() if part.nbytes < part.untyped_storage().nbytes() else part
-                for name, part in made.items()}  # fmt: skip
+        return {
+            name: part.clone() if part.nbytes < part.untyped_storage().nbytes() else part for name, part in made.items()
+        }
 
 
 def _joins(skeleton: Any) -> bool:

@@ -47,7 +47,6 @@ class Optimizers:
                 part.step()
 
     def forget(self) -> None:
-        """Drop the gradients."""
         for part in self._parts:
             part.zero_grad(set_to_none=True)
 
@@ -112,19 +111,30 @@ def make_optimizer(module: nn.Module, layers: Iterable[nn.Module], optim: OptimC
     rest = [one for one in module.parameters() if one.requires_grad and id(one) not in known]
     parts: list[torch.optim.Optimizer] = []
     if matrices:
-        parts.append(torch.optim.Muon(
-            list(_by_mesh(matrices)), lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum,
-            adjust_lr_fn="match_rms_adamw",
-        ))  # fmt: skip
+        parts.append(
+            torch.optim.Muon(
+                list(_by_mesh(matrices)),
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                momentum=optim.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
     if rest:
         kind: Any = torch.optim.AdamW
         options: dict[str, Any] = {"fused": fused or None}
         if optim.name == "adamw_8bit":
             kind, options = _adamw_8bit(), {}
-        parts.append(kind(
-            list(_by_mesh(rest)), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
-            weight_decay=optim.weight_decay, **options,
-        ))  # fmt: skip
+        parts.append(
+            kind(
+                list(_by_mesh(rest)),
+                lr=optim.lr,
+                betas=(optim.beta1, optim.beta2),
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+                **options,
+            )
+        )
     return Optimizers(parts)
 
 

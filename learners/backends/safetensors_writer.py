@@ -1,6 +1,6 @@
 """Whole tensors into safetensors files of bounded size, with the index that transformers and vLLM read.
 
-Called by `hf_folder`. Guarantees:
+Guarantees:
 1. it holds the tensors of one file at most, and what it is given: a file is written as soon as the next tensor would
    make it larger than `max_bytes`, straight from the tensors' memory, without a copy;
 2. one file is `model.safetensors`; several are `model-00001-of-00003.safetensors` and so on, and
@@ -30,9 +30,17 @@ MAX_BYTES = 5_000_000_000
 STEM, INDEX = "model", "model.safetensors.index.json"
 _OURS = re.compile(rf"{STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(INDEX)}")
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class ShardFiles:
@@ -67,8 +75,10 @@ class ShardFiles:
         if self._held or not self._written:
             self._write()
         count = len(self._written)
-        names = [f"{STEM}-{n:05d}-of-{count:05d}.safetensors" if count > 1 else f"{STEM}.safetensors"
-                 for n in range(1, count + 1)]  # fmt: skip
+        names = [
+            f"{STEM}-{n:05d}-of-{count:05d}.safetensors" if count > 1 else f"{STEM}.safetensors"
+            for n in range(1, count + 1)
+        ]
         for path in self._folder.iterdir():
             if _OURS.fullmatch(path.name):
                 path.unlink()
@@ -76,8 +86,10 @@ class ShardFiles:
             os.replace(path, self._folder / name)
         if count > 1:
             where = {key: name for (_, keys), name in zip(self._written, names, strict=True) for key in keys}
-            index = {"metadata": {"total_parameters": self.elements, "total_size": self.bytes},
-                     "weight_map": dict(sorted(where.items()))}  # fmt: skip
+            index = {
+                "metadata": {"total_parameters": self.elements, "total_size": self.bytes},
+                "weight_map": dict(sorted(where.items())),
+            }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         return [self._folder / name for name in names]
 

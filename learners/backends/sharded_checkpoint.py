@@ -1,6 +1,6 @@
 """Sharded training state in safetensors files: one per rank, read back by any number of ranks in any layout.
 
-Called by `fsdp2`. Each rank writes the box (a range of every dimension) that it holds of every tensor; where the boxes
+Each rank writes the box (a range of every dimension) that it holds of every tensor; where the boxes
 lie stands as JSON in the file's metadata. `torch.distributed.checkpoint` would do the same, but it pickles its metadata
 and its plans, and this project reads no pickle. Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
@@ -156,7 +156,7 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
             for name in starts.keys() & state.keys():
                 missing[name] -= _fill(state[name], boxes[name], file, name, starts[name], numbers)
             if number == rank and len(paths) == ranks:
-                for key in file.keys():
+                for key in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
                     if key.startswith(_EXTRA):
                         extra[key.removeprefix(_EXTRA)] = file.get_tensor(key)
     if short := [name for name, elements in missing.items() if elements]:
@@ -167,16 +167,14 @@ def load_shards(folder: Path, state: Mapping[str, Tensor], *, rank: int, ranks: 
 
 
 @torch.no_grad()
-def _fill(
-    target: Tensor, box: Box, file: Any, name: str, start: Start, numbers: dict[str, Tensor]
-) -> int:  # fmt: skip
+def _fill(target: Tensor, box: Box, file: Any, name: str, start: Start, numbers: dict[str, Tensor]) -> int:  # noqa: PLR0917
     """Copy the elements that the file and this rank have in common; how many. Tensors in 8 bits go to `numbers`, but
     where the file has the very same box."""
     local = local_of(target)
     if target.dim() == 0:
         local.copy_(file.get_tensor(name))
         return 1
-    narrow, written = "#codes" in parts_of(target), name + "#codes" in file.keys()
+    narrow, written = "#codes" in parts_of(target), name + "#codes" in file.keys()  # noqa: SIM118
     piece = file.get_slice(name + "#codes" if written else name)
     shape = tuple(piece.get_shape())
     begin = (start, *[0] * (len(shape) - 1)) if isinstance(start, int) else tuple(start)

@@ -1,6 +1,5 @@
 """Start weights read part by part: a model is made without memory and split, and then each rank reads what it keeps.
 
-Called by `fsdp2.load_model` (`described`) and `fsdp2.shard` (`fill`), for the policy and all models beside it.
 Guarantees:
 1. weights are bit by bit those of transformers' `from_pretrained`, and so are the buffers that no file holds (rotary
    frequencies): they are computed by the model's own code before anything is split;
@@ -133,9 +132,11 @@ def described(path: str, *, scorer: bool, seed: int, **options: Any) -> Any:
     architectures = shape.architectures
     with torch.device("meta"):
         model = kind.from_config(
-            shape, dtype=options["dtype"], attn_implementation=options["attn_implementation"],
+            shape,
+            dtype=options["dtype"],
+            attn_implementation=options["attn_implementation"],
             trust_remote_code=options["trust_remote_code"],
-        )  # fmt: skip
+        )
     model.config.architectures = architectures
     _settle_buffers(model)
     _generation(model, path)
@@ -305,5 +306,5 @@ def _like(old: Tensor, local: Tensor) -> Tensor:
     if isinstance(old, DTensor):
         new = DTensor.from_local(
             local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-        )  # fmt: skip
+        )
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

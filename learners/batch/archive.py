@@ -1,6 +1,6 @@
 """The learner's archive: every claimed batch as a file, before its step trains.
 
-Called by `learners.rank_zero` on rank 0 where `log.archive` is set, and by `learners.replay`. Beside the batches lie the
+Beside the batches lie the
 configurations they were trained under (`config-<digest>.toml`) and what was taken out (`quarantined.jsonl`).
 Guarantees:
 1. the batch of a step is on the disk, whole and synced, before the step trains; a file is never half written;

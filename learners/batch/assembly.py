@@ -1,8 +1,9 @@
 """From a claimed batch to the rows that each rank trains on.
 
-Called by the learner loop on rank 0 (`assemble`, `encode_share`) and on every rank (`decode_share`). Guarantees:
+Guarantees:
 1. what mixes samples (advantages, weights by lag, resampling, denominators) is computed once, on the whole batch,
-   before it is cut; an estimator that needs the model's log-probs or values follows in `learners.step.batch_passes`, likewise once;
+   before it is cut; an estimator that needs the model's log-probs or values follows in `learners.step.batch_passes`,
+   likewise once;
 2. a sequence lies whole in one row; a row holds at most `micro_batch_tokens` tokens; every rank has the same number of
    micro-batches (some may be empty), balanced by tokens;
 3. the same batch gives the same rows (replay is bitwise);
@@ -90,9 +91,20 @@ class StepBatch(msgspec.Struct, frozen=True):
 
 
 _FIELDS = {
-    "input_ids": "i4", "position_ids": "i4", "cu_seqlens": "i4", "positions": "i4", "targets": "i4", "sequences": "i4",
-    "behaviour": "f4", "mask": "u1", "advantages": "f4", "lags": "i4", "scales": "f4", "right": "u1", "samples": "i4",
-}  # fmt: skip
+    "input_ids": "i4",
+    "position_ids": "i4",
+    "cu_seqlens": "i4",
+    "positions": "i4",
+    "targets": "i4",
+    "sequences": "i4",
+    "behaviour": "f4",
+    "mask": "u1",
+    "advantages": "f4",
+    "lags": "i4",
+    "scales": "f4",
+    "right": "u1",
+    "samples": "i4",
+}
 
 
 # ---------------------------------------------------------------- assembly
@@ -122,9 +134,15 @@ def group_lag(group: GroupData, version: int) -> int:
 
 
 def assemble(
-    batch: ClaimedBatch, *, algorithm: AlgorithmConfig, ranks: int, max_tokens: int, packing: bool = True,
-    baselines: Mapping[int, float] | None = None, seed: int = 0,
-) -> StepBatch:  # fmt: skip
+    batch: ClaimedBatch,
+    *,
+    algorithm: AlgorithmConfig,
+    ranks: int,
+    max_tokens: int,
+    packing: bool = True,
+    baselines: Mapping[int, float] | None = None,
+    seed: int = 0,
+) -> StepBatch:
     """Advantages, statistics, mini-batches (whole groups, in the order of the batch) and rows for every rank.
 
     `baselines`: score of the greedy response by group. `seed` of PF-PPO's draws.
@@ -133,13 +151,18 @@ def assemble(
     found = estimates.before_the_model(whole, algorithm, seed=seed)
     prompts = [group.prompt_ids for group in batch.groups for _ in group.samples]
     sequences = [_sequence(number, one, prompts, whole, found) for number, one in enumerate(whole.cuts)]
-    chunks = _split_groups([sum(1 for _ in estimates.cuts_of(group.samples)) for group in batch.groups],
-                           algorithm.minibatches)  # fmt: skip
+    chunks = _split_groups(
+        [sum(1 for _ in estimates.cuts_of(group.samples)) for group in batch.groups], algorithm.minibatches
+    )
     cut = [
-        _minibatch([one for one in sequences[part] for _ in range(found.repeats[whole.cuts[one.number].sample])],
-                   ranks=ranks, max_tokens=max_tokens, packing=packing)
+        _minibatch(
+            [one for one in sequences[part] for _ in range(found.repeats[whole.cuts[one.number].sample])],
+            ranks=ranks,
+            max_tokens=max_tokens,
+            packing=packing,
+        )
         for part in chunks
-    ]  # fmt: skip
+    ]
     shares = tuple(tuple(minibatch[rank] for minibatch in cut) for rank in range(ranks))
     stats = statistics(batch, np.array(found.first))
     stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
@@ -218,10 +241,14 @@ def _minibatch(sequences: Sequence[Sample], *, ranks: int, max_tokens: int, pack
     per_rank = balance(costs, ranks)
     build = packed_row if packing else padded_rows
     return tuple(
-        Minibatch(tokens, trained, tuple(build([sequences[item] for item in rows[row]] if row >= 0 else [])
-                                         for row in of_rank), right)
+        Minibatch(
+            tokens,
+            trained,
+            tuple(build([sequences[item] for item in rows[row]] if row >= 0 else []) for row in of_rank),
+            right,
+        )
         for of_rank in per_rank
-    )  # fmt: skip
+    )
 
 
 def pack(lengths: Sequence[int], *, limit: int, multiple: int = 1) -> list[list[int]]:
@@ -350,12 +377,15 @@ def encode_share(share: Sequence[Minibatch]) -> bytes:
         for name, dtype in _FIELDS.items()
     }
     fields, payload = pack_arrays(arrays)
-    head = msgspec.msgpack.encode(_ShareHead(
-        tuple(part.tokens for part in share), tuple(part.sequences for part in share),
-        tuple(part.right for part in share),
-        tuple(tuple((m.width, *(getattr(m, name).size for name in _FIELDS)) for m in part.micro) for part in share),
-        fields,
-    ))  # fmt: skip
+    head = msgspec.msgpack.encode(
+        _ShareHead(
+            tuple(part.tokens for part in share),
+            tuple(part.sequences for part in share),
+            tuple(part.right for part in share),
+            tuple(tuple((m.width, *(getattr(m, name).size for name in _FIELDS)) for m in part.micro) for part in share),
+            fields,
+        )
+    )
     return len(head).to_bytes(8, "little") + head + payload
 
 

@@ -1,6 +1,6 @@
 """Finds the groups that break the assembling or the loss of a step.
 
-Called by `learners.loop` on rank 0 once a step was found broken. Guarantees:
+Guarantees:
 1. the search halves the batch: with k bad groups of n it asks about 2 k log2(n) times, at most 2 n;
 2. a group is bad only if it breaks alone; where no group does, nothing is blamed;
 3. a bad group comes with what it broke: the error and the innermost places of its trace, or what is not finite.

@@ -1,6 +1,6 @@
 """The whole batch `[S, T]` on rank 0: rewards shaped, advantages estimated, before it is cut into ranks and rows.
 
-Called by `learners.batch.assembly.assemble` and, with the model's numbers, by `learners.step.batch_passes`. Guarantees:
+Guarantees:
 1. everything that mixes rows is computed here, once: group statistics, whitening, weights by lag, resampling, and
    corrections that look at all rows: no rank or micro-batch has statistics of its own;
 2. float64; the result depends on the batch, the settings and the seed alone;
@@ -127,9 +127,14 @@ def whole_of(batch: ClaimedBatch, algorithm: AlgorithmConfig, baselines: Mapping
     if not algorithm.shaping.passk:  # which makes other scores of them
         _credit_turns(placed, samples, mask)
     rollouts = Rollouts(
-        placed, mask, owners, baselines=greedy, parts=parts, lengths=lengths,
+        placed,
+        mask,
+        owners,
+        baselines=greedy,
+        parts=parts,
+        lengths=lengths,
         behaviour=_behaviour(samples, mask),
-    )  # fmt: skip
+    )
     lags = tuple(_lags(sample, batch.version) for sample in samples)
     right = rewards > algorithm.shaping.correct_above
     return Whole(samples, rollouts, scores, right, lags, batch.step, tuple(cuts_of(samples)))
@@ -192,7 +197,7 @@ def _shaped(rewards: Tensor, owners: Tensor, lengths: Tensor, algorithm: Algorit
     if shaping.overlong_buffer:
         scores = scores + overlong_penalty(
             lengths, max_len=shaping.overlong_max, buffer_len=shaping.overlong_buffer, factor=shaping.overlong_factor
-        )  # fmt: skip
+        )
     return scores
 
 
@@ -305,9 +310,14 @@ def _repeats(whole: Whole, algorithm: AlgorithmConfig, seed: int) -> list[int]:
 
 
 def after_the_model(
-    whole: Whole, numbers: ModelNumbers, algorithm: AlgorithmConfig, *, kl_coeff: float, correct: bool,
+    whole: Whole,
+    numbers: ModelNumbers,
+    algorithm: AlgorithmConfig,
+    *,
+    kl_coeff: float,
+    correct: bool,
     scoring: ProcessRewardConfig | None = None,
-) -> Late:  # fmt: skip
+) -> Late:
     """Advantages, critic targets and (`correct`) the weights of a correction over all rows. `scoring`: how log-probs of
     the process reward model become rewards."""
     mask = whole.rollouts.mask
@@ -318,8 +328,10 @@ def after_the_model(
         squares = squares.maximum((2 * proximal).exp())
     rollouts, kl = whole.rollouts._replace(proximal=proximal, values=values, square_sums=squares), None
     if numbers.after is not None:
-        ends = [float(row[0]) if sample.finish == "length" else 0.0
-                for row, sample in zip(numbers.after, whole.samples, strict=True)]  # fmt: skip
+        ends = [
+            float(row[0]) if sample.finish == "length" else 0.0
+            for row, sample in zip(numbers.after, whole.samples, strict=True)
+        ]
         rollouts = rollouts._replace(bootstrap=mask.new_tensor(ends, dtype=rollouts.rewards.dtype))
     if scoring is not None:
         rollouts = rollouts._replace(process=_process(numbers, mask, scoring))
@@ -336,8 +348,9 @@ def after_the_model(
 
         estimate: Estimate = advantage_of(algorithm)(rollouts)
         returns = None if estimate.returns is None else _floats(whole, estimate.returns)
-        late = late._replace(advantages=_floats(whole, estimate.advantages), returns=returns,
-                             first=first_of(estimate.advantages, mask))  # fmt: skip
+        late = late._replace(
+            advantages=_floats(whole, estimate.advantages), returns=returns, first=first_of(estimate.advantages, mask)
+        )
     if correct:
         weights, keep = _corrected(rollouts, algorithm)
         late = late._replace(weights=_floats(whole, weights), keep=rows_of(whole, keep))

@@ -1,7 +1,7 @@
 """The few samples of a step that the run keeps for people: words, rewards, and token by token how engine and learner
 differ.
 
-Called by `learners.loop` (`places`, `gather`) and `learners.rank_zero` (`lines`), for `samples.jsonl`. Guarantees:
+Guarantees:
 1. the best and the worst samples of the batch, `log.samples_per_step` in all; the same batch keeps the same ones;
 2. `engine` are the recorded log-probs, `learner` those of the step's own forward pass; both stand only where the policy
    sampled the token, else null, and the gap of a token is their difference;
@@ -52,8 +52,9 @@ def gather(gang: Gang, mine: Mapping[int, Array], batch: ClaimedBatch | None, co
     cuts: dict[int, Cut] = {}
     if batch is not None:
         samples, kept = [sample for group in batch.groups for sample in group.samples], set(places(batch, count))
-        cuts = {number: cut for number, cut in enumerate(cuts_of(samples))
-                if cut.sample in kept and cut.start < MAX_TOKENS}  # fmt: skip
+        cuts = {
+            number: cut for number, cut in enumerate(cuts_of(samples)) if cut.sample in kept and cut.start < MAX_TOKENS
+        }
     chosen = msgspec.msgpack.decode(gang.share(None if batch is None else _encode(list(cuts))), type=list[int])
     part = {place: mine[place][:MAX_TOKENS].astype(np.float32).tobytes() for place in chosen if place in mine}
     found: dict[int, Array] = {}

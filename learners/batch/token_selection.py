@@ -67,9 +67,15 @@ def keep_high_entropy(
 
 
 def choose_tokens(
-    chooser: Callable[..., Tensor], part: Minibatch, known: Any, current: Sequence[Tensor],
-    algorithm: AlgorithmConfig, *, gang: Gang, seed: tuple[int, int],
-) -> list[Tensor]:  # fmt: skip
+    chooser: Callable[..., Tensor],
+    part: Minibatch,
+    known: Any,
+    current: Sequence[Tensor],
+    algorithm: AlgorithmConfig,
+    *,
+    gang: Gang,
+    seed: tuple[int, int],
+) -> list[Tensor]:
     """The picked tokens of each micro-batch of this rank, bool `[N]`. `known` has the fields of `Known`. Collective."""
     mine: dict[int, list[bytes]] = {}
     for number, (micro, now) in enumerate(zip(part.micro, current, strict=True)):
@@ -80,8 +86,10 @@ def choose_tokens(
         every |= msgspec.msgpack.decode(text, type=dict[int, list[bytes]])
     picked = _pick(chooser, every, seed)
     device = current[0].device if current else torch.device("cpu")
-    return [torch.cat([picked[n] for n in micro.samples.tolist()] or [torch.zeros(0, dtype=torch.bool)]).to(device)
-            for micro in part.micro]  # fmt: skip
+    return [
+        torch.cat([picked[n] for n in micro.samples.tolist()] or [torch.zeros(0, dtype=torch.bool)]).to(device)
+        for micro in part.micro
+    ]
 
 
 def _columns(
@@ -108,8 +116,10 @@ def _rows(micro: MicroBatch, columns: Sequence[np.ndarray[Any, Any]]) -> list[tu
 def _pick(chooser: Callable[..., Tensor], every: Mapping[int, list[bytes]], seed: tuple[int, int]) -> dict[int, Tensor]:
     """What the function picks of all tokens, by sample."""
     order = sorted(every)
-    joined = [torch.frombuffer(bytearray(b"".join(every[n][column] for n in order) or bytes(4)), dtype=torch.float32)
-              for column in range(5)]  # fmt: skip
+    joined = [
+        torch.frombuffer(bytearray(b"".join(every[n][column] for n in order) or bytes(4)), dtype=torch.float32)
+        for column in range(5)
+    ]
     lengths = [len(every[n][0]) // 4 for n in order]
     total = sum(lengths)
     current, proximal, behaviour, advantages, mask = (column[:total] for column in joined)

@@ -1,11 +1,12 @@
 """Durable checkpoints of the learner: a folder per step, complete or invisible.
 
-Called by `learners.checkpoints.saving` on every rank, on a thread of its own where checkpoints are asynchronous. A checkpoint
+A checkpoint
 `step_000020/` holds one shard file per rank (weights, optimizer, generator states), `state.json` (step, ledger of the
 buffer, digests, configuration) and `manifest.json` (size and BLAKE2b of every other file). Guarantees:
 1. it is written under a hidden name, synced, and renamed last: a crash at any point leaves the earlier ones untouched;
 2. `newest` checks every byte against the manifest, skips what is damaged and says why;
-3. the last `keep` stay, and the best (`learners.checkpoints.retention`); others and left-overs of crashes are removed, and only
+3. the last `keep` stay, and the best (`learners.checkpoints.retention`); others and left-overs of crashes are
+   removed, and only
    after a new one is durable;
 4. no pickle: safetensors and JSON;
 5. a full disk is `disk.full` on every rank alike: the hidden folder goes, the earlier checkpoints stay.
@@ -70,9 +71,16 @@ def steps_in(root: Path) -> list[int]:
 
 
 def save(
-    root: Path, state: State | None, *, step: int, backend: Snapshot, gang: Gang, keep: int,
-    fence: Callable[[], None] = lambda: None, ranking: retention.Ranking | None = None,
-) -> Path:  # fmt: skip
+    root: Path,
+    state: State | None,
+    *,
+    step: int,
+    backend: Snapshot,
+    gang: Gang,
+    keep: int,
+    fence: Callable[[], None] = lambda: None,
+    ranking: retention.Ranking | None = None,
+) -> Path:
     """Write the checkpoint of `step` (`state` is needed on rank 0). Collective; durable when it returns.
 
     `backend` writes this rank's part: itself, or a snapshot of it. `ranking`: by which the best stay. `fence` is asked

@@ -1,6 +1,7 @@
 """The weights of a checkpoint as Hugging Face folders, on demand: policy, critic, process reward model.
 
-Started by `asyncrl export`, which replaces itself by it, or by hand: `python -m learners.checkpoints.export RUN ...`. The learner
+Started by `asyncrl export`, which replaces itself by it, or by hand: `python -m learners.checkpoints.export RUN ...`.
+The learner
 itself exports at the end of a run; this is for runs that have not ended, or never will. Guarantees:
 1. nothing in the run is changed but the new folder: it must be new or empty, and is filled under a hidden name that is
    replaced last, so that a folder which is there is whole;
@@ -49,9 +50,15 @@ Say = Callable[[str], None]
 
 
 def export(
-    config: Config, *, step: int | None = None, out: Path | None = None, dtype: str = "auto",
-    max_bytes: int = MAX_BYTES, say: Say = lambda _: None, gang: Gang | None = None,
-) -> Path:  # fmt: skip
+    config: Config,
+    *,
+    step: int | None = None,
+    out: Path | None = None,
+    dtype: str = "auto",
+    max_bytes: int = MAX_BYTES,
+    say: Say = lambda _: None,
+    gang: Gang | None = None,
+) -> Path:
     """Write the folders of checkpoint `step` (None: the newest whole one); where.
 
     `gang` for a checkpoint that only its backend can read (then collective); made where it is None.
@@ -78,8 +85,12 @@ def _source(run: RunDir, step: int | None, say: Say) -> Path:
             raise no_checkpoint(run)
         return found[1]
     if step not in (known := checkpoint.steps_in(run.checkpoints)):
-        raise ConfigError("usage", f"no checkpoint of step {step}; there are: {', '.join(map(str, known)) or 'none'}",
-                          where=str(run.checkpoints), remedy="name one of these, or none for the newest")  # fmt: skip
+        raise ConfigError(
+            "usage",
+            f"no checkpoint of step {step}; there are: {', '.join(map(str, known)) or 'none'}",
+            where=str(run.checkpoints),
+            remedy="name one of these, or none for the newest",
+        )
     folder = checkpoint.folder_of(run.checkpoints, step)
     if why := checkpoint.problem_of(folder):
         raise AsyncRLError("learner.checkpoint", why, where=str(folder))
@@ -90,9 +101,14 @@ def _source(run: RunDir, step: int | None, say: Say) -> Path:
 
 
 def from_files(
-    config: Config, source: Path, target: Path, *, dtype: torch.dtype, max_bytes: int = MAX_BYTES,
+    config: Config,
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    max_bytes: int = MAX_BYTES,
     say: Say = lambda _: None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Write the folders from the files of the checkpoint `source`; False where they hold other tensors than the models.
     Of several processes the first alone writes."""
     store = Store(source)
@@ -130,9 +146,7 @@ def _models(config: Config, store: Store) -> list[Model] | None:
     return models if len(models) == len(found) else None
 
 
-def _model(
-    config: Config, path: str, folder: str, kind: str, store: Store, *, scorer: bool = False
-) -> Model | None:  # fmt: skip
+def _model(config: Config, path: str, folder: str, kind: str, store: Store, *, scorer: bool = False) -> Model | None:
     from transformers import AutoConfig
 
     more: dict[str, Any] = {"num_labels": 1} if scorer else {}
@@ -156,7 +170,7 @@ def _model(
 
 def _stream(
     models: Sequence[Model], store: Store, folder: Path, *, dtype: torch.dtype, max_bytes: int, say: Say
-) -> None:  # fmt: skip
+) -> None:
     """Every model of the checkpoint, tensor by tensor."""
     for model in models:
         place = folder / model.folder
@@ -222,9 +236,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(run.root)))
         lead = int(os.environ.get("RANK", "0")) == 0
         target = export(
-            config, step=args.step, out=args.out, dtype=args.dtype, max_bytes=size_of(args.max_shard_size),
+            config,
+            step=args.step,
+            out=args.out,
+            dtype=args.dtype,
+            max_bytes=size_of(args.max_shard_size),
             say=_say if lead else lambda _: None,
-        )  # fmt: skip
+        )
         if lead:
             print(target)
     except AsyncRLError as error:

@@ -1,6 +1,6 @@
 """Which checkpoints are kept: the last ones, and the best by a metric.
 
-Called by `learners.checkpoints.saving` (rank 0) and `learners.checkpoints.checkpoint`. The rule is a pure function; the scores that it needs
+The rule is a pure function; the scores that it needs
 lie in `best.json` beside the checkpoints, so that a restart goes on with them. Guarantees:
 1. the newest `keep` checkpoints are always among those that stay, whatever their scores;
 2. at most `keep + 2 * count` stay: the last, the best, and as many whose evaluation has not ended yet;
@@ -152,6 +152,9 @@ class Scores:
             return None
         awaited: tuple[int, ...] = ()
         if self._metric.startswith(METRICS):
-            awaited = tuple(step for step in steps if step > self._evaluated and is_due(self._config, step)
-                            and step not in self._scores)  # fmt: skip
+            awaited = tuple(
+                step
+                for step in steps
+                if step > self._evaluated and is_due(self._config, step) and step not in self._scores
+            )
         return Ranking(self._count, self._metric, self._goal, dict(self._scores), awaited)

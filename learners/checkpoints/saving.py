@@ -1,6 +1,6 @@
 """When and how one rank's checkpoints are written: in the step, or beside the training by a thread.
 
-Called by `learners.loop` on every rank; the files are `learners.checkpoints.checkpoint`'s. Guarantees:
+The files are `learners.checkpoints.checkpoint`'s. Guarantees:
 1. what a checkpoint holds are the weights, optimizer and ledger of its step, however long the writing takes: an
    asynchronous one (`learner.checkpoint_async`) is copied to host memory within the step, and that copy is written;
 2. one is under way at a time: the next one waits for it, and so does the end of the run, whatever its reason;
@@ -84,7 +84,7 @@ class Checkpoints:
 
     def save(
         self, step: int, state: checkpoint.State | None, *, fence: Fence, wait: bool = False, last: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the checkpoint of `step`, or begin to (asynchronous, unless `wait`). `state` on rank 0. Collective.
 
         Raises:
@@ -100,20 +100,26 @@ class Checkpoints:
             return
         self._job = job
         self._thread = threading.Thread(
-            target=self._write, args=(job, self._backend.snapshot(), self._beside, fence, ranking), name="checkpoint",
+            target=self._write,
+            args=(job, self._backend.snapshot(), self._beside, fence, ranking),
+            name="checkpoint",
             daemon=True,
-        )  # fmt: skip
+        )
         self._thread.start()
 
-    def _write(
-        self, job: _Job, part: Snapshot, gang: Gang, fence: Fence, ranking: retention.Ranking | None
-    ) -> None:  # fmt: skip
+    def _write(self, job: _Job, part: Snapshot, gang: Gang, fence: Fence, ranking: retention.Ranking | None) -> None:
         started = time.monotonic()
         try:
             checkpoint.save(
-                self._root, job.state, step=job.step, backend=part, gang=gang, fence=fence, ranking=ranking,
+                self._root,
+                job.state,
+                step=job.step,
+                backend=part,
+                gang=gang,
+                fence=fence,
+                ranking=ranking,
                 keep=self._config.learner.checkpoint_keep,
-            )  # fmt: skip
+            )
         except AsyncRLError as error:
             job.error = error.with_traceback(None)  # its frames would keep the copy in memory
         except Exception as error:  # of a thread: the main one raises it
@@ -132,8 +138,9 @@ class Checkpoints:
             return
         limit = self._config.run.hang_timeout_s
         if not job.ended.wait(limit):
-            raise AsyncRLError("hang", f"the checkpoint of step {job.step} is not written after {limit:g} s",
-                               where=str(self._root))  # fmt: skip
+            raise AsyncRLError(
+                "hang", f"the checkpoint of step {job.step} is not written after {limit:g} s", where=str(self._root)
+            )
         self._heed(job)
 
     def _heed(self, job: _Job, *, last: bool = False) -> None:
@@ -149,8 +156,10 @@ class Checkpoints:
         self.failures += 1
         if last or self.failures >= learner.checkpoint_failures:
             raise error
-        self._say(f"ERROR: {error.message}. The newest checkpoint is of step {self.saved}; failed in a row: "
-                  f"{self.failures}, the run ends at {learner.checkpoint_failures}. {error.remedy}")  # fmt: skip
+        self._say(
+            f"ERROR: {error.message}. The newest checkpoint is of step {self.saved}; failed in a row: "
+            f"{self.failures}, the run ends at {learner.checkpoint_failures}. {error.remedy}"
+        )
 
     def close(self) -> None:
         """The process ends: wait a little for the one under way, which is worth having. Raises nothing."""

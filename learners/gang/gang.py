@@ -1,6 +1,6 @@
 """The learner's ranks as one gang: joining, orders from rank 0, and sums over ranks.
 
-Called by `learners.main` and `learners.loop`. Rank 0 alone talks to services; the others follow its orders. Guarantees:
+Rank 0 alone talks to services; the others follow its orders. Guarantees:
 1. orders and batches are msgpack and raw arrays on CPU tensors over Gloo, never pickled objects;
 2. every wait has the process group's timeout, which is longer than the longest wait for a batch;
 3. a gang of one opens no port, ranks on one host meet on loopback alone;
@@ -180,11 +180,17 @@ class Gang:
 
     def _total_of_shares(self, sums: Mapping[str, float]) -> dict[str, float]:
         """As `total` where some ranks have the same share: in the order of the shares, as every rank sees them."""
-        every = [msgspec.msgpack.decode(part, type=dict[str, float])
-                 for part in self.gather(msgspec.msgpack.encode(dict(sums)))]  # fmt: skip
+        every = [
+            msgspec.msgpack.decode(part, type=dict[str, float])
+            for part in self.gather(msgspec.msgpack.encode(dict(sums)))
+        ]
         counting = [every[rank] for rank in self.topology.counting]
-        largest = {name: float(np.max([one[name] for one in every if name in one]))  # not max(): it may hide a NaN
-                   for one in every for name in one if name.endswith("_max")}  # fmt: skip
+        largest = {
+            name: float(np.max([one[name] for one in every if name in one]))  # not max(): it may hide a NaN
+            for one in every
+            for name in one
+            if name.endswith("_max")
+        }
         return {name: sum(one[name] for one in counting) for name in counting[0] if name not in largest} | largest
 
 

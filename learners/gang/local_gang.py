@@ -1,6 +1,7 @@
 """torchrun for a gang on one host: `python -m learners.gang.local_gang <arguments of torchrun>`.
 
-Started by the launcher (`asyncrl.process_plan.plan`). The rendezvous of one host with itself needs no network: torchrun's own opens
+Started by the launcher (`asyncrl.process_plan.plan`). The rendezvous of one host with itself needs no network:
+torchrun's own opens
 a store on every interface, in which it keeps pickles that whoever connects may write. Guarantees:
 1. nothing listens: the store is in this process, the address that the ranks are given is loopback (`learners.gang.gang`
    listens there);
@@ -36,7 +37,6 @@ class LocalRendezvous(RendezvousHandler):
         self._run_id = run_id
 
     def get_backend(self) -> str:
-        """Its name."""
         return BACKEND
 
     @property
@@ -52,11 +52,9 @@ class LocalRendezvous(RendezvousHandler):
         """Never: there is nobody to close it."""
         return False
 
-    def set_closed(self) -> None:
-        """Nothing to close."""
+    def set_closed(self) -> None: ...
 
     def num_nodes_waiting(self) -> int:
-        """Nobody waits."""
         return 0
 
     def get_run_id(self) -> str:
@@ -64,7 +62,6 @@ class LocalRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing is open."""
         return True
 
 

@@ -1,6 +1,7 @@
 """Where a rank stands in the layout of `[learner.parallel]`: which share of a batch it gets and whether its sums count.
 
-Made by `learners.gang.gang` and read by the backends. Pure arithmetic. Ranks are numbered like Megatron-core and the device
+Made by `learners.gang.gang` and read by the backends. Pure arithmetic. Ranks are numbered like Megatron-core and the
+device
 meshes of transformers number them: tensor places are neighbours, then sequence places, then shares, then pipeline
 stages; `replicate` and `expert` divide the shares and make none of their own. Guarantees:
 1. ranks that differ only in tensor, sequence or pipeline place have the same share of every batch;
@@ -37,9 +38,7 @@ class Topology(NamedTuple):
         Raises:
             ConfigError: `config.conflict`, where the ranks do not divide into the layout.
         """
-        found = Topology(
-            rank, size, config.replicate, config.tensor, config.sequence, config.pipeline, config.expert
-        )  # fmt: skip
+        found = Topology(rank, size, config.replicate, config.tensor, config.sequence, config.pipeline, config.expert)
         each = config.tensor * config.sequence * config.pipeline
         if size % each:
             raise _refused(f"{size} ranks do not divide by tensor * sequence * pipeline = {each}")

@@ -1,6 +1,6 @@
 """Ends a rank that makes no progress, with a diagnosis: a collective whose peer stands still would wait for ever.
 
-Called by `learners.main` on every rank. Guarantees:
+Guarantees:
 1. without `progress()` for `limit_s` the stacks of all threads and what is waited for go to stderr, and the process
    ends with exit code 70;
 2. it needs nothing of the main thread, which may hang inside a collective.
@@ -22,9 +22,13 @@ class Watchdog:
     """A thread. `diagnosis` says what this rank waits for; `end` leaves the process (tests replace it)."""
 
     def __init__(
-        self, limit_s: float, *, diagnosis: Callable[[], str], end: Callable[[int], object] = os._exit,
+        self,
+        limit_s: float,
+        *,
+        diagnosis: Callable[[], str],
+        end: Callable[[int], object] = os._exit,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._limit_s = limit_s
         self._diagnosis = diagnosis
         self._end = end
@@ -39,7 +43,6 @@ class Watchdog:
         self._last = self._clock()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopped.set()
         self._thread.join(timeout=5.0)
 

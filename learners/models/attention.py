@@ -1,6 +1,6 @@
 """Attention over packed rows by device: which kernel serves rows of several sequences, and what it is checked against.
 
-Called by `learners.backends.fsdp2.backend.load_model` and by the checks at the start. Where `model.attn_implementation` is
+Where `model.attn_implementation` is
 "auto": flash-attn on CUDA where it is installed, the fused operators of torch_npu on an NPU (both under transformers'
 name "flash_attention_2", in half precision), else "sdpa" one sequence at a time; transformers' own "sdpa" gives a
 packed row a dense mask over the whole row: its cost grows with the square of the row, not of the sequences. "varlen"
@@ -122,9 +122,17 @@ def attend_varlen(
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))  # [W, H, D]
     longest = max(lengths)
     found: Any = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=given.get("scaling"), window_size=(-1, 0),
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=given.get("scaling"),
+        window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    )
     return found[None], None
 
 

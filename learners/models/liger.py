@@ -1,6 +1,6 @@
 """Liger's fused kernels (arXiv 2410.10989) for norms, rotary embeddings and gated MLPs, on devices with Triton.
 
-Called by `learners.backends.fsdp2.backend.load_model` where `learner.liger` is set. Guarantees:
+Guarantees:
 1. only the layers change: log-probs come from `learners.models.logprobs` as without it, never from Liger's own losses;
 2. a device without Triton, a missing package and an architecture that Liger does not know are refused, not left as they
    were in silence.

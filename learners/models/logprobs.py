@@ -1,7 +1,6 @@
 """Log-probs and entropy of a causal language model without its logits ever existing whole.
 
-Called by the backends: `PolicyModel` is the root module that is sharded, so that the output head is unsharded while
-it is used here. Guarantees:
+Guarantees:
 1. at most `chunk_tokens` rows of logits exist at a time, in forward and in backward; of the softmax only its
    logsumexp, the entropy and (where asked for) the sum of its squares are kept, `[N]` each, and for the backward
    pass its last chunk, or as many of the last as fit into `KEPT_BYTES`: those are not computed again;
@@ -67,10 +66,16 @@ class Vocabulary(NamedTuple):
         return mine, torch.where(mine, places, 0)
 
 
-def _split_pass(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary,
-    *, squares: bool = False,
-) -> _Chunks:  # fmt: skip
+def _split_pass(  # noqa: PLR0917 - as `_pass`
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    split: Vocabulary,
+    *,
+    squares: bool = False,
+) -> _Chunks:
     """As `_pass` from this rank's part of the logits: of all others only maxima and sums are known."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
@@ -106,10 +111,17 @@ class _Chunks(NamedTuple):
     kept: list[Tensor]
 
 
-def _pass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
-    *, squares: bool = False, kept_bytes: int = 0,
-) -> _Chunks:  # fmt: skip
+def _pass(  # noqa: PLR0917 - as torch passes them to the function below
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    *,
+    squares: bool = False,
+    kept_bytes: int = 0,
+) -> _Chunks:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logprobs, entropy, lse = (torch.empty(targets.numel(), dtype=wide, device=hidden.device) for _ in range(3))
     square_sums = torch.empty_like(lse) if squares else None
@@ -137,7 +149,7 @@ class _SplitLogprobs(torch.autograd.Function):
     hidden states and the same loss: the gradient of hidden states is summed over them, that of the rows is whole."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - torch passes by position
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, split: Vocabulary
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse, *_ = _split_pass(hidden, weight, targets, temperature, chunk, split)
@@ -168,9 +180,15 @@ class _SplitLogprobs(torch.autograd.Function):
 
 
 def split_logprobs(
-    hidden: Tensor, rows: Tensor, targets: Tensor, split: Vocabulary, *, temperature: float = 1.0,
-    chunk_tokens: int = 1024, squares: bool = False,
-) -> tuple[Tensor, Tensor] | TokenNumbers:  # fmt: skip
+    hidden: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    split: Vocabulary,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    squares: bool = False,
+) -> tuple[Tensor, Tensor] | TokenNumbers:
     """As `chunked_logprobs`, or as `token_numbers` with `squares`, from this rank's `rows` of the head. Collective.
 
     Neither the head nor a row of logits is ever whole. Two reductions over the ranks for each chunk, and one of
@@ -201,14 +219,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps logsumexp, entropy and the last chunks' softmax; backward computes the others again, in place."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+    def forward(  # noqa: PLR0917 - torch passes by position
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
         kept_bytes: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         logprobs, entropy, lse, _, kept = _pass(
             hidden, weight, bias, targets, temperature, chunk, kept_bytes=kept_bytes
-        )  # fmt: skip
+        )
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *kept)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
@@ -252,15 +276,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             del grad, narrow  # before the next ones are made
         return (
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None,
-        )  # fmt: skip
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
     chunk_tokens: int = 1024,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, both `[N]`.
 
     `hidden` `[N, H]`, `weight` `[V, H]`, `targets` int64 `[N]`.
@@ -274,9 +308,15 @@ def chunked_logprobs(
 
 @torch.no_grad()
 def token_numbers(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
-    chunk_tokens: int = 1024, squares: bool = False,
-) -> TokenNumbers:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    squares: bool = False,
+) -> TokenNumbers:
     """As `chunked_logprobs`, without gradient; `squares`: with the sums that the optimal token baseline weighs by.
 
     They are of `softmax(logits / temperature)` like all the rest (arXiv 2602.17616).
@@ -313,9 +353,15 @@ class PolicyModel(nn.Module):
         self.split: Split | None = None  # rows are split over ranks (`learners.models.sequence_parallel`)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, positions: Tensor, targets: Tensor, *, whole: bool = False,
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        *,
+        whole: bool = False,
         squares: bool = False,
-    ) -> tuple[Tensor, Tensor] | TokenNumbers:  # fmt: skip
+    ) -> tuple[Tensor, Tensor] | TokenNumbers:
         """Log-probs `[N]` and entropies `[N]` of `targets` `[N]`, each predicted at `positions` `[N]`.
 
         Args:
@@ -337,13 +383,20 @@ class PolicyModel(nn.Module):
         if split is not None and bias is None:
             rows = head.weight.to_local(grad_placements=head.weight.placements)
             return split_logprobs(
-                hidden, rows, targets, split, temperature=self.temperature, chunk_tokens=self.chunk_tokens,
+                hidden,
+                rows,
+                targets,
+                split,
+                temperature=self.temperature,
+                chunk_tokens=self.chunk_tokens,
                 squares=squares,
-            )  # fmt: skip
+            )
         weight = whole_of(head.weight)
         options: dict[str, Any] = {
-            "bias": bias, "temperature": self.temperature, "chunk_tokens": self.chunk_tokens,
-        }  # fmt: skip
+            "bias": bias,
+            "temperature": self.temperature,
+            "chunk_tokens": self.chunk_tokens,
+        }
         if squares:
             numbers = token_numbers(hidden, weight, targets, squares=True, **options)
             return TokenNumbers(*(states.whole(part) for part in numbers if part is not None))

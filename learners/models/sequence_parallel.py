@@ -1,6 +1,7 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): every packed row split over ranks, exact.
 
-Installed by `learners.backends.fsdp2.backend.shard` where `learner.parallel.sequence` is above 1; used by `PolicyModel` and
+Installed by `learners.backends.fsdp2.backend.shard` where `learner.parallel.sequence` is above 1; used by
+`PolicyModel` and
 `ScoreModel`. Each rank of a sequence group holds the whole row's ids and positions, and activations of its own part of
 it: the decoder layers see `W / S` tokens, attention sees all W tokens of `heads / S` heads, by an all-to-all before and
 after it. Guarantees:
@@ -126,8 +127,11 @@ def check_heads(config: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads is not None and heads % size:
-            raise ConfigError("config.conflict", f"{name} = {heads} of the model does not divide by it",
-                              where=f"learner.parallel.sequence = {size}")  # fmt: skip
+            raise ConfigError(
+                "config.conflict",
+                f"{name} = {heads} of the model does not divide by it",
+                where=f"learner.parallel.sequence = {size}",
+            )
 
 
 def wrapped(name: str) -> str:
@@ -150,8 +154,9 @@ def _wrap_attention(model: Any) -> None:
         raise ConfigError("config.model", why, where="model.attn_implementation with learner.parallel.sequence")
     model.set_attn_implementation(wrapped(inner))
     if model.config._attn_implementation != PREFIX + inner:
-        raise ConfigError("config.model", f"{type(model).__name__} takes no attention but its own",
-                          where="learner.parallel.sequence")  # fmt: skip
+        raise ConfigError(
+            "config.model", f"{type(model).__name__} takes no attention but its own", where="learner.parallel.sequence"
+        )
 
 
 def _attention_over(name: str) -> Any:
@@ -186,8 +191,11 @@ class _Cut:
             return None
         rotary = given.get("position_embeddings")
         if not (isinstance(rotary, tuple) and all(isinstance(part, Tensor) for part in rotary)):
-            raise AsyncRLError("config.model", f"{type(layer).__name__} takes no rotary embeddings from its model",
-                               where="learner.parallel.sequence")  # fmt: skip
+            raise AsyncRLError(
+                "config.model",
+                f"{type(layer).__name__} takes no rotary embeddings from its model",
+                where="learner.parallel.sequence",
+            )
         given = {**given, "position_embeddings": tuple(self._split.part(part, -2) for part in rotary)}
         if self._first:
             if args:

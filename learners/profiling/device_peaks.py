@@ -1,6 +1,6 @@
 """What accelerators can do at most, by the name that torch gives them: the denominator of `mfu`.
 
-Called by `learners.profiling.metered_backend`. Pure. Figures are those of the vendors' data sheets for dense bfloat16 and float16
+Pure. Figures are those of the vendors' data sheets for dense bfloat16 and float16
 products (half of a figure "with sparsity"), at the power and clock that the sheet assumes. A device that is not here
 has no `mfu` unless `learner.profile.peak_flops` is set, nor has float32: what it can do depends on switches (TF32).
 

@@ -1,6 +1,6 @@
 """What a forward pass of a model costs in floating-point operations, from the numbers of its config.json.
 
-Called by `learners.profiling.metered_backend` for the metrics `model_flops` and `mfu`. Pure. Guarantees:
+Pure. Guarantees:
 1. counted is what the model must do, whatever the kernels do: products with weights (2 operations per element and
    token) and attention's scores and sums (2 each per pair of tokens, head and dimension). Norms, rotations, softmax,
    embedding look-ups and recomputed activations count nothing;
@@ -102,8 +102,10 @@ def costs_of(config: Mapping[str, Any], *, scorer: bool = False) -> Costs:
     windows = _windows(config, count)
     attention = _latent_attention if config.get("kv_lora_rank") else _attention
     weights, scores, values = attention(config, hidden)
-    layers = (Layer(weights + _feed_forward(config, hidden, number), scores, values, windows[number])
-              for number in range(count))  # fmt: skip
+    layers = (
+        Layer(weights + _feed_forward(config, hidden, number), scores, values, windows[number])
+        for number in range(count)
+    )
     return Costs(tuple(layers), hidden * (1 if scorer else int(config["vocab_size"])))
 
 

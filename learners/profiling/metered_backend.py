@@ -2,7 +2,8 @@
 
 Put around the backend by `learners.loop`, on every rank. Guarantees:
 1. the backend computes the same: calls go through with their arguments, results come back as they are;
-2. operations are those of the models for the samples of the batch (`learners.profiling.flops`): padding, masked scores and
+2. operations are those of the models for the samples of the batch (`learners.profiling.flops`): padding, masked
+   scores and
    recomputed activations count nothing; over a gang every share counts once;
 3. seconds are the device's: on an accelerator between two events of its stream, read once per step, so that no pass
    waits for the device;
@@ -44,7 +45,6 @@ class Meter:
         self._costs: dict[tuple[str, bool], Costs | None] = {}
 
     def around(self, backend: Any) -> Any:
-        """The backend, counted."""
         learner, path = self._config.learner, self._config.model.path
         policy = self.costs(path, scorer=learner.mode == "reward_model")
         return Metered(backend, self, policy, reference=policy, frozen=bool(learner.lora.rank))
@@ -122,7 +122,7 @@ class Metered:
 
     def __init__(
         self, model: Any, meter: Meter, costs: Costs | None, *, reference: Costs | None = None, frozen: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._meter, self._costs, self._reference = model, meter, costs, reference
         self._frozen = frozen
 

@@ -1,6 +1,6 @@
 """A trace of some steps of a rank, and the history of its device's memory, written to RUN/profile.
 
-Called by `learners.loop` on every rank; does nothing where `learner.profile` names neither this step nor this rank.
+Does nothing where `learner.profile` names neither this step nor this rank.
 Guarantees:
 1. steps outside of the range cost nothing; training is the same inside, only slower;
 2. a trace is Chrome's format, gzipped (chrome://tracing, ui.perfetto.dev): host and, on CUDA, device; passes
@@ -40,14 +40,15 @@ class Profiler:
         self._first = 0
 
     def before(self, step: int) -> None:
-        """The step begins."""
         if self._running is not None or step not in self._steps:
             return
         from torch.profiler import ProfilerActivity, profile
 
         if self._memory and not self._device.record_memory(True):
-            self._say(f"learner.profile.memory: a {self._device.type} keeps no history of its memory; memory_bytes of "
-                      "the metrics is what this process holds by step")  # fmt: skip
+            self._say(
+                f"learner.profile.memory: a {self._device.type} keeps no history of its memory; memory_bytes of "
+                "the metrics is what this process holds by step"
+            )
         activities = [ProfilerActivity.CPU]
         if self._device.supports("trace"):
             activities.append(ProfilerActivity.CUDA)

@@ -1,6 +1,6 @@
 """What a step needs of the model over the whole batch before its first update: forward passes, gathered, used once.
 
-Called by `learners.step.resilient_step` on every rank between the cut and the training of a step. Guarantees:
+Guarantees:
 1. forward passes are made only for what the settings need: proximal log-probs (several mini-batches, estimators and
    corrections over all rows, kept denominators) and from the same pass sums of squared probabilities (optimal token
    baseline), reference log-probs (KL), values (a critic), process rewards (PRIME);
@@ -89,18 +89,35 @@ def needs_of_step(algorithm: AlgorithmConfig, minibatches: int = 1) -> Needs:
     wanted = set(needs_of(algorithm))
     recompute = algorithm.proximal == "recompute"
     proximal = (
-        correct or "proximal" in wanted or algorithm.kl.where == "reward"
+        correct
+        or "proximal" in wanted
+        or algorithm.kl.where == "reward"
         or (recompute and (minibatches > 1 or algorithm.denominator == "kept"))
-    )  # fmt: skip
+    )
     values = bool({"critic", "values"} & wanted)
-    return Needs(proximal, algorithm.kl.where != "off", values, late, correct, "square_sums" in wanted,
-                 algorithm.entropy_keep < 1, "process" in wanted)  # fmt: skip
+    return Needs(
+        proximal,
+        algorithm.kl.where != "off",
+        values,
+        late,
+        correct,
+        "square_sums" in wanted,
+        algorithm.entropy_keep < 1,
+        "process" in wanted,
+    )
 
 
 def prepare(
-    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig, whole: Whole | None,
-    kl_coeff: float = 0.0, bootstrap: bool = False, process: ProcessRewardStep | None = None,
-) -> Prepared:  # fmt: skip
+    share: Sequence[Minibatch],
+    *,
+    backend: Backend,
+    gang: Gang,
+    algorithm: AlgorithmConfig,
+    whole: Whole | None,
+    kl_coeff: float = 0.0,
+    bootstrap: bool = False,
+    process: ProcessRewardStep | None = None,
+) -> Prepared:
     """Forward passes and what follows from them. `whole` on rank 0. Collective.
 
     `bootstrap`: a response cut by the length limit ends with the critic's value after it. `process`: the process reward
@@ -134,15 +151,19 @@ def prepare(
     if not (needs.late or needs.correct):
         return prepared
     found = ModelNumbers(
-        _gathered(gang, share, proximal), _gathered(gang, share, reference), _gathered(gang, share, values),
-        _gathered(gang, share, after, each=True), _gathered(gang, share, squares), _gathered(gang, share, scored),
+        _gathered(gang, share, proximal),
+        _gathered(gang, share, reference),
+        _gathered(gang, share, values),
+        _gathered(gang, share, after, each=True),
+        _gathered(gang, share, squares),
+        _gathered(gang, share, scored),
         _gathered(gang, share, None if process is None else process.reference),
-    )  # fmt: skip
+    )
     answer = _Answer()
     if gang.lead and whole is not None:
         answer = _estimate(
             whole, found, algorithm, kl_coeff, correct=needs.correct, scoring=process.config if process else None
-        )  # fmt: skip
+        )
     answer = msgspec.msgpack.decode(gang.share(msgspec.msgpack.encode(answer)), type=_Answer)
     if answer.broken:
         return prepared._replace(broken=answer.broken)
@@ -181,9 +202,14 @@ class _Answer(msgspec.Struct, array_like=True):
 
 
 def _estimate(
-    whole: Whole, found: ModelNumbers, algorithm: AlgorithmConfig, kl_coeff: float, *, correct: bool,
+    whole: Whole,
+    found: ModelNumbers,
+    algorithm: AlgorithmConfig,
+    kl_coeff: float,
+    *,
+    correct: bool,
     scoring: ProcessRewardConfig | None,
-) -> _Answer:  # fmt: skip
+) -> _Answer:
     try:
         late = after_the_model(
             whole, _of_samples(whole, found), algorithm, kl_coeff=kl_coeff, correct=correct, scoring=scoring
@@ -192,9 +218,7 @@ def _estimate(
         raise
     except Exception as error:  # a plugin's estimator may raise anything; every rank must hear of it
         return _Answer(broken=reason_of("estimate", error))
-    arrays = {
-        name: [row.astype(np.float32).tobytes() for row in by_cut(whole, rows)] for name, rows in _parts(late)
-    }  # fmt: skip
+    arrays = {name: [row.astype(np.float32).tobytes() for row in by_cut(whole, rows)] for name, rows in _parts(late)}
     for name, rows in _parts(late):
         if not all(np.isfinite(row).all() for row in rows):
             return _Answer(broken=f"estimate: {name} are not finite")
@@ -243,10 +267,13 @@ def _filled(prepared: Prepared, share: Sequence[Minibatch], answer: _Answer, *, 
     }
     keep = pieces.get("keep")
     return prepared._replace(
-        advantages=pieces.get("advantages"), returns=pieces.get("returns"), weights=pieces.get("weights"),
+        advantages=pieces.get("advantages"),
+        returns=pieces.get("returns"),
+        weights=pieces.get("weights"),
         keep=None if keep is None else [[piece > 0 for piece in part] for part in keep],
-        first=answer.first, kl=answer.kl,
-    )  # fmt: skip
+        first=answer.first,
+        kl=answer.kl,
+    )
 
 
 def _of(micro: MicroBatch, rows: Sequence[bytes]) -> Tensor:

@@ -62,11 +62,14 @@ def moved(
         known = algorithm.kl
         found = msgspec.structs.replace(
             found, kl=next_kl_coeff(found.kl, kl, samples, target=known.target, horizon=known.horizon)
-        )  # fmt: skip
+        )
     if algorithm.entropy_target and entropy is not None:
         after = next_entropy_coeff(
-            found.entropy_carried, entropy, target=algorithm.entropy_target, step=algorithm.entropy_step,
+            found.entropy_carried,
+            entropy,
+            target=algorithm.entropy_target,
+            step=algorithm.entropy_step,
             high=algorithm.entropy_max,
-        )  # fmt: skip
+        )
         found = msgspec.structs.replace(found, entropy=after.active, entropy_carried=after.coeff)
     return found

@@ -1,6 +1,6 @@
 """The models that train beside the policy in a step (critic, process reward model), as one.
 
-Called by `learners.step.update`. Guarantees:
+Guarantees:
 1. policy and companions are updated by the same mini-batches, all or none: a loss or gradient of any of them that is
    not finite changes no weight;
 2. where one of them is to be trained alone (the critic's warm-up), the policy's gradients are computed and forgotten.
@@ -65,19 +65,21 @@ class Companions:
 
 
 def companions(
-    ready: Prepared, *, backend: Backend, gang: Gang, config: LearnerConfig, lr: float, step: int,
+    ready: Prepared,
+    *,
+    backend: Backend,
+    gang: Gang,
+    config: LearnerConfig,
+    lr: float,
+    step: int,
     critic_warm: bool = False,
-) -> Companions:  # fmt: skip
+) -> Companions:
     """Those of this step. `lr` of the critic; `critic_warm`: its warm-up has ended early. Raises as `critic_step`."""
-    critic = critic_step(
-        ready, backend=backend, gang=gang, config=config, lr=lr, step=step, warm=critic_warm
-    )  # fmt: skip
+    critic = critic_step(ready, backend=backend, gang=gang, config=config, lr=lr, step=step, warm=critic_warm)
     return Companions([part for part in (critic, ready.process) if part is not None])
 
 
-def update(
-    why: str, *, backend: Backend, beside: Companions, lr: float, max_norm: float
-) -> UpdateInfo:  # fmt: skip
+def update(why: str, *, backend: Backend, beside: Companions, lr: float, max_norm: float) -> UpdateInfo:
     """The policy's update and that of the models beside it, all or none; `why`: what broke before. Collective."""
     if why:
         info = UpdateInfo(backend.discard(), True)

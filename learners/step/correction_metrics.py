@@ -1,6 +1,6 @@
 """What the correction and the loss did in a step: metrics for the batch, by lag, and the mean weight of each sample.
 
-Called by `learners.step.update` in the loss of every micro-batch. Guarantees:
+Guarantees:
 1. it keeps sums on the device and reads them once, so that no micro-batch waits for the device;
 2. sums of micro-batches, mini-batches and ranks add up (`learners.algorithms.metrics`): no metric depends on the cut;
 3. nothing has a gradient.
@@ -30,9 +30,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 #: Of the batch as a whole these are told; those of each lag in `metrics.BY_LAG`.
 TOLD = (
-    "kl_behaviour", "logprob_gap_mean", "logprob_gap_max", "ess", "ess_rows", "clip_share", "dual_clip_share",
-    "approx_kl", "rejected_share", "ratio_p01", "ratio_p50", "ratio_p99", "chi2_seq",
-)  # fmt: skip
+    "kl_behaviour",
+    "logprob_gap_mean",
+    "logprob_gap_max",
+    "ess",
+    "ess_rows",
+    "clip_share",
+    "dual_clip_share",
+    "approx_kl",
+    "rejected_share",
+    "ratio_p01",
+    "ratio_p50",
+    "ratio_p99",
+    "chi2_seq",
+)
 
 
 class StepLog:
@@ -47,16 +58,30 @@ class StepLog:
 
     @torch.no_grad()
     def note(
-        self, number: int, micro: Micro, *, current: Tensor, proximal: Tensor, correction: Correction,
-        result: TokenLoss, learner: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        micro: Micro,
+        *,
+        current: Tensor,
+        proximal: Tensor,
+        correction: Correction,
+        result: TokenLoss,
+        learner: Tensor,
+    ) -> None:
         """Take a micro-batch. `learner`: log-probs that a forward pass of the learner gave."""
         lags = torch.zeros(micro.scales.numel(), dtype=torch.int64, device=micro.lags.device)
         lags = lags.scatter_reduce(0, micro.sequences, torch.where(micro.mask, micro.lags, 0), "amax")
         table = correction_table(
-            proximal, micro.behaviour, micro.mask, micro.sequences, lags=lags, correction=correction,
-            clipped=result.clipped, dual_clipped=result.dual_clipped, current=current,
-        ).double()  # fmt: skip
+            proximal,
+            micro.behaviour,
+            micro.mask,
+            micro.sequences,
+            lags=lags,
+            correction=correction,
+            clipped=result.clipped,
+            dual_clipped=result.dual_clipped,
+            current=current,
+        ).double()
         gap = masked(proximal.detach(), micro.mask) - masked(micro.behaviour, micro.mask)
         ratio = masked(gap.clamp(-20, 20).exp(), micro.mask)
         largest = ratio.max() if ratio.numel() else torch.zeros((), dtype=ratio.dtype, device=ratio.device)
@@ -96,8 +121,11 @@ class StepLog:
 
     def weights(self, gang: Gang) -> dict[int, float]:
         """Mean weight of every sample over its trained tokens, by its place in the batch. Collective."""
-        mine = {number: value for numbers, means in self._weights
-                for number, value in zip(numbers, means.tolist(), strict=True)}  # fmt: skip
+        mine = {
+            number: value
+            for numbers, means in self._weights
+            for number, value in zip(numbers, means.tolist(), strict=True)
+        }
         parts = (msgspec.msgpack.decode(part, type=dict[int, float]) for part in gang.gather_shares(_encode(mine)))
         return {number: value for part in parts for number, value in part.items()}
 

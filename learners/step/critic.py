@@ -1,6 +1,6 @@
 """The critic's part of a training step: its loss, its update beside the policy's, its metrics.
 
-Called by `learners.step.companions` where the estimator in force gives returns (GAE, V-trace). `learners.step.batch_passes` has computed
+`learners.step.batch_passes` has computed
 the values of all samples before the first update, and returns from them on the whole batch. Guarantees:
 1. policy and critic are updated by the same mini-batches, both or neither: a loss or gradient of either that is not
    finite changes no weight of the two;
@@ -40,9 +40,16 @@ class CriticStep:
     """The critic during one step, on one rank. `lr` of this step; `alone`: the policy is not trained in it."""
 
     def __init__(
-        self, critic: Critic, values: Pieces, returns: Pieces, *, gang: Gang, config: CriticConfig, lr: float,
+        self,
+        critic: Critic,
+        values: Pieces,
+        returns: Pieces,
+        *,
+        gang: Gang,
+        config: CriticConfig,
+        lr: float,
         alone: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.alone = alone
         self._critic = critic
         self._values = values
@@ -59,7 +66,7 @@ class CriticStep:
         """Forward and backward of mini-batch `place`, clipped; what broke on any rank. Collective."""
         loss = loss_function(
             self._values[place], self._returns[place], Denominators(part.tokens, part.sequences), self._config
-        )  # fmt: skip
+        )
         self._found, why = backward(self._critic.train, part.micro, loss, gang=self._gang)
         if why:
             return f"critic: {why}"
@@ -95,7 +102,7 @@ class CriticStep:
 
 def critic_step(
     ready: Prepared, *, backend: Backend, gang: Gang, config: LearnerConfig, lr: float, step: int, warm: bool = False
-) -> CriticStep | None:  # fmt: skip
+) -> CriticStep | None:
     """The critic's part of this step; None where the estimator needs no values. `warm`: its warm-up has ended early.
 
     Raises:
@@ -105,12 +112,13 @@ def critic_step(
         return None
     if ready.returns is None:
         name = config.algorithm.advantage
-        raise ConfigError("config.type", f"advantage {name!r} needs a critic and gives no targets for it: set "
-                          "Estimate.returns", where="learner.algorithm.advantage")  # fmt: skip
+        raise ConfigError(
+            "config.type",
+            f"advantage {name!r} needs a critic and gives no targets for it: set Estimate.returns",
+            where="learner.algorithm.advantage",
+        )
     alone = step <= config.critic.critic_warmup and not warm
-    return CriticStep(
-        backend.critic, ready.values, ready.returns, gang=gang, config=config.critic, lr=lr, alone=alone
-    )  # fmt: skip
+    return CriticStep(backend.critic, ready.values, ready.returns, gang=gang, config=config.critic, lr=lr, alone=alone)
 
 
 def is_warm(metrics: Mapping[str, float], config: CriticConfig) -> bool:
@@ -145,7 +153,11 @@ def _sums(old: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> dict[s
     value, target = masked(old, mask).double(), masked(returns, mask).double()
     left = target - value
     return {
-        "tokens_sum": mask.sum(), "clipped_sum": clipped.sum(), "value_sum": value.sum(),
-        "return_sum": target.sum(), "return_square_sum": target.square().sum(),
-        "left_sum": left.sum(), "left_square_sum": left.square().sum(),
-    }  # fmt: skip
+        "tokens_sum": mask.sum(),
+        "clipped_sum": clipped.sum(),
+        "value_sum": value.sum(),
+        "return_sum": target.sum(),
+        "return_square_sum": target.square().sum(),
+        "left_sum": left.sum(),
+        "left_square_sum": left.square().sum(),
+    }

@@ -1,6 +1,6 @@
 """Forward and backward of a mini-batch where a loss that breaks on one rank is heard of by all.
 
-Called by `learners.step.update` for the policy and by `learners.step.critic` for the value model. Guarantees:
+Guarantees:
 1. a loss that raises or is not finite ends no rank alone, and none waits in a collective for it: the others go on with
    a loss of zero until all have agreed on why;
 2. too little memory is nobody's fault and is raised;

@@ -1,6 +1,6 @@
 """Learning rates by step: of the policy and of every model beside it.
 
-Called by `learners.step.update`, `learners.step.process_reward` and `learners.step.supervised`. Pure: a step that is trained again has
+Pure: a step that is trained again has
 the rate that it had.
 
 Example: see `learning_rate`.

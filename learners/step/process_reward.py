@@ -1,6 +1,7 @@
 """The process reward model's part of a training step (PRIME, arXiv 2502.01456): what it scores, its loss, its update.
 
-Made by `learners.step.resilient_step`; `learners.step.batch_passes` asks it for log-probs of the whole batch, `learners.step.companions` trains it by
+Made by `learners.step.resilient_step`; `learners.step.batch_passes` asks it for log-probs of the whole batch,
+`learners.step.companions` trains it by
 the same mini-batches as the policy. Guarantees:
 1. `update = "after"`, the paper's default (single forward): the batch is scored by the weights of the step's start, and
    the update comes beside the policy's, both or neither;
@@ -37,10 +38,14 @@ class ProcessRewardStep:
     alone = False  # the policy is trained beside it
 
     def __init__(
-        self, model: ProcessRewardModel, share: Sequence[Minibatch], *, gang: Gang, config: ProcessRewardConfig,
+        self,
+        model: ProcessRewardModel,
+        share: Sequence[Minibatch],
+        *,
+        gang: Gang,
+        config: ProcessRewardConfig,
         lr: float,
-    ) -> None:  # fmt: skip
-        """Collective."""
+    ) -> None:
         self.config = config
         self.reference = [model.reference_logprobs(part.micro) for part in share]
         self._model = model
@@ -136,9 +141,11 @@ def loss_function(reference: Sequence[Tensor], sequences: int, config: ProcessRe
         found = outcome_losses(q, micro.right, micro.mask, micro.sequences, beta=config.beta)
         agrees = ((found.logits > 0) == micro.right) & found.counted
         sums = {
-            "right_sum": agrees.sum(), "sequences_sum": found.counted.sum(), "tokens_sum": micro.mask.sum(),
+            "right_sum": agrees.sum(),
+            "sequences_sum": found.counted.sum(),
+            "tokens_sum": micro.mask.sum(),
             "ratio_sum": q.detach().double().sum(),
-        }  # fmt: skip
+        }
         return found.loss.sum() / max(sequences, 1), sums
 
     return loss

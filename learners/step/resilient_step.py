@@ -1,6 +1,6 @@
 """One step on every rank, tried again without the groups that break it.
 
-Called by `learners.loop`: `cut` on rank 0, `train` on every rank. Guarantees:
+Guarantees:
 1. a group that breaks the packer, the loss or the gradient is found by itself, quarantined with its reason, and the
    step is made with the rest, from the weights it started from: a replay of the rest gives the same bits;
 2. every rank takes part in every probe, and all come to the same end;
@@ -45,9 +45,16 @@ class Trial:
     """The step of one rank. `bury` and `say` are called on rank 0 alone; `stats` are those of its newest batch."""
 
     def __init__(
-        self, config: LearnerConfig, *, gang: Gang, backend: Backend, bury: Bury, say: Callable[[str], None],
-        group_size: int = 0, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        config: LearnerConfig,
+        *,
+        gang: Gang,
+        backend: Backend,
+        bury: Bury,
+        say: Callable[[str], None],
+        group_size: int = 0,
+        seed: int = 0,
+    ) -> None:
         """`group_size`: samples from there on are greedy baselines (0: there are none). `seed` of PF-PPO's draws."""
         self.stats: dict[str, float] = {}
         self.coefficients = coefficients_of(config.algorithm)  # of the next step
@@ -80,12 +87,15 @@ class Trial:
         for group in batch.groups:
             samples = range(place, place + len(group.samples))
             place += len(group.samples)
-            lines.append({
-                "g": group.group, "indexes": [sample.index for sample in group.samples],
-                "advantages": [round(value, 6) for value in self._advantages[samples.start : samples.stop]],
-                "tokens": [s.response.size if s.mask is None else int(s.mask.sum()) for s in group.samples],
-                "weights": [round(weights[n], 6) if n in weights else None for n in samples],
-            })  # fmt: skip
+            lines.append(
+                {
+                    "g": group.group,
+                    "indexes": [sample.index for sample in group.samples],
+                    "advantages": [round(value, 6) for value in self._advantages[samples.start : samples.stop]],
+                    "tokens": [s.response.size if s.mask is None else int(s.mask.sum()) for s in group.samples],
+                    "weights": [round(weights[n], 6) if n in weights else None for n in samples],
+                }
+            )
         return {"step": batch.step, "replayed": batch.replayed, "groups": lines}
 
     def _sample_weights(self, result: StepResult) -> dict[int, float]:
@@ -129,10 +139,19 @@ class Trial:
     def _pack(self, batch: ClaimedBatch) -> tuple[str, StepBatch | None]:
         """What the packer breaks on, and its result where it does not."""
         try:
-            cut = supervised.assemble(batch, self._config, ranks=self._gang.shares) if self._given else assemble(
-                batch, algorithm=self._config.algorithm, ranks=self._gang.shares, packing=self._config.packing,
-                max_tokens=self._config.micro_batch_tokens, seed=self._seed, baselines=self._baselines or None,
-            )  # fmt: skip
+            cut = (
+                supervised.assemble(batch, self._config, ranks=self._gang.shares)
+                if self._given
+                else assemble(
+                    batch,
+                    algorithm=self._config.algorithm,
+                    ranks=self._gang.shares,
+                    packing=self._config.packing,
+                    max_tokens=self._config.micro_batch_tokens,
+                    seed=self._seed,
+                    baselines=self._baselines or None,
+                )
+            )
         except MemoryError:
             raise
         except Exception as error:  # what a group can break here is not known in advance; it is named and buried
@@ -146,9 +165,7 @@ class Trial:
 
     # ------------------------------------------------------------ training
 
-    def train(
-        self, data: bytes, *, step: int, batch: ClaimedBatch | None
-    ) -> tuple[StepResult, ClaimedBatch | None]:  # fmt: skip
+    def train(self, data: bytes, *, step: int, batch: ClaimedBatch | None) -> tuple[StepResult, ClaimedBatch | None]:
         """Train this rank's share; what became of it, and (rank 0) the batch as it was trained. Collective."""
         self._now = step
         result = self._step(data, step)
@@ -168,16 +185,19 @@ class Trial:
     def _step(self, data: bytes, step: int) -> StepResult:
         share = decode_share(data)
         if self._given:
-            return supervised.train_step(
-                share, backend=self._backend, gang=self._gang, config=self._config, step=step
-            )  # fmt: skip
+            return supervised.train_step(share, backend=self._backend, gang=self._gang, config=self._config, step=step)
         prepared = self._prepare(share, self._whole)
         if prepared.first:
             self._advantages = prepared.first
         result = train_step(
-            share, backend=self._backend, gang=self._gang, config=self._config, step=step, prepared=prepared,
+            share,
+            backend=self._backend,
+            gang=self._gang,
+            config=self._config,
+            step=step,
+            prepared=prepared,
             critic_warm=self.critic_warm,
-        )  # fmt: skip
+        )
         if prepared.process is not None:
             prepared.process.settle()
         self.critic_warm = self.critic_warm or is_warm(result.metrics, self._config.critic)
@@ -192,16 +212,24 @@ class Trial:
             samples = int(self._gang.total({"samples": float(_samples(share))})["samples"])
         trained = result.metrics["lr"] > 0  # else the policy stood still, and no bonus could have changed it
         self.coefficients = moved(
-            self.coefficients, self._config.algorithm, kl=prepared.kl, samples=samples,
+            self.coefficients,
+            self._config.algorithm,
+            kl=prepared.kl,
+            samples=samples,
             entropy=result.metrics.get("entropy") if trained else None,
-        )  # fmt: skip
+        )
 
     def _prepare(self, share: Sequence[Minibatch], whole: Whole | None) -> Prepared:
         ready = prepare(
-            share, backend=self._backend, gang=self._gang, algorithm=self._config.algorithm, whole=whole,
-            kl_coeff=self.coefficients.kl, bootstrap=self._config.critic.bootstrap,
+            share,
+            backend=self._backend,
+            gang=self._gang,
+            algorithm=self._config.algorithm,
+            whole=whole,
+            kl_coeff=self.coefficients.kl,
+            bootstrap=self._config.critic.bootstrap,
             process=process_step(share, backend=self._backend, gang=self._gang, config=self._config, step=self._now),
-        )  # fmt: skip
+        )
         return ready._replace(entropy_coeff=self.coefficients.entropy)
 
     def _probe(self, data: bytes, whole: Whole | None = None) -> str:

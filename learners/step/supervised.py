@@ -1,7 +1,6 @@
 """The learner's modes that train on answers as they are: sft, dpo and reward_model.
 
-Called by `learners.step.resilient_step` in place of `learners.batch.assembly.assemble`, `update.train_step` and `update.probe_step` where
-`learner.mode` is not rl; claims, packing, optimizer, checkpoints and records are the same. Guarantees:
+Claims, packing, optimizer, checkpoints and records are the same. Guarantees:
 1. denominators are of the whole mini-batch over all ranks: tokens (sft) or pairs (dpo, reward_model), so the result
    does not depend on ranks, rows or micro-batches;
 2. the two answers of a pair lie in one micro-batch, the chosen one first; chosen is the one with the higher reward. A
@@ -70,8 +69,10 @@ def assemble(batch: ClaimedBatch, learner: LearnerConfig, *, ranks: int) -> Step
     kept = [unit for unit in units if unit]
     parts = learner.algorithm.minibatches
     marks = [len(kept) * part // parts for part in range(parts + 1)]
-    cut = [minibatch(kept[low:high], ranks=ranks, max_tokens=learner.micro_batch_tokens, packing=learner.packing)
-           for low, high in itertools.pairwise(marks)]  # fmt: skip
+    cut = [
+        minibatch(kept[low:high], ranks=ranks, max_tokens=learner.micro_batch_tokens, packing=learner.packing)
+        for low, high in itertools.pairwise(marks)
+    ]
     shares = tuple(tuple(part[rank] for part in cut) for rank in range(ranks))
     stats = statistics(batch, np.zeros(place))
     stats["micro_batches"] = float(sum(len(part.micro) for share in shares for part in share))
@@ -98,7 +99,7 @@ def _sample(group: GroupData, sample: SampleData, number: int, margin: float = 0
 
 def minibatch(
     units: Sequence[Sequence[Sample]], *, ranks: int, max_tokens: int, packing: bool
-) -> tuple[Minibatch, ...]:  # fmt: skip
+) -> tuple[Minibatch, ...]:
     """The mini-batch of every rank; the samples of a unit stay together."""
     every = [sample for unit in units for sample in unit]
     trained = sum(bool(sample.mask.any()) for sample in every)
@@ -143,10 +144,14 @@ def dpo_loss(part: Minibatch, preference: PreferenceConfig, reference: Sequence[
         frozen = (None, None) if reference is None else answers(reference[number])
         lengths = sequence_lengths(micro.mask, micro.sequences, rows) if preference.length_average else None
         found = dpo(
-            *answers(logprobs), *frozen, beta=preference.beta, kind=preference.loss,
-            label_smoothing=preference.label_smoothing, chosen_lengths=None if lengths is None else lengths[0::2],
+            *answers(logprobs),
+            *frozen,
+            beta=preference.beta,
+            kind=preference.loss,
+            label_smoothing=preference.label_smoothing,
+            chosen_lengths=None if lengths is None else lengths[0::2],
             rejected_lengths=None if lengths is None else lengths[1::2],
-        )  # fmt: skip
+        )
         return found.loss.sum() / pairs, _pair_sums(found)
 
     return loss
@@ -161,9 +166,11 @@ def reward_loss(part: Minibatch, preference: PreferenceConfig) -> LossFunction:
         rows = len(part.micro[number].samples)
         ends = torch.bincount(micro.sequences, minlength=rows).cumsum(0) - 1
         found = bradley_terry(
-            scores[ends[0::2]], scores[ends[1::2]], margin=micro.advantages[ends[0::2]],
+            scores[ends[0::2]],
+            scores[ends[1::2]],
+            margin=micro.advantages[ends[0::2]],
             center_coeff=preference.center_coeff,
-        )  # fmt: skip
+        )
         return found.loss.sum() / pairs, _pair_sums(found)
 
     return loss
@@ -172,9 +179,11 @@ def reward_loss(part: Minibatch, preference: PreferenceConfig) -> LossFunction:
 def _pair_sums(found: PairLoss) -> dict[str, Tensor]:
     chosen = found.reward_chosen
     return {
-        "chosen_sum": chosen.sum(), "rejected_sum": found.reward_rejected.sum(),
-        "right_sum": found.correct.sum().to(chosen.dtype), "pairs_sum": chosen.new_tensor(float(chosen.numel())),
-    }  # fmt: skip
+        "chosen_sum": chosen.sum(),
+        "rejected_sum": found.reward_rejected.sum(),
+        "right_sum": found.correct.sum().to(chosen.dtype),
+        "pairs_sum": chosen.new_tensor(float(chosen.numel())),
+    }
 
 
 # ---------------------------------------------------------------- the step
@@ -217,9 +226,7 @@ def probe_step(share: Sequence[Minibatch], *, backend: Backend, gang: Gang, conf
     return ""
 
 
-def _gradients(
-    part: Minibatch, *, backend: Backend, gang: Gang, config: LearnerConfig
-) -> tuple[dict[str, float], str]:  # fmt: skip
+def _gradients(part: Minibatch, *, backend: Backend, gang: Gang, config: LearnerConfig) -> tuple[dict[str, float], str]:
     """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
     return backward(backend.train, part.micro, _loss_of(part, backend=backend, config=config), gang=gang)
 
@@ -242,6 +249,10 @@ def metrics(totals: Mapping[str, float], *, tokens: int, updates: int) -> dict[s
     if "pairs_sum" in totals:
         pairs = max(totals["pairs_sum"], 1.0)
         chosen, rejected = totals["chosen_sum"] / pairs, totals["rejected_sum"] / pairs
-        found |= {"pair_accuracy": totals["right_sum"] / pairs, "chosen_score": chosen, "rejected_score": rejected,
-                  "score_margin": chosen - rejected}  # fmt: skip
+        found |= {
+            "pair_accuracy": totals["right_sum"] / pairs,
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+            "score_margin": chosen - rejected,
+        }
     return found

@@ -1,6 +1,6 @@
 """Where the time of a step goes: parts that add up to the wall time, without a gap.
 
-Called by `learners.loop` on every rank; rank 0's parts are metrics. Guarantees:
+Rank 0's parts are metrics. Guarantees:
 1. every moment between two calls of `take` is in exactly one part: their sum is `step_s`, and the sum of all `step_s`
    is the time of the loop;
 2. a part measured inside another one (`inside`) is taken out of it, never counted twice, never more than it lasted.

@@ -1,6 +1,6 @@
 """What `asyncrl tune` changed for the learner: settings recorded with a batch, in force for exactly its step.
 
-Called by `learners.step.resilient_step` before a step. The buffer records them with the batch, so a step that is trained again, or
+The buffer records them with the batch, so a step that is trained again, or
 replayed, has the settings that it had. Guarantees:
 1. only settings of `[learner.algorithm]` can be changed; anything else is `tune.refused`, with its name;
 2. the same text gives the same settings; the empty text gives those of the configuration.

@@ -1,6 +1,6 @@
 """One training step on this rank: proximal log-probs, loss, optimizer, metrics.
 
-Called by `learners.loop` on every rank. Guarantees:
+Guarantees:
 1. the three log-probs are kept apart: behaviour (recorded), proximal (weights at the start of the step), current;
 2. with one mini-batch the proximal log-probs equal the current ones, so the training forward serves as both and no
    forward is spent on them; with more, they are computed before the first update;
@@ -94,12 +94,21 @@ def loss_function(
         advantages = micro.advantages if given is None else given
         weights, keep = correction.weights, _left(micro, terms, number) & correction.keep
         if algorithm.stale_negatives:
-            keep = keep & sequence_mask(logprobs, micro.behaviour, advantages, micro.mask, micro.sequences,
-                                        delta=algorithm.stale_negatives)  # fmt: skip
-        result = token_loss(LossInputs(
-            logprobs, proximal, micro.behaviour, advantages, keep, micro.sequences, weights,
-            terms.at(number, "chosen"),
-        ))  # fmt: skip
+            keep = keep & sequence_mask(
+                logprobs, micro.behaviour, advantages, micro.mask, micro.sequences, delta=algorithm.stale_negatives
+            )
+        result = token_loss(
+            LossInputs(
+                logprobs,
+                proximal,
+                micro.behaviour,
+                advantages,
+                keep,
+                micro.sequences,
+                weights,
+                terms.at(number, "chosen"),
+            )
+        )
         if algorithm.lag.weight != "off":
             # On the loss itself: a loss may take `weights` into the ratio of a row (VESPO), where age has no place.
             scales = micro.scales[micro.sequences]
@@ -107,8 +116,14 @@ def loss_function(
         counted = keep if algorithm.denominator == "kept" else micro.mask
 
         def reduce(values: Tensor, over: Tensor, way: str = mode) -> Tensor:
-            return aggregate(values, over, micro.sequences, mode=way, denominators=denominators,
-                             loss_scale_factor=algorithm.loss_scale_factor or None)  # fmt: skip
+            return aggregate(
+                values,
+                over,
+                micro.sequences,
+                mode=way,
+                denominators=denominators,
+                loss_scale_factor=algorithm.loss_scale_factor or None,
+            )
 
         value = reduce(result.loss, counted)
         bonus = algorithm.entropy_coeff if terms.entropy_coeff is None else terms.entropy_coeff
@@ -122,12 +137,20 @@ def loss_function(
             value = value + terms.kl_coeff * reduce(divergence, micro.mask)
             sums["kl_reference_sum"] = divergence.detach().sum()
         if algorithm.positive_coeff:
-            value = value + positive_lm(logprobs, micro.mask, micro.right[micro.sequences], tokens=terms.right,
-                                        coeff=algorithm.positive_coeff)  # fmt: skip
+            value = value + positive_lm(
+                logprobs, micro.mask, micro.right[micro.sequences], tokens=terms.right, coeff=algorithm.positive_coeff
+            )
         if log is not None:
             ours = proximal if algorithm.proximal == "recompute" else logprobs
-            log.note(number, micro, current=logprobs, proximal=proximal, learner=ours,
-                     correction=correction._replace(weights=weights), result=result)  # fmt: skip
+            log.note(
+                number,
+                micro,
+                current=logprobs,
+                proximal=proximal,
+                learner=ours,
+                correction=correction._replace(weights=weights),
+                result=result,
+            )
         sums["entropy_sum"] = masked(entropy.detach(), micro.mask).sum()
         return value, sums
 
@@ -158,10 +181,17 @@ def kl_of(algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, referen
 
 
 def train_step(
-    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig, step: int,
-    prepared: Prepared | None = None, critic_warm: bool = False,
-) -> StepResult:  # fmt: skip
-    """All optimizer steps of one batch, with what `learners.step.batch_passes` has prepared. `critic_warm`: the critic's warm-up
+    share: Sequence[Minibatch],
+    *,
+    backend: Backend,
+    gang: Gang,
+    config: LearnerConfig,
+    step: int,
+    prepared: Prepared | None = None,
+    critic_warm: bool = False,
+) -> StepResult:
+    """All optimizer steps of one batch, with what `learners.step.batch_passes` has prepared. `critic_warm`: the
+    critic's warm-up
     has ended before its last step. Collective."""
     algorithm, ready = config.algorithm, prepared or Prepared()
     lr = learning_rate(config.optim, step=step, steps=config.steps)
@@ -171,9 +201,7 @@ def train_step(
         # Before the first update: afterwards the weights are no longer those of the step's start.
         ready = ready._replace(proximal=[backend.forward_logprobs(part.micro) for part in share])
     rate = learning_rate(config.critic, step=step, steps=config.steps)
-    beside = companions(
-        ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm
-    )  # fmt: skip
+    beside = companions(ready, backend=backend, gang=gang, config=config, lr=rate, step=step, critic_warm=critic_warm)
     lr = 0.0 if beside.alone else lr
     if len(share) > 1 and (why := _rehearse(share, ready, algorithm, backend=backend, gang=gang)):
         return StepResult({"lr": lr}, 1, why)
@@ -209,16 +237,29 @@ def train_step(
 
 
 def _terms(
-    part: Minibatch, ready: Prepared, place: int, algorithm: AlgorithmConfig, *, backend: Backend, gang: Gang,
+    part: Minibatch,
+    ready: Prepared,
+    place: int,
+    algorithm: AlgorithmConfig,
+    *,
+    backend: Backend,
+    gang: Gang,
     seed: tuple[int, int],
-) -> tuple[Terms, Denominators]:  # fmt: skip
+) -> tuple[Terms, Denominators]:
     """What the loss of a mini-batch needs beside the forward pass, and its denominators. Collective."""
 
     def mine(pieces: Pieces | None) -> list[Tensor] | None:
         return None if pieces is None else pieces[place]
 
-    terms = Terms(mine(ready.proximal), mine(ready.reference), mine(ready.advantages), kl_coeff=ready.kl_coeff,
-                  right=part.right, high=mine(ready.high), entropy_coeff=ready.entropy_coeff)  # fmt: skip
+    terms = Terms(
+        mine(ready.proximal),
+        mine(ready.reference),
+        mine(ready.advantages),
+        kl_coeff=ready.kl_coeff,
+        right=part.right,
+        high=mine(ready.high),
+        entropy_coeff=ready.entropy_coeff,
+    )
     counts = Denominators(part.tokens, part.sequences)
     weights, keep = mine(ready.weights), mine(ready.keep)
     if weights is not None and keep is not None:
@@ -253,9 +294,13 @@ def _kept(part: Minibatch, terms: Terms, algorithm: AlgorithmConfig, *, gang: Ga
 
 
 def probe_step(
-    share: Sequence[Minibatch], *, backend: Backend, gang: Gang, config: LearnerConfig,
+    share: Sequence[Minibatch],
+    *,
+    backend: Backend,
+    gang: Gang,
+    config: LearnerConfig,
     prepared: Prepared | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """What breaks in the loss or the gradient of a batch, without an update; empty where nothing does. Collective."""
     ready = prepared or Prepared()
     if ready.broken:
@@ -276,9 +321,15 @@ def probe_step(
 
 
 def _gradients(
-    part: Minibatch, terms: Terms, counts: Denominators, *, backend: Backend, gang: Gang, algorithm: AlgorithmConfig,
+    part: Minibatch,
+    terms: Terms,
+    counts: Denominators,
+    *,
+    backend: Backend,
+    gang: Gang,
+    algorithm: AlgorithmConfig,
     log: StepLog | None = None,
-) -> tuple[dict[str, float], str]:  # fmt: skip
+) -> tuple[dict[str, float], str]:
     """Forward and backward of one mini-batch: sums over ranks, and what broke on any of them."""
     return backward(backend.train, part.micro, loss_function(algorithm, counts, terms, log), gang=gang)
 

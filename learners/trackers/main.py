@@ -44,9 +44,15 @@ class Tracking:
     """Points of a run to one tracker. `step` is one look; `clock` counts seconds."""
 
     def __init__(
-        self, following: Following, *, make: Callable[[], Tracker], name: str, state: Path,
-        say: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        following: Following,
+        *,
+        make: Callable[[], Tracker],
+        name: str,
+        state: Path,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.following = following
         self.waits = ""
         self.handed_on = 0
@@ -107,8 +113,10 @@ class Tracking:
         self.waits = f"{self._name}, which fails since {now - since:.0f} s: {type(error).__name__}"
         if now - self._said >= SAY_EVERY_S:
             self._said = now
-            self._say(f"warning: {self._name} failed at step {point.step}: {type(error).__name__}: {error}; the run is "
-                      f"not affected, trying again in {wait:g} s")  # fmt: skip
+            self._say(
+                f"warning: {self._name} failed at step {point.step}: {type(error).__name__}: {error}; the run is "
+                f"not affected, trying again in {wait:g} s"
+            )
         return False
 
     def _keep(self) -> None:
@@ -168,10 +176,15 @@ def tracker_run(config: Config, name: str, folder: Path) -> TrackerRun:
     own = folder / name
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return TrackerRun(
-        project=trackers.project, name=config.run.name, id=id_of(folder), folder=own,
-        config=msgspec.to_builtins(config), options=trackers.options.get(name, {}), secret=secret,
+        project=trackers.project,
+        name=config.run.name,
+        id=id_of(folder),
+        folder=own,
+        config=msgspec.to_builtins(config),
+        options=trackers.options.get(name, {}),
+        secret=secret,
         offline=trackers.offline,
-    )  # fmt: skip
+    )
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
@@ -185,9 +198,12 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     given = tracker_run(config, name, folder)
     state = folder / f"{name}.json"
     tracking = Tracking(
-        Following(run, positions=positions_of(state)), make=lambda: _made(made, given, name), name=name, state=state,
+        Following(run, positions=positions_of(state)),
+        make=lambda: _made(made, given, name),
+        name=name,
+        state=state,
         say=lambda text: print(f"{args.name}: {text}", flush=True),
-    )  # fmt: skip
+    )
     sign = Sign(run.alive, role="tracker", name=args.name)
     with Ticker(sign, every_s=config.log.heartbeat_s, waits=lambda: tracking.waits):
         while not stop.is_set():

@@ -1,6 +1,6 @@
 """Metrics at an MLflow server, or in a folder of its format (extra `asyncrl[mlflow]`).
 
-Called by `learners.trackers.main`, in a process of its own. Options: `tracking_uri`, and `tags` (a table); else
+Options: `tracking_uri`, and `tags` (a table); else
 MLFLOW_TRACKING_URI. The secret is `trackers.key_file` or MLFLOW_TRACKING_TOKEN. Guarantees:
 1. the run is found again by its tag `asyncrl.id`: curves go on after a restart;
 2. names keep what MLflow allows, everything else becomes `_` (`mean@4` is `mean_4`);
@@ -25,8 +25,6 @@ METRICS_AT_ONCE = 1000
 
 
 class MlflowTracker:
-    """A run there."""
-
     def __init__(self, run: TrackerRun) -> None:
         from mlflow import MlflowClient
 

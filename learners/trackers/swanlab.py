@@ -1,6 +1,6 @@
 """Metrics at SwanLab (extra `asyncrl[swanlab]`).
 
-Called by `learners.trackers.main`, in a process of its own. The secret is `trackers.key_file` or SWANLAB_API_KEY; options
+The secret is `trackers.key_file` or SWANLAB_API_KEY; options
 are those of `swanlab.init` (workspace, tags, ...). Guarantees:
 1. online the run keeps its id over restarts: curves go on;
 2. `offline`: files below the tracker's folder, to be sent with `swanlab sync`; every start makes a run of its own.
@@ -15,8 +15,6 @@ from asyncrl.plugins import TrackerRun
 
 
 class SwanLabTracker:
-    """An experiment there."""
-
     def __init__(self, run: TrackerRun) -> None:
         import swanlab
 
@@ -24,9 +22,14 @@ class SwanLabTracker:
             os.environ["SWANLAB_API_KEY"] = run.secret
         resumed = {} if run.offline else {"id": run.id, "resume": "allow"}
         self._run = swanlab.init(
-            project=run.project, name=run.name, log_dir=str(run.folder), config=run.config,
-            mode="offline" if run.offline else "online", **resumed, **run.options,
-        )  # fmt: skip
+            project=run.project,
+            name=run.name,
+            log_dir=str(run.folder),
+            config=run.config,
+            mode="offline" if run.offline else "online",
+            **resumed,
+            **run.options,
+        )
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Numbers of one step."""

@@ -1,7 +1,6 @@
 """Metrics in TensorBoard, beside the JSONL files: event files in the run folder.
 
-Called by `learners.rank_zero` through `asyncrl.plugins` (group `asyncrl.trackers`), in the learner's process: a file is
-no network. Guarantees:
+Guarantees:
 1. every tag stands on one of four pages (`asyncrl.metrics.pages`), and the tab "Custom Scalars" draws what belongs
    together, page by page;
 2. a number that is not finite is left out.
@@ -45,4 +44,4 @@ def layout() -> dict[str, dict[str, list[object]]]:
             title: ["Multiline", [f"^{re.escape(tag_of(name))}$" for name in names]] for title, names in charts.items()
         }
         for page, charts in LAYOUT.items()
-    }  # fmt: skip
+    }

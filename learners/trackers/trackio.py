@@ -1,6 +1,6 @@
 """Metrics in trackio: a local database, or a Space at Hugging Face (extra `asyncrl[trackio]`).
 
-Called by `learners.trackers.main`, in a process of its own. Options are those of `trackio.init`; with `space_id` the metrics
+Options are those of `trackio.init`; with `space_id` the metrics
 leave this machine, and the secret is `trackers.key_file` or HF_TOKEN. Guarantees:
 1. the run keeps its name over restarts and goes on;
 2. `offline`: the database lies in the tracker's folder (else where trackio keeps it), and no Space is used;
@@ -16,8 +16,6 @@ from asyncrl.plugins import TrackerRun
 
 
 class TrackioTracker:
-    """A run there."""
-
     def __init__(self, run: TrackerRun) -> None:
         if run.secret:
             os.environ["HF_TOKEN"] = run.secret

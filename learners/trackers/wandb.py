@@ -1,6 +1,6 @@
 """Metrics at Weights & Biases (extra `asyncrl[wandb]`).
 
-Called by `learners.trackers.main`, in a process of its own. The secret is `trackers.key_file` or WANDB_API_KEY; options are
+The secret is `trackers.key_file` or WANDB_API_KEY; options are
 those of `wandb.init` (entity, tags, group, ...). Guarantees:
 1. the run keeps its id over restarts: curves go on;
 2. a step may come again: the axis is the metric `step`, not the number of calls;
@@ -16,8 +16,6 @@ from asyncrl.plugins import TrackerRun
 
 
 class WandbTracker:
-    """A run there."""
-
     def __init__(self, run: TrackerRun) -> None:
         import wandb
 
@@ -26,10 +24,16 @@ class WandbTracker:
         how = {"silent": True, "console": "off", "x_disable_stats": True, **run.options.get("settings", {})}
         more = {key: value for key, value in run.options.items() if key != "settings"}
         self._run = wandb.init(
-            project=run.project, name=run.name, id=run.id, dir=str(run.folder), config=run.config,
-            mode="offline" if run.offline else "online", resume=None if run.offline else "allow",
-            settings=wandb.Settings(**how), **more,
-        )  # fmt: skip
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            dir=str(run.folder),
+            config=run.config,
+            mode="offline" if run.offline else "online",
+            resume=None if run.offline else "allow",
+            settings=wandb.Settings(**how),
+            **more,
+        )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

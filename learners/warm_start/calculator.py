@@ -1,6 +1,7 @@
 """The warm start of the tool demonstration: a tiny model that mostly knows how to call a calculator, and its prompts.
 
-Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data runs/data/calculator.jsonl`. Each
+Command line: `python -m learners.warm_start.calculator --out runs/models/calculator --data
+runs/data/calculator.jsonl`. Each
 turn of a demonstration is a row whose earlier turns and observations are its prompt. With one thread the weights are a
 function of the seed. Takes about a minute on one core.
 """
@@ -46,8 +47,9 @@ def make(
     model = make_tiny_qwen3(len(SPECIAL_TOKENS) + len(calculator.CHARACTERS) + len(calculator.WORDS), seed=seed)
     for number, stage in enumerate(stages, start=1):
         rng = random.Random(f"learners.warm_start.calculator/{seed}/{number}")
-        losses = sft(model, batches(tokenizer, noise=stage.noise, rng=rng), lr=stage.lr, steps=stage.steps,
-                     optimizer="muon")  # fmt: skip
+        losses = sft(
+            model, batches(tokenizer, noise=stage.noise, rng=rng), lr=stage.lr, steps=stage.steps, optimizer="muon"
+        )
         if report is not None:
             report(f"calculator stage {number}/{len(stages)}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     save_model(out, model)

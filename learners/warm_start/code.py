@@ -54,9 +54,14 @@ def make_code_model(target: Path, *, seed: int = 0, stages: Sequence[Stage] = ST
     for number, stage in enumerate(stages, start=1):
         rng = random.Random(f"learners.warm_start.code/{seed}/{number}")
         losses += sft(
-            model, batches(stage, tokenizer, rng), lr=stage.lr, steps=stage.steps, warmup=stage.warmup,
-            decay=stage.decay, optimizer=stage.optimizer,
-        )  # fmt: skip
+            model,
+            batches(stage, tokenizer, rng),
+            lr=stage.lr,
+            steps=stage.steps,
+            warmup=stage.warmup,
+            decay=stage.decay,
+            optimizer=stage.optimizer,
+        )
         print(f"code      stage {number} of {len(stages)}: loss {losses[-1]:.3f}", flush=True)
     save_model(target, model)
     write_marker(target, {"hash": digest, "task": "code", "seed": seed, "losses": losses})

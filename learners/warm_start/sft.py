@@ -443,9 +443,15 @@ def make_warm_start(
         progress = _Printer(say, f"{task} stage {number}/{len(plan)}", stage.steps, report_every_s)
         batches = stage_batches(task, stage, tokenizer=tokenizer, rng=rng)
         losses += sft(
-            model, batches, lr=stage.lr, steps=stage.steps, warmup=stage.warmup, decay=stage.decay,
-            optimizer=stage.optimizer, progress=progress,
-        )  # fmt: skip
+            model,
+            batches,
+            lr=stage.lr,
+            steps=stage.steps,
+            warmup=stage.warmup,
+            decay=stage.decay,
+            optimizer=stage.optimizer,
+            progress=progress,
+        )
     save_model(target, model)
     seconds = time.monotonic() - started
     write_marker(target, {"hash": digest, "task": task, "seed": seed, "seconds": round(seconds, 2), "losses": losses})
@@ -519,9 +525,13 @@ def sampled_accuracy(
             part = rows[start : start + rows_per_batch]
             inputs = tokenizer([row["prompt"] for row in part], return_tensors="pt", padding=True)
             made = model.generate(  # type: ignore[operator]
-                **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                **inputs,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
                 max_new_tokens=tasks.max_answer_tokens(task) + 1,
-            )  # fmt: skip
+            )
             texts = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             for row, text in zip(part, texts, strict=True):
                 total += reward(row["data_source"], text, row["reward_model"]["ground_truth"])

@@ -79,9 +79,16 @@ class Sizes(TypedDict, total=False):
 
 
 DEFAULTS: Sizes = {
-    "hidden_size": 128, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32, "mlp_size": 384, "max_positions": 512,
-    "rope_theta": 10_000.0, "initializer_range": 0.02,
-}  # fmt: skip
+    "hidden_size": 128,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "mlp_size": 384,
+    "max_positions": 512,
+    "rope_theta": 10_000.0,
+    "initializer_range": 0.02,
+}
 _SPECIAL_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 

@@ -1,10 +1,11 @@
 """One session of an agent, as tokens: which context an ask stands for, and what the policy says to it.
 
-Called by `producers.agents.endpoint`, one per sample. Guarantees:
+Guarantees:
 1. an answer reaches training as it was sampled; where the agent sends an answer of ours back, its very tokens stand in
    the context again, and nothing of it is encoded anew;
 2. a conversation that goes on from the last one continues the row of tokens; any other (an edited history, a helper's
-   conversation, other tools) opens a row of its own (`producers.rollout.session`), with the tokens of the answers in it;
+   conversation, other tools) opens a row of its own (`producers.rollout.session`), with the tokens of the answers in
+   it;
 3. turns follow each other: an ask waits for the one before it; one that is given up leaves no trace in the sample;
 4. an ask without room, or beyond `environment.max_turns`, is refused and says so; `cut` is set by the first;
 5. an answer ends where the engine ends it, or with the token that completes one of `stop`; that token stays in the
@@ -53,8 +54,6 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Dialogue:
-    """See the module."""
-
     def __init__(self, setting: Setting, request: GenRequest, *, index: int) -> None:
         self.session = Session(request.prompt_ids, index=index)
         self.turn_rewards: dict[int, float] = {}
@@ -95,8 +94,11 @@ class Dialogue:
 
     async def _answer(self, ask: Ask, heard: Heard | None) -> Said:
         if self.session.turns >= self._setting.max_turns:
-            raise ApiError(400, f"the session has had its {self._setting.max_turns} turns (environment.max_turns)",
-                           code="max_turns")  # fmt: skip
+            raise ApiError(
+                400,
+                f"the session has had its {self._setting.max_turns} turns (environment.max_turns)",
+                code="max_turns",
+            )
         context = self._context(ask)
         self._extend(context)
         room = min(self.room, ask.max_tokens) if ask.max_tokens else self.room
@@ -117,9 +119,13 @@ class Dialogue:
         room = self.room - (len(ids) - len(known)) if goes_on else self._setting.longest - len(ids)
         if room < 1 or not len(ids):
             self.cut = True
-            raise ApiError(400, f"the context has {len(ids)} tokens, a sample has room for {self._setting.longest} "
-                           f"({self._request.max_new_tokens} of them behind its prompt)",
-                           code="context_length_exceeded", param="messages")  # fmt: skip
+            raise ApiError(
+                400,
+                f"the context has {len(ids)} tokens, a sample has room for {self._setting.longest} "
+                f"({self._request.max_new_tokens} of them behind its prompt)",
+                code="context_length_exceeded",
+                param="messages",
+            )
         self.session.extend(ids)
 
     # ------------------------------------------------------------ contexts
@@ -225,10 +231,15 @@ class Dialogue:
         calls = self._calls(text, number) if ask.tools else ()
         shown = text.partition("<tool_call>")[0].strip() if calls else text
         said = Said(
-            shown, ids, tuple(float(value) for value in delta.logprobs), delta.finish,
-            len(self.session.context) - len(ids), calls, delta.runs[-1][0],
+            shown,
+            ids,
+            tuple(float(value) for value in delta.logprobs),
+            delta.finish,
+            len(self.session.context) - len(ids),
+            calls,
+            delta.runs[-1][0],
             tuple(self.session.context[: -len(ids)].tolist()) if ask.token_ids else (),
-        )  # fmt: skip
+        )
         self._last = ids[-1]
         self._text, self._history = "", []
         if ask.messages is None:
@@ -302,8 +313,9 @@ def _first(delta: GenDelta, count: int) -> GenDelta:
         if left > 0:
             runs.append((version, min(length, left)))
             left -= length
-    return replace(delta, token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], runs=tuple(runs),
-                   finish="stop")  # fmt: skip
+    return replace(
+        delta, token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], runs=tuple(runs), finish="stop"
+    )
 
 
 def _key(message: Mapping[str, Any]) -> str:

@@ -46,8 +46,6 @@ class Session:
 
 
 class Endpoint:
-    """See the module."""
-
     def __init__(self, *, model: str, tokenizer: Tokenizer, port: int = 0) -> None:
         self.model = model
         self.port = port
@@ -58,7 +56,6 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """What OPENAI_BASE_URL is."""
         return f"http://{HOST}:{self.port}/v1"
 
     async def open(self) -> None:
@@ -66,9 +63,11 @@ class Endpoint:
         self._web = web = _web()
         app = web.Application(client_max_size=MOST_BYTES)
         routes: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
-            ("POST", "/chat/completions", self._chat), ("POST", "/completions", self._text),
-            ("GET", "/models", self._models), ("POST", "/reward", self._reward),
-        )  # fmt: skip
+            ("POST", "/chat/completions", self._chat),
+            ("POST", "/completions", self._text),
+            ("GET", "/models", self._models),
+            ("POST", "/reward", self._reward),
+        )
         for method, path, handler in routes:
             for prefix in ("/v1", "/s/{key}/v1"):
                 app.router.add_route(method, prefix + path, self._guarded(handler))
@@ -83,7 +82,6 @@ class Endpoint:
         self.port = int(self._runner.addresses[0][1])
 
     async def close(self) -> None:
-        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -225,6 +223,7 @@ def _web() -> ModuleType:
     try:
         from aiohttp import web
     except ImportError:
-        raise ConfigError("config.extra", "environment.name = 'agent' needs the extra http (aiohttp)",
-                          where="environment.name") from None  # fmt: skip
+        raise ConfigError(
+            "config.extra", "environment.name = 'agent' needs the extra http (aiohttp)", where="environment.name"
+        ) from None
     return web

@@ -42,8 +42,6 @@ Function = Callable[[Connection, dict[str, Any]], Awaitable[Any]]
 
 
 class Agents(Turns):
-    """See the module."""
-
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer, self._session)  # type: ignore[arg-type]
         setting = config.environment.agent
@@ -55,7 +53,6 @@ class Agents(Turns):
         self._room = asyncio.Semaphore(setting.max_processes)
 
     async def open(self) -> None:
-        """Listen."""
         await super().open()
         await self._endpoint.open()
         print(f"agents ask {self._endpoint.url}", flush=True)
@@ -69,10 +66,16 @@ class Agents(Turns):
     def chats(self, engine: Engine, request: GenRequest, prompt: Any) -> list[Any]:
         """The dialogues of a group's samples."""
         setting = Setting(
-            engine, self._tokenizer, self._parser, self.counts, self._config.data.max_prompt_tokens,
-            self._config.data.max_prompt_tokens + request.max_new_tokens, self._config.environment.max_turns,
-            self._config.environment.template, self._tokenizer.has_template(),
-        )  # fmt: skip
+            engine,
+            self._tokenizer,
+            self._parser,
+            self.counts,
+            self._config.data.max_prompt_tokens,
+            self._config.data.max_prompt_tokens + request.max_new_tokens,
+            self._config.environment.max_turns,
+            self._config.environment.template,
+            self._tokenizer.has_template(),
+        )
         return [Dialogue(setting, request, index=index) for index in request.indices]
 
     async def _sample(self, chat: Any, row: Row) -> Finished | EnvironmentFailure | None:

@@ -1,6 +1,6 @@
 """The OpenAI interface as far as an agent needs it: from bodies to what is asked, from what was said to answers. Pure.
 
-Called by `producers.agents.endpoint`. Known: chat completions with tools, streams, `stop`, `max_tokens` (or
+Known: chat completions with tools, streams, `stop`, `max_tokens` (or
 `max_completion_tokens`), `logprobs` of the sampled tokens; completions of text or token ids; the models. Guarantees:
 1. what cannot be given is refused with 400 and the name of the parameter: several choices, other tokens' log-probs,
    images, a beginning of the answer (`echo`, `suffix`);
@@ -79,8 +79,12 @@ def chat_of(body: Any) -> Ask:
         tools = []
     if tree.get("top_logprobs"):
         raise ApiError(400, "only log-probs of the sampled tokens are known", param="top_logprobs")
-    return Ask(tuple(message_of(item) for item in messages), tools=tuple(tools), logprobs=bool(tree.get("logprobs")),
-               **_common(tree))  # fmt: skip
+    return Ask(
+        tuple(message_of(item) for item in messages),
+        tools=tuple(tools),
+        logprobs=bool(tree.get("logprobs")),
+        **_common(tree),
+    )
 
 
 def text_of(body: Any) -> Ask:
@@ -120,10 +124,12 @@ def _common(tree: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(400, f"stop is a text, or a list of at most {MOST_STOPS}", param="stop")
     options = tree.get("stream_options")
     return {
-        "max_tokens": limit, "stop": tuple(stops), "stream": bool(tree.get("stream")),
+        "max_tokens": limit,
+        "stop": tuple(stops),
+        "stream": bool(tree.get("stream")),
         "usage_in_stream": isinstance(options, dict) and bool(options.get("include_usage")),
         "token_ids": bool(tree.get("return_token_ids")),
-    }  # fmt: skip
+    }
 
 
 def message_of(item: Any) -> Message:
@@ -161,8 +167,11 @@ def _call(call: Any) -> Message:
     if isinstance(arguments, str):
         with contextlib.suppress(*UNREADABLE):  # shown as the text that it is
             arguments = msgspec.json.decode(arguments)
-    return {"id": str(call.get("id") or ""), "type": "function",
-            "function": {"name": function["name"], "arguments": arguments}}  # fmt: skip
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 # ---------------------------------------------------------------- answers
@@ -171,9 +180,11 @@ def _call(call: Any) -> Message:
 def chat_answer(said: Said, ask: Ask, *, id: str, model: str, texts: Sequence[str]) -> dict[str, Any]:
     """The body of an answer to `/v1/chat/completions`. `texts` are those of the tokens, for log-probs."""
     choice: dict[str, Any] = {
-        "index": 0, "message": _message(said), "finish_reason": "tool_calls" if said.calls else said.finish,
+        "index": 0,
+        "message": _message(said),
+        "finish_reason": "tool_calls" if said.calls else said.finish,
         "logprobs": _chat_logprobs(said, texts) if ask.logprobs else None,
-    }  # fmt: skip
+    }
     if ask.token_ids:
         choice["token_ids"] = list(said.token_ids)
     return _whole("chat.completion", choice, said, ask, id=id, model=model)
@@ -183,16 +194,26 @@ def text_answer(said: Said, ask: Ask, *, id: str, model: str, texts: Sequence[st
     """The body of an answer to `/v1/completions`."""
     logprobs = {"tokens": list(texts), "token_logprobs": list(said.logprobs), "top_logprobs": None, "text_offset": None}
     choice: dict[str, Any] = {
-        "index": 0, "text": said.text, "finish_reason": said.finish, "logprobs": logprobs if ask.logprobs else None,
-    }  # fmt: skip
+        "index": 0,
+        "text": said.text,
+        "finish_reason": said.finish,
+        "logprobs": logprobs if ask.logprobs else None,
+    }
     if ask.token_ids:
         choice["token_ids"] = list(said.token_ids)
     return _whole("text_completion", choice, said, ask, id=id, model=model)
 
 
 def _whole(kind: str, choice: dict[str, Any], said: Said, ask: Ask, *, id: str, model: str) -> dict[str, Any]:
-    body = {"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [choice],
-            "usage": usage(said), "system_fingerprint": f"version-{said.version}"}  # fmt: skip
+    body = {
+        "id": id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": usage(said),
+        "system_fingerprint": f"version-{said.version}",
+    }
     return {**body, "prompt_token_ids": list(said.prompt_ids)} if ask.token_ids else body
 
 
@@ -216,10 +237,13 @@ def _tool_calls(said: Said) -> list[dict[str, Any]]:
 
 
 def _chat_logprobs(said: Said, texts: Sequence[str]) -> dict[str, Any]:
-    return {"content": [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, said.logprobs, strict=True)
-    ], "refusal": None}  # fmt: skip
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, said.logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
 
 
 def chunk(ask: Ask, *, id: str, model: str, text: str = "", last: Said | None = None, first: bool = False) -> bytes:
@@ -242,8 +266,9 @@ def chunk(ask: Ask, *, id: str, model: str, text: str = "", last: Said | None = 
 def usage_chunk(said: Said, ask: Ask, *, id: str, model: str) -> bytes:
     """The event with the usage, where it is asked for."""
     kind = "text_completion" if ask.messages is None else "chat.completion.chunk"
-    return event({"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [],
-                  "usage": usage(said)})  # fmt: skip
+    return event(
+        {"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": [], "usage": usage(said)}
+    )
 
 
 def event(body: Mapping[str, Any]) -> bytes:

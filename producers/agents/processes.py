@@ -1,6 +1,6 @@
 """The processes of an agent: one for every session, or some that play one session after the other.
 
-Called by `producers.agents.environment`. A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
+A process gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
 environment and the row as JSON on its standard input, which is then closed; its last line of output may be the reward:
 a number, or an object with `reward`. With `sessions` above 1 it gets a line {"row", "base_url", "api_key", "model"} for
 every session and answers each with a line: a number, such an object, or null. Guarantees:
@@ -161,12 +161,18 @@ class Agent:
         ]
         try:
             made = await asyncio.create_subprocess_exec(
-                *tied, env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=LONGEST_LINE,
-            )  # fmt: skip
+                *tied,
+                env=env,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                limit=LONGEST_LINE,
+            )
         except OSError as error:
-            raise ConfigError("config.environment", f"the agent cannot be started: {error}",
-                              where="environment.agent.command") from None  # fmt: skip
+            raise ConfigError(
+                "config.environment", f"the agent cannot be started: {error}", where="environment.agent.command"
+            ) from None
         process = AgentProcess(made, grace_s=self._config.grace_s)
         self._living.add(process)
         return process
@@ -194,6 +200,7 @@ def reward_in(lines: list[str], *, strict: bool = False) -> Any:
     if isinstance(found, dict) and ("reward" in found or "score" in found):
         return found
     if strict:
-        raise EnvironmentFailure("result", f"a line that is neither a number, an object with reward nor null: "
-                                 f"{lines[0][:80]!r}")  # fmt: skip
+        raise EnvironmentFailure(
+            "result", f"a line that is neither a number, an object with reward nor null: {lines[0][:80]!r}"
+        )
     return None

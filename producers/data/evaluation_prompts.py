@@ -1,6 +1,6 @@
 """Held-out prompts as producers see them: rows by the id of a leased group, and how they are sampled.
 
-Called by `producers.main`. Guarantees:
+Guarantees:
 1. row `r` of an evaluation is row `r` of the files or source of `[evaluation]`, in their own order, the same in every
    evaluation; `max_prompts` takes the first ones;
 2. a source without a length is read to its end, or to `max_prompts`, when the process starts; one that does not end

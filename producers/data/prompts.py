@@ -1,6 +1,6 @@
 """The prompts of a run: from a group id to a row of the data and its token ids. No torch.
 
-Called by `producers.main`. The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
+The buffer counts groups 0, 1, 2, ...; a producer maps them to rows. Guarantees:
 1. `row_of(group)` is a function of (data, run.seed, group): `epoch, position = divmod(group, rows)`, and the row is the
    epoch's permutation at that position (the position itself without `data.shuffle`), so every producer agrees;
 2. an iterable without a length is consumed as far as the group asks and kept in memory; its first epoch is in its own
@@ -55,9 +55,11 @@ class Prompts:
             raise ConfigError("config.data", "it has no rows", where=data.source or data.path)
         if data.prompt_key not in first:
             raise ConfigError(
-                "config.data", f"row 0 has no column {data.prompt_key!r} (data.prompt_key); it has: "
-                f"{', '.join(sorted(first)) or 'none'}", where=data.source or data.path,
-            )  # fmt: skip
+                "config.data",
+                f"row 0 has no column {data.prompt_key!r} (data.prompt_key); it has: "
+                f"{', '.join(sorted(first)) or 'none'}",
+                where=data.source or data.path,
+            )
 
     def row_of(self, group: int) -> Row:
         """The row of a group, its prompt as `[data]` wants it. Raises `config.data` where a source has no rows."""
@@ -117,7 +119,7 @@ class _Rows:
 
     def _plain(self, number: int, row: Any) -> Row:
         if not isinstance(row, dict) and hasattr(row, "keys"):
-            row = {key: row[key] for key in row.keys()}
+            row = {key: row[key] for key in row.keys()}  # noqa: SIM118
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise ConfigError("config.data", f"row {number} is a {kind}, not a mapping", where=self._where)
@@ -148,8 +150,9 @@ def _from_source(dotted: str) -> _Rows:
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, dict):
         return _Rows(rows.__getitem__, len(rows), dotted)
     if not isinstance(rows, Iterable) or isinstance(rows, str | dict):
-        raise ConfigError("config.data", f"{dotted} gives a {type(rows).__name__}, not an iterable of rows",
-                          where="data.source")  # fmt: skip
+        raise ConfigError(
+            "config.data", f"{dotted} gives a {type(rows).__name__}, not an iterable of rows", where="data.source"
+        )
     return _Rows(_nothing, None, dotted, iter(rows))
 
 

@@ -1,6 +1,6 @@
 """Text to token ids and back, from a model folder, without torch.
 
-Called by producers (prompts) and reward workers (responses). Guarantees:
+Guarantees:
 1. `tokenizer.json` is read by the `tokenizers` package alone; transformers is imported only for a chat template or for
    a folder without `tokenizer.json`, and never fetches anything;
 2. `eos_ids` is the union of what `config.json`, `generation_config.json` and the tokenizer call end of sequence;
@@ -101,19 +101,29 @@ class Tokenizer:
         auto = self._transformers()
         if not auto.chat_template:
             raise ConfigError(
-                "config.tokenizer", "the prompts are chat messages and the tokenizer has no chat template",
-                where=str(self._folder), remedy="give the tokenizer a chat template, or the prompts as plain text",
-            )  # fmt: skip
+                "config.tokenizer",
+                "the prompts are chat messages and the tokenizer has no chat template",
+                where=str(self._folder),
+                remedy="give the tokenizer a chat template, or the prompts as plain text",
+            )
         from jinja2 import TemplateError  # what transformers renders with
 
         try:
-            return str(auto.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=opened,
-                tools=[dict(tool) for tool in tools] or None,
-            ))  # fmt: skip
+            return str(
+                auto.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=opened,
+                    tools=[dict(tool) for tool in tools] or None,
+                )
+            )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise ConfigError("config.template", f"it refuses the messages: {error}", where=str(self._folder),
-                              remedy="use another template, or other messages") from None  # fmt: skip
+            raise ConfigError(
+                "config.template",
+                f"it refuses the messages: {error}",
+                where=str(self._folder),
+                remedy="use another template, or other messages",
+            ) from None
 
     def has_ids(self, ids: Sequence[int]) -> bool:
         """Whether the model has a row for each of these ids."""
@@ -148,8 +158,11 @@ class Tokenizer:
             found.add(self._auto.eos_token_id)
             self.end_id = int(self._auto.eos_token_id)
         if not found:
-            raise ConfigError("config.tokenizer", "neither the model nor the tokenizer names an end of sequence",
-                              where=str(self._folder))  # fmt: skip
+            raise ConfigError(
+                "config.tokenizer",
+                "neither the model nor the tokenizer names an end of sequence",
+                where=str(self._folder),
+            )
         self.end_id = min(found) if self.end_id < 0 else self.end_id
         return tuple(sorted(int(token) for token in found))
 

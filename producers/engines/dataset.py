@@ -2,7 +2,8 @@
 
 Used by `producers.main` where `producers.engine = "dataset"`. A row is a group: one sample (mode sft: the answer) or
 two (modes dpo and reward_model: chosen is sample 0 with reward 1, rejected is sample 1 with reward 0). Guarantees:
-1. group g is the row that `producers.data.prompts` gives it, so any number of producers stream one order, epoch by epoch,
+1. group g is the row that `producers.data.prompts` gives it, so any number of producers stream one order, epoch by
+   epoch,
    and a group that is leased again is the same row;
 2. the runs of a sample name the newest committed version when the row was read: its lag says how many steps ahead of
    its training that was. The digest is that of the data files: one run trains one data set;
@@ -53,8 +54,7 @@ class DatasetEngine:
         """Digest the data files."""
         self.digest = await asyncio.to_thread(data_digest, self._config)
 
-    async def close(self, *, grace_s: float) -> None:
-        """Nothing is held."""
+    async def close(self, *, grace_s: float) -> None: ...
 
     def capabilities(self) -> EngineCapabilities:
         """As many rows as there are slots, as long as they are."""
@@ -63,8 +63,7 @@ class DatasetEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Nothing is under way."""
 
-    async def resume(self) -> None:
-        """See `pause`."""
+    async def resume(self) -> None: ...
 
     def health(self) -> EngineHealth:
         """Always alive and never busy."""
@@ -87,19 +86,15 @@ class DatasetEngine:
         raise AsyncRLError("internal", "the dataset engine takes no weights")
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """See `begin_update`."""
         return ""
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """See `begin_update`."""
         return False
 
     async def commit_update(self) -> str:
-        """See `begin_update`."""
         return ""
 
-    async def abort_update(self) -> None:
-        """See `begin_update`."""
+    async def abort_update(self) -> None: ...
 
 
 class NoWeights:
@@ -109,11 +104,9 @@ class NoWeights:
     version = 0
 
     async def wait_version(self, at_least: int, timeout_s: float) -> int:
-        """At once."""
         return at_least
 
     async def wait_newer(self, version: int, timeout_s: float) -> bool:
-        """Nothing newer comes."""
         await asyncio.sleep(timeout_s)
         return False
 
@@ -136,8 +129,11 @@ class DatasetProducer(Producer):
         row = self.prompts.row_of(0)
         missing = [key for key in answer_keys(config) if key not in row]
         if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
-            raise ConfigError("config.data", f"a row has no column {missing[0]!r}; it has: {', '.join(sorted(row))}",
-                              where=config.data.source or config.data.path)  # fmt: skip
+            raise ConfigError(
+                "config.data",
+                f"a row has no column {missing[0]!r}; it has: {', '.join(sorted(row))}",
+                where=config.data.source or config.data.path,
+            )
 
     def _heard(self, answer: Leases) -> None:
         self.engine.version = answer.version
@@ -155,10 +151,14 @@ class DatasetProducer(Producer):
         sent = {key: value for key, value in row.items() if key not in answer_keys(self.config)}
         reply = await self._patiently(
             lambda: self.client.submit(
-                lease, prompt_ids=prompt_ids, samples=made, row=sent, digests={version: self.engine.digest},
+                lease,
+                prompt_ids=prompt_ids,
+                samples=made,
+                row=sent,
+                digests={version: self.engine.digest},
                 rewards={index: reward_of(index, len(answers)) for index in lease.missing},
             )
-        )  # fmt: skip
+        )
         self.samples += len(made)
         self.refused += len(reply.refused)
         await self._stop_work(reply.cancelled, but=lease)

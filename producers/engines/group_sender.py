@@ -1,6 +1,5 @@
 """Weights to an engine that is a server: the producer is rank 0 of a process group, its workers are the others.
 
-Called by engines behind a URL, which tell their server the address, name and size of the group while `join` runs here.
 Guarantees:
 1. the group is built as these servers build theirs: a TCPStore at rank 0 under the prefix of the group's name, then
    torch's own helper; every broadcast is uint8, from rank 0;
@@ -53,8 +52,16 @@ def pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 class GroupSender:
     """One group. `listen`, `join`, any number of `send`, `close`; none of them after a failure but `close`."""
 
-    def __init__(self, name: str, *, workers: int, backend: str = "gloo", host: str = "", timeout_s: float = 60.0,
-                 device: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        *,
+        workers: int,
+        backend: str = "gloo",
+        host: str = "",
+        timeout_s: float = 60.0,
+        device: str = "",
+    ) -> None:
         """`workers` are the ranks 1 and above; `host` is where they find this one (empty: this host's address as
         they see it must be given by who knows it; loopback is taken); `timeout_s` bounds `join` and each `send`.
 
@@ -102,9 +109,14 @@ class GroupSender:
         except OSError as error:
             raise ConfigError("config.network", f"cannot listen at {self.host}: {error}", where=self.name) from None
         self._store = dist.TCPStore(
-            self.host, port, None, True, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False,
+            self.host,
+            port,
+            None,
+            True,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
             master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        )
         return port
 
     async def join(self) -> None:
@@ -117,9 +129,14 @@ class GroupSender:
         torch_c10d: Any = c10d
         # Torch offers no public call that makes a group of other processes beside the default one.
         self._group, _ = torch_c10d._new_process_group_helper(
-            self.size, 0, [], torch_c10d.Backend(self.backend), torch_c10d.PrefixStore(self.name, self._store),
-            group_name=self.name, timeout=timedelta(seconds=self._timeout_s),
-        )  # fmt: skip
+            self.size,
+            0,
+            [],
+            torch_c10d.Backend(self.backend),
+            torch_c10d.PrefixStore(self.name, self._store),
+            group_name=self.name,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
         torch_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
 
     async def send(self, data: memoryview) -> None:

@@ -1,6 +1,6 @@
 """A small client for engines that are servers: JSON calls and server-sent events, every one with a deadline.
 
-Called by the engines `sglang` and `vllm_http`. Needs the extra `http` (aiohttp), imported when a client is made.
+Needs the extra `http` (aiohttp), imported when a client is made.
 Guarantees:
 1. every call ends: within its deadline, or for a stream after `idle_s` without a byte;
 2. an answer is at most `max_bytes` long, so is one event of a stream; more is `engine.broken`, as are a server that
@@ -111,9 +111,14 @@ class HttpClient:
 
     def _request(self, method: str, path: str, body: Any, limit: Any, params: Mapping[str, str] | None = None) -> Any:
         return self._session.request(
-            method, self.url + path, data=None if body is None else msgspec.json.encode(body), params=params,
-            headers={"Content-Type": "application/json"}, timeout=limit, allow_redirects=False,
-        )  # fmt: skip
+            method,
+            self.url + path,
+            data=None if body is None else msgspec.json.encode(body),
+            params=params,
+            headers={"Content-Type": "application/json"},
+            timeout=limit,
+            allow_redirects=False,
+        )
 
     async def _read(self, response: Any, where: str) -> bytes:
         parts, size = [], 0

@@ -1,6 +1,6 @@
 """Gives an engine the weights of its model's folder as version 0, for use without a learner: a judge, a benchmark.
 
-Called by `producers.rewards.judges.generative`. Any engine of the contract takes them by `begin_update`, `apply_bucket`
+Any engine of the contract takes them by `begin_update`, `apply_bucket`
 and `commit_update`, as from weight sync. Guarantees: the tensors are those of the safetensors files, each read once and
 handed over bucket by bucket; what the engine commits has the digest of what was read.
 """
@@ -27,8 +27,10 @@ async def commit_folder(engine: Engine, folder: str | Path, *, dtype: str) -> No
         ConfigError: `config.model` where there are none.
     """
     tensors = _tensors(Path(folder), dtype)
-    plan = plan_buckets([TensorSpec(name, NAMES[str(value.dtype)], tuple(value.shape)) for name, value in
-                         tensors.items()], bucket_bytes=BUCKET_BYTES)  # fmt: skip
+    plan = plan_buckets(
+        [TensorSpec(name, NAMES[str(value.dtype)], tuple(value.shape)) for name, value in tensors.items()],
+        bucket_bytes=BUCKET_BYTES,
+    )
     buckets = _buckets(plan, tensors)
     digests = tuple(
         bucket_digest([tensor for tensor in plan.tensors if tensor.bucket == number], bucket)
@@ -50,7 +52,7 @@ def _tensors(folder: Path, dtype: str) -> dict[str, Any]:
     try:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
-                for name in opened.keys():
+                for name in opened.keys():  # noqa: SIM118
                     value = opened.get_tensor(name)
                     found[name] = value.to(wanted) if value.is_floating_point() else value
     except (OSError, SafetensorError) as error:

@@ -1,6 +1,6 @@
 """What a model's folder says about its tensors, for engines whose weights lie in another process.
 
-Called by engines at their start and at the beginning of an update. Guarantees:
+Guarantees:
 1. it reads `config.json` and the headers of safetensors files, no weights; no torch;
 2. `check_tensors` refuses (`sync.plan`) a version with tensors that the folder does not have, with other shapes, or
    without some that it has. A tied output head may be there or not;

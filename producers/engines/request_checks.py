@@ -1,6 +1,6 @@
 """What every engine asks of a request before it takes it.
 
-Called by the hf, vllm and sglang engines, which add what is their own. Pure: the same arguments, the same answer.
+Pure: the same arguments, the same answer.
 Guarantee: a request without a problem has a new id, a prompt that is not empty and of tokens that the model has, fits
 the lengths that the run is planned for, and comes after the first weights.
 
@@ -27,8 +27,7 @@ def problem_of(request: GenRequest, config: Config, *, vocab: int, taken: bool, 
     if not 1 <= own <= config.data.max_prompt_tokens:
         return f"prompt of {own} tokens, data.max_prompt_tokens = {config.data.max_prompt_tokens}"
     if request.max_new_tokens < 1 or request.begun + request.max_new_tokens > longest:
-        return (f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are planned "
-                "for")  # fmt: skip
+        return f"begun + max_new_tokens = {request.begun} + {request.max_new_tokens}, at most {longest} are planned for"
     if request.temperature <= 0 or not request.indices:
         return "temperature must be above 0 and indices not empty"
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab > 0:  # such a token would end a server

@@ -1,6 +1,6 @@
 """Who may send a sample to a server now: so many at once, the urgent first, nobody while the door is shut.
 
-Called by engines behind HTTP, on their event loop. Guarantees:
+Guarantees:
 1. at most `limit` are inside; among those who wait the smallest priority enters first, then who came first;
 2. while it is shut nobody enters; who is inside stays inside;
 3. who stops waiting (a cancelled task) never takes a place.
@@ -28,7 +28,6 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
         return sum(not future.done() for _, _, future in self._waiting)
 
     @asynccontextmanager

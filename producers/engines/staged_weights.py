@@ -1,11 +1,11 @@
 """Weights on their way into an engine that is another program: one memory-mapped file per version.
 
-Called by engines that load weights in a process of their own (vLLM, SGLang): `begin`, every bucket once by `apply`,
-then the engine reads `under_way().path` and `committed` is called; or `abort`. Guarantees:
+Or `abort`. Guarantees:
 1. nothing touches the engine before it is asked to read the file: an abort leaves it as it was;
 2. `room` lends the place of a bucket in the file, so that a transport writes right into it; `apply` answers with the
    digest of what lies in the file; `read` gives the bytes of the version in force, so deltas work for every engine;
-3. the file holds bucket after bucket, each at a multiple of 64 bytes (`weightsync.plan.buckets.bucket_starts`), tensors inside
+3. the file holds bucket after bucket, each at a multiple of 64 bytes (`weightsync.plan.buckets.bucket_starts`),
+   tensors inside
    as planned: in the order of the plan, aligned to their item size, gaps between them of any content;
 4. room is reserved before it is mapped (a full disk is `disk.full`, not a SIGBUS); files have mode 0600 and the pid in
    their name; `close` removes them, and a later process those of dead ones;
@@ -40,8 +40,6 @@ PREFIX = "asyncrl-engine-"
 
 
 class StagedFile:
-    """A mapped file."""
-
     def __init__(self, path: Path, mapping: mmap.mmap, size: int) -> None:
         self.path = path
         self.size = size
@@ -65,7 +63,6 @@ class StagedVersion:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self.file.path
 
     def bucket(self, number: int) -> memoryview:
@@ -167,7 +164,6 @@ class StagedWeights:
             update.file.remove()
 
     def close(self) -> None:
-        """Remove all files."""
         self.abort()
         for file in (self._held.file if self._held is not None else None, self._spare):
             if file is not None:

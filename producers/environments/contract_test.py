@@ -1,6 +1,7 @@
 """The contract test for authors of environments: does it keep what `asyncrl.environment` asks for?
 
-Called as `python -m producers.environments.contract_test` by `asyncrl test-env`, and by `asyncrl.testing.check_environment`
+Called as `python -m producers.environments.contract_test` by `asyncrl test-env`, and by
+`asyncrl.testing.check_environment`
 in tests. It plays the environment with an engine that says given texts; no model is loaded. Guarantees: each finding
 says what was seen; nothing runs longer than the limits of `[environment]`; without a model folder a stand-in tokenizer
 (bytes, ChatML) shows the messages.
@@ -35,8 +36,13 @@ DIFFER = (
 )
 #: What the policy says where nobody tells: answers that fit, and some that fit nothing.
 SAYINGS = (
-    "1", "I do not know.", '<tool_call>{"name": "none", "arguments": {}}</tool_call>', "<tool_call>{oops", "", "é 東",
-)  # fmt: skip
+    "1",
+    "I do not know.",
+    '<tool_call>{"name": "none", "arguments": {}}</tool_call>',
+    "<tool_call>{oops",
+    "",
+    "é 東",
+)
 
 
 #: Failures that have a line of their own in the table, by the beginning of their reason.
@@ -68,10 +74,14 @@ class Played(msgspec.Struct, frozen=True):
         edges = [0, *(place for place in range(1, len(self.mask)) if self.mask[place] != self.mask[place - 1])]
         ends = [*edges[1:], len(self.mask)]
         return [
-            Line("policy" if self.mask[begin] else "shown", decode(self.tokens[begin:end]),
-                 next((reward for place, reward in self.turn_rewards if begin <= place < end), None))
-            for begin, end in zip(edges, ends, strict=True) if end > begin
-        ]  # fmt: skip
+            Line(
+                "policy" if self.mask[begin] else "shown",
+                decode(self.tokens[begin:end]),
+                next((reward for place, reward in self.turn_rewards if begin <= place < end), None),
+            )
+            for begin, end in zip(edges, ends, strict=True)
+            if end > begin
+        ]
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -102,16 +112,13 @@ class ByteTokenizer:
     encode_part = encode
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-        """See `Tokenizer`."""
         return self.encode(self.render_chat(messages, opened=True))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opened: bool, tools: Sequence[Any] = ()) -> str:
-        """See `Tokenizer`."""
         shown = "".join(f"<|im_start|>{one['role']}\n{one.get('content') or ''}<|im_end|>\n" for one in messages)
         return shown + ("<|im_start|>assistant\n" if opened else "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer`."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
@@ -126,7 +133,6 @@ class ScriptedEngine:
         self._spoke = 0.0
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenDelta]:
-        """One turn."""
         if self.turns:
             self.pauses_s.append(time.monotonic() - self._spoke)
         number, self.turns = self.turns, self.turns + 1
@@ -138,8 +144,9 @@ class ScriptedEngine:
         finish = "stop" if len(ids) <= request.max_new_tokens else "length"
         tokens = np.array(ids[: request.max_new_tokens], np.int32)
         self._spoke = time.monotonic()
-        yield GenDelta(request.id, request.indices[0], tokens, np.full(len(tokens), -0.5, np.float32),
-                       ((0, len(tokens)),), finish)  # fmt: skip
+        yield GenDelta(
+            request.id, request.indices[0], tokens, np.full(len(tokens), -0.5, np.float32), ((0, len(tokens)),), finish
+        )
 
     async def abort(self, ids: Any) -> int:
         """Nothing runs beside `generate`."""
@@ -158,14 +165,13 @@ def check_environment(
 class _Contract:
     def __init__(
         self, config: Config, row: dict[str, Any], says: tuple[str, ...], transcript: list[Line] | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config, self._row, self._says, self._transcript = config, row, says, transcript
         known = bool(config.model.path) and Path(config.model.path).is_dir()
         self._tokenizer: Any = Tokenizer(config.model.path) if known else ByteTokenizer()
         self._environment: Any = None
 
     async def findings(self) -> list[Finding]:
-        """The table."""
         name = self._config.environment.name
         if self._config.environment.is_single_turn:
             return [Finding("it can be used", False, "single_turn has nothing to test")]
@@ -186,8 +192,7 @@ class _Contract:
             self._transcript += played[0].transcript(self._tokenizer.decode)
         again = [await self._play(script) for script in scripts]
         failures = [f"{script[0]!r}: {one.failure}" for script, one in zip(scripts, played, strict=True) if one.failure]
-        kinds = {word: next((text for text in failures if f": {code}" in text), "")
-                 for word, code in KINDS.items()}  # fmt: skip
+        kinds = {word: next((text for text in failures if f": {code}" in text), "") for word, code in KINDS.items()}
         other = next((text for text in failures if text not in kinds.values()), "")
         turns = [one.turns for one in played]
         most = self._config.environment.max_turns
@@ -198,15 +203,23 @@ class _Contract:
         return [
             Finding("it survives what a policy says", not other, other or f"{len(scripts)} scripts{left_out}"),
             Finding("the same answers give the same sample", same, "played twice" if same else DIFFER),
-            Finding("it ends", not kinds["timeout"], kinds["timeout"] or f"after {min(turns)} to {max(turns)} turns"
-                    + (f"; {limit} of {len(turns)} at environment.max_turns = {most}" if limit else "")),
+            Finding(
+                "it ends",
+                not kinds["timeout"],
+                kinds["timeout"]
+                or f"after {min(turns)} to {max(turns)} turns"
+                + (f"; {limit} of {len(turns)} at environment.max_turns = {most}" if limit else ""),
+            ),
             Finding("observations can be encoded", not kinds["observation"], kinds["observation"] or "as text"),
             Finding("the chat template can show them", not kinds["template"], kinds["template"] or self._shown_by()),
             Finding("rewards", *self._rewards(played)),
             await self._cancelled(scripts[0]),
-            Finding("time per step", slowest <= self._config.environment.step_timeout_s,
-                    f"mean {np.mean(pauses) * 1e3:.2f} ms, longest {slowest * 1e3:.2f} ms" if pauses else "no step"),
-        ]  # fmt: skip
+            Finding(
+                "time per step",
+                slowest <= self._config.environment.step_timeout_s,
+                f"mean {np.mean(pauses) * 1e3:.2f} ms, longest {slowest * 1e3:.2f} ms" if pauses else "no step",
+            ),
+        ]
 
     def _scripts(self) -> tuple[list[tuple[str, ...]], str]:
         """What the policy says, play by play, and how many sayings were left out: no policy with this tokenizer could
@@ -263,8 +276,16 @@ class _Contract:
             return Played(turns=engine.turns, failure=failure, pauses_s=tuple(engine.pauses_s))
         ids = done.sample.token_ids
         mask = np.ones(len(ids), np.uint8) if done.mask is None else done.mask
-        return Played(tuple(ids.tolist()), tuple(mask.tolist()), done.reward, engine.turns, done.sample.finish, failure,
-                      tuple(engine.pauses_s), done.turns)  # fmt: skip
+        return Played(
+            tuple(ids.tolist()),
+            tuple(mask.tolist()),
+            done.reward,
+            engine.turns,
+            done.sample.finish,
+            failure,
+            tuple(engine.pauses_s),
+            done.turns,
+        )
 
     async def _cancelled(self, says: Sequence[str]) -> Finding:
         """Whether it ends when its lease is lost: while the policy speaks, and in the middle of a step."""
@@ -302,8 +323,10 @@ def config_for(name: str, *, args: Mapping[str, Any], model: str = "", base: Con
     """The configuration that a test plays with: `base`, or defaults, with this environment."""
     if base is None:
         tree: dict[str, Any] = {
-            "model": {"path": model}, "data": {"path": "rows.jsonl"}, "reward": [{"function": "none:none"}],
-        }  # fmt: skip
+            "model": {"path": model},
+            "data": {"path": "rows.jsonl"},
+            "reward": [{"function": "none:none"}],
+        }
         base = msgspec.convert(tree, Config)
     setting = base.environment
     if name and name != setting.name:

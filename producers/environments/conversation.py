@@ -1,6 +1,6 @@
 """The engine handle of one sample (`asyncrl.environment.Chat`): turns with the engine, observations in between.
 
-Called by `producers.environments.multi_turn`, one per sample. Guarantees:
+Guarantees:
 1. tokens in, tokens out: an engine is asked with the very tokens that the session holds, and what it says is stored as
    it was sampled (`producers.rollout.session`); only what is shown is ever encoded, each part of it once;
 2. the conversation ends where its room, its turns or the limit on a turn's calls do: the next `say` gives an empty turn
@@ -59,9 +59,7 @@ class Setting(msgspec.Struct, frozen=True):
 class Conversation:
     """See the module. `prompt` are the messages (or the text) whose tokens `request.prompt_ids` are."""
 
-    def __init__(
-        self, setting: Setting, request: GenRequest, *, index: int, prompt: str | Sequence[Message]
-    ) -> None:  # fmt: skip
+    def __init__(self, setting: Setting, request: GenRequest, *, index: int, prompt: str | Sequence[Message]) -> None:
         self.session = Session(request.prompt_ids, index=index)
         self.turn_rewards: dict[int, float] = {}
         self.cut = False  # its room came to an end
@@ -77,26 +75,21 @@ class Conversation:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """See `Chat`."""
         return (*self._messages, *self._pending)
 
     @property
     def room(self) -> int:
-        """See `Chat`."""
         whole = self._setting.longest - len(self.session.context)
         return max(0, min(whole, self._request.max_new_tokens - self.session.response_tokens))
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """See `Chat`."""
         return self._setting.tools.schemas
 
     def show(self, observation: Observation) -> None:
-        """See `Chat`."""
         self._pending += messages_of(observation)
 
     def restart(self, prompt: str | Sequence[Message]) -> None:
-        """See `Chat`."""
         messages = messages_of(prompt)
         ids = self._renderer.prompt(messages)
         if not ids or len(ids) >= self._setting.longest:
@@ -107,14 +100,12 @@ class Conversation:
         self._opened = True
 
     def reward(self, value: float, *, turn: int = -1) -> None:
-        """See `Chat`."""
         place = self.session.turns + turn if turn < 0 else turn
         if not 0 <= place < self.session.turns:
             raise EnvironmentFailure("result", f"a reward for turn {turn} of {self.session.turns}")
         self.turn_rewards[place] = self.turn_rewards.get(place, 0.0) + number_of(value)
 
     async def say(self, observation: Observation = None, *, max_new_tokens: int = 0) -> Turn:
-        """See `Chat`."""
         self.show(observation)
         if self.cut or self.session.turns >= self._setting.config.max_turns or not self._observe():
             return Turn(number=self.session.turns)
@@ -129,7 +120,6 @@ class Conversation:
         return self._turn(delta, number)
 
     async def call(self, turn: Turn) -> list[Message]:
-        """See `Chat`."""
         config, counts = self._setting.config, self._setting.counts
         counts.tool_calls += len(turn.calls)
         counts.malformed_calls += len(turn.malformed)

@@ -1,6 +1,6 @@
 """All samples of a group in an environment of several turns: side by side, each at its own pace.
 
-Called by `producers.rollout.rollout` like `single_turn`. Guarantees:
+Guarantees:
 1. every sample has a conversation, and an environment object, of its own; the samples leave as they finish;
 2. a sample whose environment fails does not end the others: when they are done its `EnvironmentFailure` comes out, and
    the producer gives the lease back with the reason;
@@ -57,8 +57,11 @@ class Turns:
         try:
             await asyncio.wait_for(self._tools.open(), self._config.environment.episode_timeout_s)
         except TimeoutError:
-            raise ConfigError("config.environment", "the tools did not open in environment.episode_timeout_s",
-                              where="environment.tools") from None  # fmt: skip
+            raise ConfigError(
+                "config.environment",
+                "the tools did not open in environment.episode_timeout_s",
+                where="environment.tools",
+            ) from None
 
     async def close(self) -> None:
         """At the end of the process."""
@@ -74,8 +77,16 @@ class Turns:
         tools = self._tools.schemas
         renderer = renderer_of(prompt, self._tokenizer, tools=tools, check=self._config.environment.template)
         longest = self._config.data.max_prompt_tokens + request.max_new_tokens
-        setting = Setting(self._config.environment, engine, renderer, self._parser, self._tools, self.counts,
-                          self._config.data.max_prompt_tokens, longest)  # fmt: skip
+        setting = Setting(
+            self._config.environment,
+            engine,
+            renderer,
+            self._parser,
+            self._tools,
+            self.counts,
+            self._config.data.max_prompt_tokens,
+            longest,
+        )
         return [Conversation(setting, request, index=index, prompt=prompt or "") for index in request.indices]
 
     async def play(self, engine: Engine, request: GenRequest, row: Row) -> AsyncIterator[Finished | GenDelta]:
@@ -135,9 +146,11 @@ class Turns:
             raise EnvironmentFailure("no_reward", "it gave none, and the run has no [[reward]]")
         # A part of what reward workers score would be lost with their own parts.
         return chat.session.finish(
-            reward, rewards if chat.turn_rewards else (), finish="length" if chat.cut else "",
+            reward,
+            rewards if chat.turn_rewards else (),
+            finish="length" if chat.cut else "",
             parts=parts if reward is not None else None,
-        )  # fmt: skip
+        )
 
 
 def _cancelled() -> bool:
@@ -244,7 +257,7 @@ def rollout_of(config: Config) -> Rollout:
     if callable(found) and callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None)):
         _check_args(found, setting.args, where)
         return by_steps(found, setting.args, step_timeout_s=setting.step_timeout_s)
-    if inspect.isclass(found) and inspect.iscoroutinefunction(getattr(found, "__call__", None)):
+    if inspect.isclass(found) and inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
         return _made(found, setting.args, where)
     raise ConfigError(
         "config.environment", "it is neither a class with reset and step nor an async function", where=where

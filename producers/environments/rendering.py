@@ -1,6 +1,6 @@
 """What a policy is shown, as tokens: prompts by the chat template, and what follows an answer as a delta of it.
 
-Called by `producers.environments.conversation`. Guarantees:
+Guarantees:
 1. what a policy said is never rendered: a delta is what the template puts behind an answer that stands in its place, so
    the tokens of the answer stay those that were sampled;
 2. where the answer ended with the stop token that the template puts behind answers, the delta begins after it;
@@ -30,8 +30,6 @@ BEFORE = {"role": "user", "content": "asyncrl0question"}
 
 
 class Renderer(Protocol):
-    """Messages to tokens."""
-
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """A conversation from its beginning, up to where the policy speaks."""
 
@@ -41,8 +39,7 @@ class Renderer(Protocol):
     def text_tokens(self, text: str) -> list[int]:
         """Tokens of a part of a message, to see how long it is."""
 
-    def text_of(self, ids: Sequence[int]) -> str:
-        """Undo of it."""
+    def text_of(self, ids: Sequence[int]) -> str: ...
 
 
 def messages_of(observation: Observation, *, role: str = "user") -> list[dict[str, Any]]:
@@ -74,11 +71,9 @@ class PlainText:
         return encoded(self._tokenizer.encode_part, text) if text else []
 
     def text_tokens(self, text: str) -> list[int]:
-        """See `Renderer`."""
         return encoded(self._tokenizer.encode_part, text)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """See `Renderer`."""
         return self._tokenizer.decode(ids)
 
 
@@ -86,9 +81,12 @@ class ChatTemplate:
     """For chat messages: by the tokenizer's template. `tools`: schemas that the template shows."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, tools: Sequence[Mapping[str, Any]] = (),
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
         check: Literal["strict", "tail"] = "strict",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
         self._check = check
@@ -99,17 +97,14 @@ class ChatTemplate:
         return encoded(self._tokenizer.encode_part, self._render(messages, opened=True))
 
     def delta(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
-        """See the module."""
         ids = encoded(self._tokenizer.encode_part, self._tail(messages))
         said = last_token in self._tokenizer.eos_ids and ids[:1] == [last_token]
         return ids[1:] if said else ids
 
     def text_tokens(self, text: str) -> list[int]:
-        """See `Renderer`."""
         return encoded(self._tokenizer.encode_part, text)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """See `Renderer`."""
         return self._tokenizer.decode(ids)
 
     def _tail(self, messages: Sequence[Message]) -> str:
@@ -130,8 +125,11 @@ class ChatTemplate:
             whole = self._render([*before, *messages], opened=True)
             closing, tail = _behind(short), _behind(whole)
             if not tail.startswith(closing):
-                raise _refused(f"it puts {closing!r} behind an answer, but {tail[:60]!r} where {_roles(messages)} "
-                               "follows: it cannot be continued", "")  # fmt: skip
+                raise _refused(
+                    f"it puts {closing!r} behind an answer, but {tail[:60]!r} where {_roles(messages)} "
+                    "follows: it cannot be continued",
+                    "",
+                )
             if self._check == "tail" or whole.startswith(short):
                 return tail
             rewritten = rewritten or _difference(short, whole)

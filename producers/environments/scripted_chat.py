@@ -11,7 +11,6 @@ from asyncrl.environment import Chat, EnvironmentFailure, Row
 
 
 async def play(chat: Chat, row: Row, *, key: str = "followups") -> None:
-    """One conversation."""
     followups = row.get(key) or []
     if not isinstance(followups, list | tuple):
         raise EnvironmentFailure("observation", f"column {key!r} is a {type(followups).__name__}, not a list")

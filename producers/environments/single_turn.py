@@ -1,6 +1,6 @@
 """One prompt, one answer: the environment of most verifiable tasks.
 
-Called by `producers.rollout.rollout`. Guarantees: the engine's samples pass through unchanged and unscored (reward workers
+Guarantees: the engine's samples pass through unchanged and unscored (reward workers
 score them). Environments of several turns: `producers.environments.multi_turn`.
 """
 
@@ -22,8 +22,7 @@ class SingleTurn:
     async def open(self) -> None:
         """There is nothing to connect to."""
 
-    async def close(self) -> None:
-        """See `open`."""
+    async def close(self) -> None: ...
 
     async def play(
         self, engine: Engine, request: GenRequest, row: Mapping[str, Any]

@@ -14,7 +14,6 @@ from asyncrl.environment import Chat, Row
 
 
 async def play(chat: Chat, row: Row, *, on_malformed: Literal["answer", "end"] = "answer") -> None:
-    """One conversation."""
     turn = await chat.say()
     while not turn.over:
         if not turn.calls and (not turn.malformed or on_malformed == "end"):

@@ -30,7 +30,6 @@ class VerifiersRollout:
         self._client = _client_class()
 
     async def __call__(self, chat: Chat, row: Row) -> dict[str, Any]:
-        """One sample."""
         given = {"example_id": 0, **row}
         environment = self._environment
         state = await environment.rollout(given, self._client(chat), "policy", {})
@@ -82,9 +81,11 @@ def _client_class() -> Any:
                 for one in response.calls
             ]
             message = ResponseMessage(
-                content=response.text, tool_calls=calls or None, is_truncated=response.finish != "stop",
+                content=response.text,
+                tool_calls=calls or None,
+                is_truncated=response.finish != "stop",
                 finish_reason="tool_calls" if calls else "stop" if response.finish == "stop" else "length",
-            )  # fmt: skip
+            )
             return Response(id=uuid.uuid4().hex, created=int(time.time()), model="policy", message=message)
 
         async def close(self) -> None:

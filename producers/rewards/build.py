@@ -1,4 +1,4 @@
-"""From a judge's settings to its scorer. Called by `producers.rewards.main` and `producers.rewards.rescore`."""
+"""From a judge's settings to its scorer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ def half_of_memory() -> int:
 def sandbox_of(config: SandboxConfig) -> SandboxSpec:
     """What the child is told of `[sandbox]`."""
     limits = SandboxLimits(
-        timeout_s=config.timeout_s, memory_bytes=config.memory_bytes, output_bytes=config.output_bytes,
-        disk_bytes=config.disk_bytes, max_processes=config.max_processes, paths=config.paths,
-    )  # fmt: skip
+        timeout_s=config.timeout_s,
+        memory_bytes=config.memory_bytes,
+        output_bytes=config.output_bytes,
+        disk_bytes=config.disk_bytes,
+        max_processes=config.max_processes,
+        paths=config.paths,
+    )
     return SandboxSpec(config.kind, limits)
 
 
@@ -38,14 +42,21 @@ def scorer_of(config: Config, judge: Judge) -> Scorer:
     limits = config.reward_workers
     if not judge.table.is_model:
         return Scorer(
-            functions, prompt_key=config.data.prompt_key, timeout_s=judge.timeout_s,
-            memory_bytes=judge.memory_bytes or half_of_memory(), max_processes=limits.max_processes,
+            functions,
+            prompt_key=config.data.prompt_key,
+            timeout_s=judge.timeout_s,
+            memory_bytes=judge.memory_bytes or half_of_memory(),
+            max_processes=limits.max_processes,
             sandbox=sandbox_of(config.sandbox),
-        )  # fmt: skip
+        )
     return Scorer(
-        functions, prompt_key=config.data.prompt_key, timeout_s=judge.timeout_s, memory_bytes=judge.table.memory_bytes,
-        max_processes=limits.max_processes, judge=asked_of(config, judge),
-    )  # fmt: skip
+        functions,
+        prompt_key=config.data.prompt_key,
+        timeout_s=judge.timeout_s,
+        memory_bytes=judge.table.memory_bytes,
+        max_processes=limits.max_processes,
+        judge=asked_of(config, judge),
+    )
 
 
 def asked_of(config: Config, judge: Judge) -> Asked:

@@ -1,6 +1,7 @@
 """The contract of a reward function, tried out: `asyncrl test-reward` and `asyncrl.testing`.
 
-Called as `python -m producers.rewards.contract_test NAME --data FILE`, and by authors' tests. The function runs as in a run,
+Called as `python -m producers.rewards.contract_test NAME --data FILE`, and by authors' tests. The function runs as in
+a run,
 in the worker's child process with its time-out and its memory limit, on rows with responses of several kinds:
 
     good   the ground truth (or the column that is named)      bad    good with something wrong in front of it
@@ -74,7 +75,6 @@ class RewardReport(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """No check fails."""
         return all(check.verdict != "fails" for check in self.checks)
 
     def render(self) -> str:
@@ -95,18 +95,27 @@ class RewardReport(msgspec.Struct, frozen=True):
 
 
 def check_reward(
-    function: str, rows: Sequence[Mapping[str, Any]], *, args: Mapping[str, Any] | None = None, response_key: str = "",
-    prompt_key: str = "prompt", timeout_s: float = 10.0, memory_bytes: int = 2 << 30, sandbox: str = "bubblewrap",
-) -> RewardReport:  # fmt: skip
+    function: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    args: Mapping[str, Any] | None = None,
+    response_key: str = "",
+    prompt_key: str = "prompt",
+    timeout_s: float = 10.0,
+    memory_bytes: int = 2 << 30,
+    sandbox: str = "bubblewrap",
+) -> RewardReport:
     """Try a reward function on rows. Raises `config.reward` where it cannot be used at all."""
     call = RewardCall(function, args=args, prompt_key=prompt_key)
     spec = FunctionSpec(function, label_of(function), args=dict(args or {}))
     samples = [
-        (number, kind, sample) for number, row in enumerate(rows)
+        (number, kind, sample)
+        for number, row in enumerate(rows)
         for kind, sample in responses_of(dict(row), response_key=response_key, prompt_key=prompt_key)
-    ]  # fmt: skip
-    scorer = Scorer([spec], prompt_key=prompt_key, timeout_s=timeout_s, memory_bytes=memory_bytes,
-                    sandbox=SandboxSpec(sandbox))  # fmt: skip
+    ]
+    scorer = Scorer(
+        [spec], prompt_key=prompt_key, timeout_s=timeout_s, memory_bytes=memory_bytes, sandbox=SandboxSpec(sandbox)
+    )
     try:
         scorer.start()
         first = _pass(scorer, samples)
@@ -118,10 +127,14 @@ def check_reward(
     finally:
         scorer.close()
     checks = [
-        Check("ok", f"it loads, and its signature is that of form {call.form}"), *_failures(first, timeout_s),
-        *_same(first, again), *_alone(first, together), *_tells_apart(first), *_time(first, timeout_s),
+        Check("ok", f"it loads, and its signature is that of form {call.form}"),
+        *_failures(first, timeout_s),
+        *_same(first, again),
+        *_alone(first, together),
+        *_tells_apart(first),
+        *_time(first, timeout_s),
         _memory(peak, memory_bytes),
-    ]  # fmt: skip
+    ]
     return RewardReport(function, call.form, tuple(first), tuple(checks))
 
 
@@ -134,14 +147,28 @@ def responses_of(row: dict[str, Any], *, response_key: str, prompt_key: str) -> 
     if isinstance(truth, list | tuple) and truth:
         truth = truth[0]
     good = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth)
-    texts = {"good": good, "bad": f"no: {good[::-1]}7", "empty": "", "huge": ("word " * HUGE)[:HUGE], "odd": ODD,
-             "cut": good[: len(good) // 2]}  # fmt: skip
+    texts = {
+        "good": good,
+        "bad": f"no: {good[::-1]}7",
+        "empty": "",
+        "huge": ("word " * HUGE)[:HUGE],
+        "odd": ODD,
+        "cut": good[: len(good) // 2],
+    }
     return [
-        (kind, RewardSample.of(row, prompt=text, response=said, prompt_ids=[ord(c) % 997 for c in text],
-                               response_ids=[ord(c) % 997 for c in said],
-                               finish="length" if kind == "cut" else "stop"))
+        (
+            kind,
+            RewardSample.of(
+                row,
+                prompt=text,
+                response=said,
+                prompt_ids=[ord(c) % 997 for c in text],
+                response_ids=[ord(c) % 997 for c in said],
+                finish="length" if kind == "cut" else "stop",
+            ),
+        )
         for kind, said in texts.items()
-    ]  # fmt: skip
+    ]
 
 
 def _pass(scorer: Scorer, samples: Sequence[tuple[int, str, RewardSample]]) -> list[Outcome]:
@@ -196,8 +223,14 @@ def _same(first: Sequence[Outcome], again: Sequence[Outcome]) -> list[Check]:
             right.answer,
         ):
             text = f"not the same twice: row {one.row}, {one.kind}: {one.shown}, then {other.shown} (in a new process)"
-            return [Check("fails", text, "let it depend on the sample alone: no clock, no random numbers, no order of "
-                          "sets, nothing kept between calls; a judge needs temperature 0")]  # fmt: skip
+            return [
+                Check(
+                    "fails",
+                    text,
+                    "let it depend on the sample alone: no clock, no random numbers, no order of "
+                    "sets, nothing kept between calls; a judge needs temperature 0",
+                )
+            ]
     return [Check("ok", "the same values again in a new process, after the first was killed")]
 
 
@@ -284,9 +317,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompt_key = args.prompt_key or prompt_column(data_paths(args.data))
         rows = rows_of(args.data, count=max(1, args.samples), prompt_key=prompt_key)
         report = check_reward(
-            args.function, rows, args=args.args, response_key=args.response_key, prompt_key=prompt_key,
-            timeout_s=args.timeout_s, memory_bytes=args.memory_bytes, sandbox=args.sandbox,
-        )  # fmt: skip
+            args.function,
+            rows,
+            args=args.args,
+            response_key=args.response_key,
+            prompt_key=prompt_key,
+            timeout_s=args.timeout_s,
+            memory_bytes=args.memory_bytes,
+            sandbox=args.sandbox,
+        )
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

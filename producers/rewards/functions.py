@@ -52,17 +52,33 @@ class RewardSample(msgspec.Struct, frozen=True):
     turns: list[str] = []
 
     @staticmethod
-    def of(row: dict[str, Any], *, prompt: str, response: str, prompt_ids: Sequence[int], response_ids: Sequence[int],
-           finish: str, turns: Sequence[str] = ()) -> RewardSample:  # fmt: skip
+    def of(
+        row: dict[str, Any],
+        *,
+        prompt: str,
+        response: str,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        finish: str,
+        turns: Sequence[str] = (),
+    ) -> RewardSample:
         """With the columns of verl taken from the row; `ground_truth` or `answer` may also stand in the row itself."""
         model = row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, dict) else None
         for name in ("ground_truth", "answer"):
             truth = row.get(name) if truth is None else truth
         return RewardSample(
-            prompt, response, list(prompt_ids), list(response_ids), row, truth, str(row.get("data_source") or ""),
-            row.get("extra_info") or {}, finish, list(turns),
-        )  # fmt: skip
+            prompt,
+            response,
+            list(prompt_ids),
+            list(response_ids),
+            row,
+            truth,
+            str(row.get("data_source") or ""),
+            row.get("extra_info") or {},
+            finish,
+            list(turns),
+        )
 
 
 class Value(NamedTuple):
@@ -81,16 +97,20 @@ class RewardCall:
     """One function of the user, and its form (`producers.rewards.forms`)."""
 
     def __init__(
-        self, dotted: str, *, prompt_key: str = "prompt", args: Mapping[str, Any] | None = None,
+        self,
+        dotted: str,
+        *,
+        prompt_key: str = "prompt",
+        args: Mapping[str, Any] | None = None,
         make_sandbox: Callable[[], Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.function = load_reward(dotted, args, make_sandbox=make_sandbox)
         self._form = recognise(self.function, name=dotted, prompt_key=prompt_key, args=bound(self.function))
         self.form = self._form.name
         self.is_batch = self._form.batch
         inner = inspect.unwrap(getattr(self.function, "func", self.function))
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
-            getattr(inner, "__call__", None)
+            getattr(inner, "__call__", None)  # noqa: B004
         )
 
     def one(self, sample: RewardSample) -> Any:

@@ -1,6 +1,6 @@
 """From the text of `[[reward]] function` to a function: a module, a file, a scorer that ships, or a server.
 
-Called by `producers.rewards.functions` in the worker's child. Guarantees:
+Guarantees:
 1. what cannot be loaded is `config.reward` with what is missing, before anything is scored;
 2. a class is made with `args`, and so is a function that fits no form and takes just them (a factory); both get the
    run's sandbox where they have a parameter `sandbox`;

@@ -55,19 +55,29 @@ def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> Rew
         edges = np.flatnonzero(np.diff(task.mask, prepend=0, append=0) % 2)  # u1: from 0 to 1, and back
         turns = [tokenizer.decode(ids[start:stop].tolist()) for start, stop in edges.reshape(-1, 2)]
     return RewardSample.of(
-        task.row, prompt=prompt if isinstance(prompt, str) else tokenizer.decode(task.prompt_ids.tolist()),
-        response=tokenizer.decode(shown.tolist()), prompt_ids=task.prompt_ids.tolist(),
-        response_ids=ids.tolist(), finish=task.item.finish, turns=turns,
-    )  # fmt: skip
+        task.row,
+        prompt=prompt if isinstance(prompt, str) else tokenizer.decode(task.prompt_ids.tolist()),
+        response=tokenizer.decode(shown.tolist()),
+        prompt_ids=task.prompt_ids.tolist(),
+        response_ids=ids.tolist(),
+        finish=task.item.finish,
+        turns=turns,
+    )
 
 
 class Worker:
     """One client, one child process."""
 
     def __init__(
-        self, config: Config, *, client: RewardClient, scorer: Scorer, stop: role.Stop, patience: Patience,
+        self,
+        config: Config,
+        *,
+        client: RewardClient,
+        scorer: Scorer,
+        stop: role.Stop,
+        patience: Patience,
         batch_samples: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.batch_samples = batch_samples
         self.client = client
@@ -206,13 +216,21 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     judge = require_judge(config, args.judge)
     client = RewardClient(
-        address, name=args.name, judge=judge.name, keys=role.join_key_of(args, config),
-        max_bytes=config.network.max_message_bytes, timeout_s=limit_s,
-    )  # fmt: skip
+        address,
+        name=args.name,
+        judge=judge.name,
+        keys=role.join_key_of(args, config),
+        max_bytes=config.network.max_message_bytes,
+        timeout_s=limit_s,
+    )
     worker = Worker(
-        config, client=client, scorer=scorer_of(config, judge), stop=stop, patience=patience,
+        config,
+        client=client,
+        scorer=scorer_of(config, judge),
+        stop=stop,
+        patience=patience,
         batch_samples=judge.batch_samples,
-    )  # fmt: skip
+    )
     tasks: list[asyncio.Task[None]] = []
     try:
         await patience.ask(client.hello)

@@ -1,6 +1,6 @@
 """What a judge that is a model says of one sample: a number, or why there is none. Never a made-up 0.
 
-Called by everything in this folder. Reasons of a failure: `timeout`, `memory`, `raised` and `not_finite` as of
+Reasons of a failure: `timeout`, `memory`, `raised` and `not_finite` as of
 functions, and `too_long` (the judge cannot take the text), `unparsed` (its answer holds no number), `unreachable` (no
 server answered), `refused` (the server said no, or nonsense).
 """
@@ -105,9 +105,13 @@ async def each(
 
 
 async def in_batches(
-    samples: Sequence[RewardSample], done: Done, *, ids_of: Callable[[RewardSample], list[int]],
-    forward: Callable[[list[list[int]]], list[Outcome]], rows: int,
-) -> None:  # fmt: skip
+    samples: Sequence[RewardSample],
+    done: Done,
+    *,
+    ids_of: Callable[[RewardSample], list[int]],
+    forward: Callable[[list[list[int]]], list[Outcome]],
+    rows: int,
+) -> None:
     """Score samples by forward passes of up to `rows` rows of similar length, on a thread. `done` as in `Model`."""
     found: list[tuple[int, list[int]]] = []
     for place, sample in enumerate(samples):

@@ -2,7 +2,7 @@
 
 JSON and not msgpack, because rows may hold integers beyond 64 bits.
 
-Called by `producers.rewards.scorer` (parent) and `producers.rewards.child`. Guarantees: a frame is read whole or not at
+Guarantees: a frame is read whole or not at
 all; what does not decode raises one of `asyncrl.errors.UNREADABLE`. The parent gives the child untrusted rows as plain
 JSON values.
 """
@@ -62,8 +62,6 @@ class Ready(msgspec.Struct, frozen=True, tag=2):
 
 
 class Job(msgspec.Struct, frozen=True, tag=3):
-    """Samples to score."""
-
     samples: tuple[RewardSample, ...]
 
 
@@ -146,6 +144,5 @@ class Pipe:
         return frame
 
     def close(self) -> None:
-        """Close both descriptors."""
         os.close(self._source)
         os.close(self._sink)

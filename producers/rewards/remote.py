@@ -21,8 +21,6 @@ MOST_BYTES = 64 << 20
 
 
 class RemoteReward:
-    """One address."""
-
     def __init__(
         self, url: str, *, timeout_s: float = 25.0, tries: int = 3, headers: dict[str, str] | None = None
     ) -> None:

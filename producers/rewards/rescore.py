@@ -82,7 +82,6 @@ class Bench:
         return results
 
     def close(self) -> None:
-        """Kill the children."""
         for scorer, thread in zip(self._scorers, self._threads, strict=True):
             scorer.stop()
             thread.shutdown(wait=True, cancel_futures=True)  # bounded: the child of its call is dead
@@ -153,7 +152,6 @@ class Rescoring:
         return GroupScores(step, group.group, content, before, rewards, parts, failed)
 
     def close(self) -> None:
-        """End the children."""
         for bench in self.benches.values():
             bench.close()
 

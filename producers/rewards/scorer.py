@@ -1,6 +1,6 @@
 """Scores samples in a child process that can be killed: the parent's half.
 
-Called by `producers.rewards.main` from one thread. Guarantees:
+Guarantees:
 1. a call that takes longer than the timeout is killed with its whole process group, and is a `timeout` of the sample it
    worked on; a child that exits or crashes is `died`; both start a new child and the other samples go on;
 2. every sample of a job gets exactly one result, in any order, unless the parent itself is stopped;
@@ -63,9 +63,16 @@ class Scorer:
     """One child process with the reward functions of a judge, or with its model (`judge`)."""
 
     def __init__(
-        self, functions: Sequence[FunctionSpec], *, prompt_key: str, timeout_s: float, memory_bytes: int = 0,
-        max_processes: int = 512, sandbox: SandboxSpec | None = None, judge: Asked | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        functions: Sequence[FunctionSpec],
+        *,
+        prompt_key: str,
+        timeout_s: float,
+        memory_bytes: int = 0,
+        max_processes: int = 512,
+        sandbox: SandboxSpec | None = None,
+        judge: Asked | None = None,
+    ) -> None:
         self.version = ""
         self.restarts = 0
         self._setup = Setup(tuple(functions), prompt_key, timeout_s, memory_bytes, judge, sandbox or SandboxSpec())
@@ -88,8 +95,10 @@ class Scorer:
         self._pipe = Pipe(from_child[0], to_child[1])
         self._child = subprocess.Popen(
             [python, "-m", self._module, str(to_child[0]), str(from_child[1])],
-            pass_fds=(to_child[0], from_child[1]), stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            pass_fds=(to_child[0], from_child[1]),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         if self._stopped:  # meanwhile: `stop` has found no child
             self._kill()
         os.close(to_child[0])

@@ -1,6 +1,6 @@
 """How much work one producer asks for: as much as its engine's K/V holds, by what samples have cost so far.
 
-Called by `producers.main`. Guarantees:
+Guarantees:
 1. what is in flight is counted in samples, not in groups: the long tail of a group keeps its own places alone;
 2. samples meant to be decoded at once: as many as the engine decodes (`max_samples`) and as its K/V holds at what a
    sample holds on average (`held_tokens`); with `AHEAD` times as many leased, a free place never waits for a lease;
@@ -98,6 +98,8 @@ def capacity_of(config: Config, capable: EngineCapabilities) -> Capacity:
     """What this producer may have in flight. Half of the longest sample stands for one as long as none is done."""
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     return Capacity(
-        capable, group_samples=config.sampling.asked_samples, prior_tokens=longest / 2,
+        capable,
+        group_samples=config.sampling.asked_samples,
+        prior_tokens=longest / 2,
         max_groups=config.producers.max_groups_in_flight,
-    )  # fmt: skip
+    )

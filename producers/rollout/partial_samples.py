@@ -1,6 +1,6 @@
 """Long samples in pieces: what the buffer has of a sample under way, and how one goes on that another producer began.
 
-Called by `producers.main`, one `Trail` per leased group. Guarantees:
+Guarantees:
 1. pieces leave in order and without a gap; where the buffer has less than was sent (its store went back), they go on
    from there;
 2. a sample that was begun elsewhere is a request of its own, whose prompt ends with the tokens that are there; what is
@@ -56,9 +56,7 @@ class Trail:
         usable = [one for one in begun if one.index in request.indices and continues(one, request, digests)]
         self.begun = {one.index: one for one in usable}
         self._foreign = {version: digest for one in usable for version, digest in one.digests.items()}
-        self._made: dict[int, Made] = {
-            one.index: Made(one.token_ids, one.logprobs, one.runs) for one in usable
-        }  # fmt: skip
+        self._made: dict[int, Made] = {one.index: Made(one.token_ids, one.logprobs, one.runs) for one in usable}
         self._kept = {one.index: len(one.token_ids) for one in usable}
         self._full: set[int] = set()  # samples of which the buffer takes no more pieces
 
@@ -68,10 +66,8 @@ class Trail:
         fresh = tuple(index for index in request.indices if index not in self.begun)
         started = parts_of(replace(request, indices=fresh), sampling) if fresh else []
         going_on = [
-            part
-            for index, one in sorted(self.begun.items())
-            for part in parts_of(continued(request, one), sampling)
-        ]  # fmt: skip
+            part for index, one in sorted(self.begun.items()) for part in parts_of(continued(request, one), sampling)
+        ]
         return started, going_on
 
     def take(self, delta: GenDelta) -> None:
@@ -129,7 +125,11 @@ def continues(one: BegunSample, request: GenRequest, digests: Mapping[int, str])
 def continued(request: GenRequest, one: BegunSample) -> GenRequest:
     """The request for the rest of a sample of a group; before those that start now, as its tokens age."""
     return replace(
-        request, id=f"{request.id}:{one.index}", indices=(one.index,), begun=len(one.token_ids),
+        request,
+        id=f"{request.id}:{one.index}",
+        indices=(one.index,),
+        begun=len(one.token_ids),
         prompt_ids=np.concatenate([request.prompt_ids, one.token_ids]),
-        max_new_tokens=request.max_new_tokens - len(one.token_ids), priority=request.priority - 1,
-    )  # fmt: skip
+        max_new_tokens=request.max_new_tokens - len(one.token_ids),
+        priority=request.priority - 1,
+    )

@@ -1,6 +1,6 @@
 """A rollout: an engine, an environment and one leased group; finished samples leave as soon as they exist.
 
-Called by `producers.main`, once per lease. Guarantees:
+Guarantees:
 1. samples that finish in the same decode step are delivered in one call; a slow one gathers what finishes meanwhile;
 2. when `deliver` or `keep` says that the lease is lost, the rest of the group is given up at the engine;
 3. cancelling the rollout gives the group up as well; an error of the engine or environment comes out of it;
@@ -40,8 +40,13 @@ def extras_of(finished: Sequence[Finished]) -> dict[str, Any]:
     """What `ProducerClient.submit` takes beside the tokens, by sample index."""
     named: dict[str, dict[int, Any]] = {"rewards": {}, "masks": {}, "rows": {}, "turns": {}, "parts": {}}
     for item in finished:
-        for name, value in (("rewards", item.reward), ("masks", item.mask), ("rows", item.rows or None),
-                            ("turns", item.turns or None), ("parts", item.parts or None)):  # fmt: skip
+        for name, value in (
+            ("rewards", item.reward),
+            ("masks", item.mask),
+            ("rows", item.rows or None),
+            ("turns", item.turns or None),
+            ("parts", item.parts or None),
+        ):
             if value is not None:
                 named[name][item.sample.index] = value
     return named
@@ -52,8 +57,7 @@ class Environment(Protocol):
     the heartbeat, None where there are none."""
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Known after `open`."""
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
 
     @property
     def counts(self) -> Any:
@@ -85,9 +89,14 @@ def parts_of(request: GenRequest, sampling: SamplingConfig) -> list[GenRequest]:
 
 
 async def roll_out(
-    engine: Engine, environment: Environment, request: GenRequest, *, row: Mapping[str, Any],
-    deliver: Callable[[list[Finished]], Awaitable[bool]], keep: Callable[[list[GenDelta]], Awaitable[bool]],
-) -> bool:  # fmt: skip
+    engine: Engine,
+    environment: Environment,
+    request: GenRequest,
+    *,
+    row: Mapping[str, Any],
+    deliver: Callable[[list[Finished]], Awaitable[bool]],
+    keep: Callable[[list[GenDelta]], Awaitable[bool]],
+) -> bool:
     """Play one request and deliver its samples; `deliver`, and `keep` with tokens of samples under way, answer False
     once the lease is lost. Whether it was still held at the end.
     """

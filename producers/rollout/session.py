@@ -1,6 +1,6 @@
 """One session of a policy, token by token: what it saw, what it said, and how both become one sample.
 
-Called by `producers.environments`, and by whoever else plays turns with an engine (an endpoint for agents). Pure: it
+Pure: it
 asks no engine and waits for nothing. Guarantees:
 1. tokens go in and out as they are: what the policy sampled is stored as it was sampled, what it saw as it was given;
    nothing is turned into text and back;
@@ -85,10 +85,15 @@ class Session:
         """
         begun = len(self.context) - min(self.prompt_tokens, max_prompt_tokens)
         return replace(
-            group, id=f"{group.id}:{self.index}:{self.turns}", prompt_ids=self.context, indices=(self.index,),
-            seed=(group.seed + self.turns * TURN_SEED) % SEEDS, max_new_tokens=max_new_tokens, begun=begun,
+            group,
+            id=f"{group.id}:{self.index}:{self.turns}",
+            prompt_ids=self.context,
+            indices=(self.index,),
+            seed=(group.seed + self.turns * TURN_SEED) % SEEDS,
+            max_new_tokens=max_new_tokens,
+            begun=begun,
             delta_tokens=0,
-        )  # fmt: skip
+        )
 
     def extend(self, prompt_ids: IntArray | Sequence[int]) -> bool:
         """The context of the next turn: True where it goes on from the open row (what is new in it is an observation),
@@ -115,8 +120,11 @@ class Session:
     def add_turn(self, delta: GenDelta) -> None:
         """What the policy said, whole (`asyncrl.engine.joined`), when it was asked with `context`."""
         if not len(delta.token_ids) or len(delta.token_ids) != len(delta.logprobs):
-            raise WorkError("engine.broken", f"a turn of {len(delta.token_ids)} tokens and {len(delta.logprobs)} "
-                            "log-probs", where=f"{delta.id} sample {delta.index}")  # fmt: skip
+            raise WorkError(
+                "engine.broken",
+                f"a turn of {len(delta.token_ids)} tokens and {len(delta.logprobs)} log-probs",
+                where=f"{delta.id} sample {delta.index}",
+            )
         row = self._rows[-1]
         row.add(_ids(delta.token_ids), np.asarray(delta.logprobs, np.float32), delta.runs)
         row.said = len(row.context) - row.prompt_tokens
@@ -125,9 +133,13 @@ class Session:
         self._id, self._finish = delta.id, delta.finish or "stop"
 
     def finish(
-        self, reward: float | None = None, turn_rewards: Sequence[float] = (), *, finish: str = "",
+        self,
+        reward: float | None = None,
+        turn_rewards: Sequence[float] = (),
+        *,
+        finish: str = "",
         parts: Mapping[str, float] | None = None,
-    ) -> Finished:  # fmt: skip
+    ) -> Finished:
         """The sample. `reward` is that of the whole, `turn_rewards` (one per turn, from the first on) among it; None:
         reward workers score it. `finish`: stop | length, otherwise that of the last turn.
 
@@ -142,13 +154,18 @@ class Session:
         for row in said:
             joined.take(row, turn_rewards)
         sample = GenDelta(
-            self._id, self.index, np.concatenate(joined.tokens), np.concatenate(joined.logprobs), joined.runs,
+            self._id,
+            self.index,
+            np.concatenate(joined.tokens),
+            np.concatenate(joined.logprobs),
+            joined.runs,
             finish or self._finish,
-        )  # fmt: skip
+        )
         mask = np.concatenate(joined.mask)
         plain = bool(mask.all()) and not joined.rows
-        return Finished(sample, reward, None if plain else mask, tuple(joined.rows), tuple(joined.turns),
-                        dict(parts or {}))  # fmt: skip
+        return Finished(
+            sample, reward, None if plain else mask, tuple(joined.rows), tuple(joined.turns), dict(parts or {})
+        )
 
 
 class _Joined:
@@ -173,8 +190,11 @@ class _Joined:
             if left > 0:
                 self._add(tokens, logprobs, runs or self._version_before(row))
                 left -= len(tokens)
-        self.turns += [(start + place, float(turn_rewards[number])) for number, place in row.turns
-                       if number < len(turn_rewards) and turn_rewards[number]]  # fmt: skip
+        self.turns += [
+            (start + place, float(turn_rewards[number]))
+            for number, place in row.turns
+            if number < len(turn_rewards) and turn_rewards[number]
+        ]
 
     def _version_before(self, row: _Row) -> Runs:
         """Of the last sampled token before; else of the first one that will follow in this row."""

@@ -1,6 +1,6 @@
 """What a sandbox is: it runs programs that a model wrote, and says how they ended.
 
-Called by the scorer of code and by tools that run Python; implemented by `producers.sandbox.local` (bubblewrap on this
+Implemented by `producers.sandbox.local` (bubblewrap on this
 host, or no isolation where that is spelled out) and `producers.sandbox.remote` (a SandboxFusion server). Guarantees of
 every implementation (tests/contract/test_sandboxes.py):
 1. a program's failure is a result, never an exception: `finished` with its exit code, `timeout`, `memory`, `output`
@@ -83,25 +83,44 @@ class Sandbox(ABC):
         return
 
     def run(
-        self, code: str, stdin: str = "", files: Mapping[str, bytes] | None = None, *, timeout_s: float | None = None,
-        memory_bytes: int | None = None, args: Sequence[str] = (), fetch: Sequence[str] = (),
-    ) -> SandboxResult:  # fmt: skip
+        self,
+        code: str,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        *,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        args: Sequence[str] = (),
+        fetch: Sequence[str] = (),
+    ) -> SandboxResult:
         """Run one program to its end."""
         return self.run_job(
             SandboxJob(
-                code=code, stdin=stdin, files=dict(files or {}), args=tuple(args), fetch=tuple(fetch),
-                timeout_s=timeout_s, memory_bytes=memory_bytes,
+                code=code,
+                stdin=stdin,
+                files=dict(files or {}),
+                args=tuple(args),
+                fetch=tuple(fetch),
+                timeout_s=timeout_s,
+                memory_bytes=memory_bytes,
             )
-        )  # fmt: skip
+        )
 
     def run_many(self, jobs: Sequence[SandboxJob]) -> list[SandboxResult]:
         """Run programs one after the other."""
         return [self.run_job(job) for job in jobs]
 
     async def arun(
-        self, code: str, stdin: str = "", files: Mapping[str, bytes] | None = None, *, timeout_s: float | None = None,
-        memory_bytes: int | None = None, args: Sequence[str] = (), fetch: Sequence[str] = (),
-    ) -> SandboxResult:  # fmt: skip
+        self,
+        code: str,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        *,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        args: Sequence[str] = (),
+        fetch: Sequence[str] = (),
+    ) -> SandboxResult:
         """`run` for an event loop."""
         return await asyncio.to_thread(
             self.run, code, stdin, files, timeout_s=timeout_s, memory_bytes=memory_bytes, args=args, fetch=fetch

@@ -90,10 +90,16 @@ class Inside:
         memory = job.memory_bytes if job.memory_bytes is not None else limits.memory_bytes
         self.jobs += 1
         frame = {
-            "code": job.code, "stdin": job.stdin, "args": job.args, "fetch": job.fetch, "timeout_s": timeout_s,
+            "code": job.code,
+            "stdin": job.stdin,
+            "args": job.args,
+            "fetch": job.fetch,
+            "timeout_s": timeout_s,
             "files": {name: base64.b64encode(content).decode() for name, content in job.files.items()},
-            "memory_bytes": memory, "output_bytes": limits.output_bytes, "file_bytes": limits.disk_bytes,
-        }  # fmt: skip
+            "memory_bytes": memory,
+            "output_bytes": limits.output_bytes,
+            "file_bytes": limits.disk_bytes,
+        }
         most = 8 * limits.output_bytes * (2 + len(job.fetch)) + (1 << 16)  # JSON may write a byte as six
         began = time.monotonic()
         deadline = time.monotonic() + timeout_s + GRACE_S
@@ -274,7 +280,6 @@ class Unprotected(LocalSandbox):
 
     @property
     def isolated(self) -> bool:
-        """No."""
         return False
 
     def __init__(self, limits: SandboxLimits | None = None, *, workers: int = 1) -> None:
@@ -289,7 +294,6 @@ class Unprotected(LocalSandbox):
         return spawn([sys.executable, *FLAGS, str(INSIDE), json.dumps(settings)], env=ENVIRONMENT)
 
     def close(self) -> None:
-        """With its folders."""
         super().close()
         self._folders.cleanup()
 
@@ -299,7 +303,6 @@ class Bubblewrap(LocalSandbox):
 
     @property
     def isolated(self) -> bool:
-        """Yes."""
         return True
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -309,8 +312,13 @@ class Bubblewrap(LocalSandbox):
             raise ConfigError("sandbox.unavailable", "bubblewrap (bwrap) is not on the PATH")
         number = (os.getpid() * 16 + next(_numbers)) % UIDS
         uid = FIRST_UID + number if privileged() else 0
-        settings = {"uid": uid, "gid": uid, "folder": "/tmp", "max_processes": self.limits.max_processes,
-                    "paths": self.limits.paths}  # fmt: skip
+        settings = {
+            "uid": uid,
+            "gid": uid,
+            "folder": "/tmp",
+            "max_processes": self.limits.max_processes,
+            "paths": self.limits.paths,
+        }
         filters = os.memfd_create("filter", 0) if seccomp.program() else -1
         try:
             extra = []
@@ -318,8 +326,16 @@ class Bubblewrap(LocalSandbox):
                 os.write(filters, seccomp.program())
                 os.lseek(filters, 0, os.SEEK_SET)
                 extra = ["--seccomp", str(filters)]
-            command = [found, *arguments(self.limits, as_root=bool(uid)), *extra, "--", interpreter(), *FLAGS,
-                       SHOWN, json.dumps(settings)]  # fmt: skip
+            command = [
+                found,
+                *arguments(self.limits, as_root=bool(uid)),
+                *extra,
+                "--",
+                interpreter(),
+                *FLAGS,
+                SHOWN,
+                json.dumps(settings),
+            ]
             return spawn(command, env=dict(os.environ), keep=(filters,) if filters >= 0 else ())
         finally:
             if filters >= 0:
@@ -327,16 +343,28 @@ class Bubblewrap(LocalSandbox):
 
 
 FLAGS = ("-s", "-S", "-P")  # nothing of the user's or the site's, and not the folder of the script
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0",
-               "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}  # fmt: skip
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "HOME": "/tmp",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def spawn(command: list[str], *, env: dict[str, str], keep: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
     """A process with pipes, in a session of its own."""
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, pass_fds=keep,
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        pass_fds=keep,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def ready(descriptor: int, event: int) -> bool:
@@ -362,8 +390,19 @@ def interpreter() -> str:
 
 def arguments(limits: SandboxLimits, *, as_root: bool) -> list[str]:
     """What bubblewrap is told. Root keeps no user namespace: an unprivileged uid of the host bounds its processes."""
-    isolate = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
-               "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # fmt: skip
+    isolate = [
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--cap-drop",
+        "ALL",
+        "--cap-add",
+        "CAP_SETUID",
+        "--cap-add",
+        "CAP_SETGID",
+    ]
     if not as_root:
         isolate = ["--unshare-all", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
     result = [*isolate, "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]

@@ -43,13 +43,19 @@ class HTTPSandbox(Sandbox):
         memory = job.memory_bytes if job.memory_bytes is not None else self.limits.memory_bytes
         answer = self._ask(
             {
-                "code": job.code, "stdin": job.stdin, "language": "python", "args": list(job.args),
-                "compile_timeout": timeout_s, "run_timeout": timeout_s, "memory_limit_MB": max(1, memory // MIB),
+                "code": job.code,
+                "stdin": job.stdin,
+                "language": "python",
+                "args": list(job.args),
+                "compile_timeout": timeout_s,
+                "run_timeout": timeout_s,
+                "memory_limit_MB": max(1, memory // MIB),
                 "files": {name: base64.b64encode(content).decode() for name, content in job.files.items()},
                 "fetch_files": list(job.fetch),
             },
-            timeout_s=timeout_s + ANSWER_S, most_bytes=8 * self.limits.output_bytes * (2 + len(job.fetch)) + MIB,
-        )  # fmt: skip
+            timeout_s=timeout_s + ANSWER_S,
+            most_bytes=8 * self.limits.output_bytes * (2 + len(job.fetch)) + MIB,
+        )
         try:
             return result_of(answer, self.limits.output_bytes)
         except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
@@ -94,6 +100,10 @@ def result_of(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
     elif status == "finished" and code and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         status = "memory"
     return SandboxResult(
-        status=status, exit_code=KILLED_BY_TIME if code is None else int(code), stdout=stdout[:output_bytes],
-        stderr=stderr[:output_bytes], wall_s=float(run.get("execution_time") or 0.0), files=files,
-    )  # fmt: skip
+        status=status,
+        exit_code=KILLED_BY_TIME if code is None else int(code),
+        stdout=stdout[:output_bytes],
+        stderr=stderr[:output_bytes],
+        wall_s=float(run.get("execution_time") or 0.0),
+        files=files,
+    )

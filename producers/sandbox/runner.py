@@ -81,9 +81,12 @@ def set_limits(job: Frame, max_processes: int) -> None:
     """Of the program, and of each process that it starts."""
     seconds = int(job["timeout_s"]) + 2
     limits = [
-        (resource.RLIMIT_AS, job["memory_bytes"]), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, job["file_bytes"]), (resource.RLIMIT_NOFILE, 64),
-    ]  # fmt: skip
+        (resource.RLIMIT_AS, job["memory_bytes"]),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, job["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 64),
+    ]
     if max_processes:
         limits.append((resource.RLIMIT_NPROC, max_processes))
     for kind, value in limits:
@@ -291,8 +294,14 @@ def run(job: Frame, settings: Frame) -> Frame:
     files = fetch(folder, job)
     if running.status == "finished" and running.exit_code and last_line(stderr).startswith("MemoryError"):
         running.status = "memory"
-    return {"status": running.status, "exit_code": running.exit_code, "stdout": stdout, "stderr": stderr,
-            "wall_s": wall_s, "files": files}  # fmt: skip
+    return {
+        "status": running.status,
+        "exit_code": running.exit_code,
+        "stdout": stdout,
+        "stderr": stderr,
+        "wall_s": wall_s,
+        "files": files,
+    }
 
 
 def last_line(text: str) -> str:

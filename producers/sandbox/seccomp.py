@@ -1,6 +1,6 @@
 """The filter of system calls that a sandbox gets: calls with which a program could reach beyond it fail with EPERM.
 
-Called by `producers.sandbox.local`; the program is BPF as the kernel takes it, for x86_64 and aarch64. Guarantees:
+The program is BPF as the kernel takes it, for x86_64 and aarch64. Guarantees:
 1. tracing, other processes' memory, namespaces, mounts, kernel modules, keys, BPF, io_uring, memory that no process
    maps (memfd) and what outlives a process (System V and POSIX queues, shared memory) are refused; sockets are of the
    families unix, inet and inet6 alone;
@@ -74,9 +74,13 @@ def program(machine: str = "") -> bytes:
     architecture, column, clone, clone3, socket, ioctl = MACHINES[machine or platform.machine()]
     allow, denied = instruction(RETURN, ALLOW), instruction(RETURN, ERRNO | errno.EPERM)
     parts = [
-        instruction(LOAD, ARCHITECTURE), instruction(EQUAL, architecture, if_true=1), instruction(RETURN, KILL),
-        instruction(LOAD, NUMBER), instruction(AT_LEAST, X32, if_false=1), denied,
-    ]  # fmt: skip
+        instruction(LOAD, ARCHITECTURE),
+        instruction(EQUAL, architecture, if_true=1),
+        instruction(RETURN, KILL),
+        instruction(LOAD, NUMBER),
+        instruction(AT_LEAST, X32, if_false=1),
+        denied,
+    ]
     for _, *numbers in REFUSED:
         if numbers[column] >= 0:
             parts.append(refuse(numbers[column], errno.EPERM))

@@ -44,7 +44,7 @@ class Request(msgspec.Struct):
     language: str = "python"
     stdin: str | None = None
     run_timeout: float | None = None
-    memory_limit_MB: int = -1  # its name on the wire
+    memory_limit_MB: int = -1  # its name on the wire  # noqa: N815  # its name on the wire
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
     args: list[str] = []
@@ -54,11 +54,14 @@ def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
     """The job of a request, within the limits."""
     memory = limits.memory_bytes if request.memory_limit_MB < 1 else request.memory_limit_MB * MIB
     return SandboxJob(
-        code=request.code, stdin=request.stdin or "", args=tuple(request.args), fetch=tuple(request.fetch_files),
+        code=request.code,
+        stdin=request.stdin or "",
+        args=tuple(request.args),
+        fetch=tuple(request.fetch_files),
         files={name: bytes_of(content or "") for name, content in request.files.items()},
         timeout_s=min(limits.timeout_s, request.run_timeout or limits.timeout_s),
         memory_bytes=min(limits.memory_bytes, memory),
-    )  # fmt: skip
+    )
 
 
 def bytes_of(text: str) -> bytes:
@@ -69,24 +72,28 @@ def bytes_of(text: str) -> bytes:
 def answer_of(result: SandboxResult) -> dict[str, Any]:
     """The answer in SandboxFusion's form."""
     kind = {"timeout": "TimeLimitExceeded", "error": "Error"}.get(result.status, "Finished")
-    run = {"status": kind, "execution_time": result.wall_s, "stdout": result.stdout, "stderr": result.stderr,
-           "return_code": result.exit_code if kind == "Finished" else None}  # fmt: skip
+    run = {
+        "status": kind,
+        "execution_time": result.wall_s,
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+        "return_code": result.exit_code if kind == "Finished" else None,
+    }
     return {
         "status": "SandboxError" if kind == "Error" else "Success" if result.ok else "Failed",
-        "message": result.stderr if kind == "Error" else "", "compile_result": None, "run_result": run,
+        "message": result.stderr if kind == "Error" else "",
+        "compile_result": None,
+        "run_result": run,
         "files": {name: base64.b64encode(content).decode() for name, content in result.files.items()},
-    }  # fmt: skip
+    }
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
-
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
 
     def do_POST(self) -> None:
-        """Run a program."""
         stated = self.headers.get("Content-Length") or ""
         length = int(stated) if stated.isdecimal() and len(stated) <= len(str(MAX_BODY_BYTES)) else -1
         if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:

@@ -1,6 +1,6 @@
 """Code of others that may block, beside the event loop: a thread for each call.
 
-Called by tools and environments whose methods are plain functions. Guarantees:
+Guarantees:
 1. a call that never returns costs its own thread alone: others do not wait for it, as they would for a place in a pool;
 2. the process ends without it: the thread is a daemon, and the end of `asyncio.run` waits for none of them;
 3. whoever is cancelled while waiting is free at once; the call goes on, and its result is dropped;

@@ -1,6 +1,6 @@
 """One POST of JSON to a server that the configuration names: what sandboxes and rewards behind an address share.
 
-Called by `producers.rewards.remote` and `producers.sandbox.remote`, which decide what is tried again. Guarantees:
+Guarantees:
 1. no redirect is followed: the headers may hold a secret, which is for this server alone;
 2. an answer is read up to `most_bytes`, and until `timeout_s` is over: a server that sends a byte now and then holds
    nobody.

@@ -1,6 +1,6 @@
 """How the two mains wait: for a service that is away, and for a bell of their own.
 
-Called by `producers.main`, `producers.rewards.main` and `producers.rollout.rollout`. Guarantees:
+Guarantees:
 1. only `Unavailable` is tried again (no answer, or a refusal because its store is down); after `limit_s` it comes out.
    Every request of the buffer's clients is idempotent;
 2. a service that has not answered anything for 5 s is named on the log once, and once more when it is back;
@@ -93,12 +93,17 @@ class Patience:
         now = time.monotonic()
         if now - max(started, self._heard) >= SAY_S and not self._said:
             self._said = True
-            self._say(f"warning: the {self._service} does not answer since {SAY_S:g} s{why}; giving up after "
-                      f"{self._limit_s:g} s")  # fmt: skip
+            self._say(
+                f"warning: the {self._service} does not answer since {SAY_S:g} s{why}; giving up after "
+                f"{self._limit_s:g} s"
+            )
         if self._stop is not None and self._stop.is_set() and now - started >= LEAVE_S:
             self.gave_up = True
-            raise Unavailable("net.unreachable", f"no answer for {now - started:.1f} s, and this process was asked to "
-                              "end", where=self._service)  # fmt: skip
+            raise Unavailable(
+                "net.unreachable",
+                f"no answer for {now - started:.1f} s, and this process was asked to end",
+                where=self._service,
+            )
 
     def _answered(self) -> None:
         now = time.monotonic()

@@ -1,6 +1,6 @@
 """Tools: their schema in OpenAI's form, from a Python function or given, and the call within its limits.
 
-Called by `producers.environments`. Guarantees:
+Guarantees:
 1. the arguments of a call are checked against the signature before the function runs; what does not fit is described in
    words that the policy is shown, as is what the function raises: a policy's mistake never fails a sample;
 2. a call has a time limit; a plain function runs beside the event loop, an `async` one on it;
@@ -46,11 +46,9 @@ class Tool(Protocol):
 class ToolSource(Protocol):
     """Several tools behind one name that are known only once it was opened (an MCP server)."""
 
-    async def open(self) -> Sequence[Tool]:
-        """Connect."""
+    async def open(self) -> Sequence[Tool]: ...
 
-    async def close(self) -> None:
-        """Let go."""
+    async def close(self) -> None: ...
 
 
 class ToolError(Exception):
@@ -113,7 +111,6 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """In OpenAI's form."""
         return [tool.schema for tool in self._tools.values()]
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> str:
@@ -217,9 +214,12 @@ def _from_file(path: Path) -> list[Tool]:
         ]
     except (OSError, KeyError, *UNREADABLE) as error:
         what = f"no {error} in an entry" if isinstance(error, KeyError) else str(error)
-        raise ConfigError("config.environment", what, where=str(path),
-                          remedy='write [{"function": {"name", "description", "parameters"}, "call": '
-                          '"module:function"}, ...]') from None  # fmt: skip
+        raise ConfigError(
+            "config.environment",
+            what,
+            where=str(path),
+            remedy='write [{"function": {"name", "description", "parameters"}, "call": "module:function"}, ...]',
+        ) from None
 
 
 # ---------------------------------------------------------------- schemas

@@ -26,9 +26,16 @@ class MCPTools:
     """The tools of one server."""
 
     def __init__(
-        self, name: str, *, command: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: str = "",
-        tools: Sequence[str] = (), start_timeout_s: float = 60.0,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        *,
+        command: str,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        tools: Sequence[str] = (),
+        start_timeout_s: float = 60.0,
+    ) -> None:
         self._name = name
         self._server = {"command": command, "args": list(args), "env": dict(env or {}) or None, "cwd": cwd or None}
         self._wanted = tuple(tools)  # only these; empty: all
@@ -62,7 +69,6 @@ class MCPTools:
             raise ConfigError("config.environment", f"it did not answer in {self._limit_s:g} s", where=where) from None
 
     async def close(self) -> None:
-        """End the server."""
         self._leave.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=CLOSE_S)
@@ -131,7 +137,6 @@ class _MCPTool:
         self.schema: Mapping[str, Any] = {"type": "function", "function": about}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool`."""
         return await self._server.call(self.name, arguments)
 
 

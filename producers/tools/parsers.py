@@ -1,6 +1,6 @@
 """How a policy writes tool calls, read from the text of a turn.
 
-Called by `producers.environments.conversation`; found by name (`environment.parser`, entry-point group
+Found by name (`environment.parser`, entry-point group
 `asyncrl.tool_parsers`). A parser is a function from text to `Parsed`. Guarantees: it raises nothing, whatever the text;
 a call that cannot be read is described in `malformed`, in words that the policy is shown; calls are in their order.
 

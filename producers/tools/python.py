@@ -19,8 +19,6 @@ SHOWN_LETTERS = 4000
 
 
 class PythonTool:
-    """Runs programs."""
-
     name = "python"
 
     def __init__(self, sandbox: Callable[[], Sandbox], *, timeout_s: float = 0.0) -> None:

@@ -38,7 +38,6 @@ class SearchTool:
         self.schema: Mapping[str, Any] = self._inner.schema
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The best passages."""
         return await self._inner.call(arguments)
 
     def search(self, query: str) -> str:
@@ -55,8 +54,10 @@ class SearchTool:
             found = self._index.execute(
                 "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?", (match, self._results)
             ).fetchall()
-        passages = [f"[{number}] {title}: {text[: self._letters]}" if title else f"[{number}] {text[: self._letters]}"
-                    for number, (title, text) in enumerate(found, start=1)]  # fmt: skip
+        passages = [
+            f"[{number}] {title}: {text[: self._letters]}" if title else f"[{number}] {text[: self._letters]}"
+            for number, (title, text) in enumerate(found, start=1)
+        ]
         return "\n".join(passages) or "nothing found"
 
 

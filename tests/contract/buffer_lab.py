@@ -58,9 +58,12 @@ class Service:
     def start(self, wait: bool = True) -> Service:
         with self.log.open("ab") as log:
             self.process = warm.popen(
-                [sys.executable, "-m", "buffers.main", "--config", str(self.run.config)], cwd=ROOT, stdout=log,
-                stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+                [sys.executable, "-m", "buffers.main", "--config", str(self.run.config)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         if wait:
             observer = ObserverClient(self.address, timeout_s=20)
             observer.status()
@@ -119,10 +122,13 @@ class Producer:
     ) -> wire.SamplesReply:
         samples = [sample(index, version, **kwargs) for index in lease.missing]
         return await self.client.submit(
-            lease, prompt_ids=np.array([lease.group, 7], np.int32), samples=samples, digests={version: f"d{version}"},
-            row={"ground_truth": str(lease.group)}, rewards={item.index: float(item.index) for item in samples} if
-            rewards else {},
-        )  # fmt: skip
+            lease,
+            prompt_ids=np.array([lease.group, 7], np.int32),
+            samples=samples,
+            digests={version: f"d{version}"},
+            row={"ground_truth": str(lease.group)},
+            rewards={item.index: float(item.index) for item in samples} if rewards else {},
+        )
 
 
 def produce(address: str, groups: int, version: int = 0, rewards: bool = True, name: str = "p0") -> list[int]:

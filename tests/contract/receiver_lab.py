@@ -28,9 +28,11 @@ GROUPS = by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))
 
 def toy_config(**sync: Any) -> Config:
     return Config(
-        model=ModelConfig(path="none"), data=DataConfig(source="a:b"), reward=(RewardFunctionConfig(function="a:b"),),
+        model=ModelConfig(path="none"),
+        data=DataConfig(source="a:b"),
+        reward=(RewardFunctionConfig(function="a:b"),),
         weightsync=WeightSyncConfig(**sync),
-    )  # fmt: skip
+    )
 
 
 class Engine(_toy.ToyEngine):  # type: ignore[misc]

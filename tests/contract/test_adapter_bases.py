@@ -62,7 +62,7 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
     def make(**settings: Any) -> World:
         if settings["transport"] == "collective":
-            import weightsync.transports.collective  # torch takes seconds, which a learner spent before
+            import weightsync.transports.collective  # torch takes seconds, which a learner spent before  # noqa: F401  # torch takes seconds, which a learner spent before
         worlds.append(World(tmp_path, **settings))
         return worlds[-1]
 
@@ -151,9 +151,7 @@ def test_the_hf_engine_that_joins_late_holds_base_and_adapter(make_world: Callab
     model, settings = make(_llama(), seed=1), AdapterConfig(RANK, ALPHA, TARGETS)
     held, pairs = dict(model.named_parameters()), adapter_of(model, seed=5)
     whole = plan_buckets([TensorSpec(n, "F32", tuple(p.shape)) for n, p in held.items()], bucket_bytes=4096)
-    small = plan_adapter(
-        [TensorSpec(n, "F32", tuple(t.shape)) for n, t in pairs.items()], settings, bucket_bytes=2048
-    )  # fmt: skip
+    small = plan_adapter([TensorSpec(n, "F32", tuple(t.shape)) for n, t in pairs.items()], settings, bucket_bytes=2048)
 
     async def body(engine: HFEngine) -> None:
         publisher = await asyncio.to_thread(world.publisher, fingerprint=engine.fingerprint())

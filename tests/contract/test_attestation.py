@@ -119,10 +119,16 @@ def generate(run: Run, member: Member, name: str, groups: int) -> list[SamplesRe
                     versions = {version for item in samples for version, _ in item.runs}
                     await member.receiver.wait_version(max(versions), 10.0)
                     digests = {version: member.receiver.digests[version] for version in versions}
-                    replies.append(await client.submit(
-                        lease, prompt_ids=prompt, samples=samples, digests=digests, row={},
-                        rewards={item.index: float(item.index) for item in samples},
-                    ))  # fmt: skip
+                    replies.append(
+                        await client.submit(
+                            lease,
+                            prompt_ids=prompt,
+                            samples=samples,
+                            digests=digests,
+                            row={},
+                            rewards={item.index: float(item.index) for item in samples},
+                        )
+                    )
         finally:
             client.close()
         return replies

@@ -65,8 +65,9 @@ def test_what_was_begun_survives_a_kill_of_the_service_and_goes_to_another(make:
         await quick.client.hello("model")
         new, begun = await handed(quick, lease.group)
         assert [(one.index, one.runs, one.digests) for one in begun] == [
-            (0, ((0, 9),), {0: "d0"}), (1, ((0, 3),), {0: "d0"})
-        ]  # fmt: skip
+            (0, ((0, 9),), {0: "d0"}),
+            (1, ((0, 3),), {0: "d0"}),
+        ]
         for one, length in zip(begun, (9, 3), strict=True):
             check(one, length)
         late = await slow.client.keep(lease, [piece(0, 9, 1)], {0: "d0"})

@@ -40,9 +40,12 @@ async def held_out(
 ) -> wire.SamplesReply:
     """Some samples of a held-out prompt."""
     return await producer.client.submit(
-        lease, prompt_ids=np.array([1, 7], np.int32), samples=[sample(index, version) for index in indices],
-        digests={version: f"d{version}"}, row={"ground_truth": "x"},
-    )  # fmt: skip
+        lease,
+        prompt_ids=np.array([1, 7], np.int32),
+        samples=[sample(index, version) for index in indices],
+        digests={version: f"d{version}"},
+        row={"ground_truth": "x"},
+    )
 
 
 async def score(address: str, name: str = "r0", *, count: int) -> list[wire.RewardItem]:
@@ -118,8 +121,10 @@ def test_an_evaluation_beside_training(make: Make, store: str) -> None:
     client.close()
     service.stop()
     assert [(one["step"], one["why"], one["evaluation_missing"]) for one in lines(service)] == [
-        (0, "", 0), (1, "", 0), (2, "the run ended", 3)
-    ]  # fmt: skip
+        (0, "", 0),
+        (1, "", 0),
+        (2, "the run ended", 3),
+    ]
     samples = read_lines(service.run.evaluations / "step-1.jsonl")
     assert sorted((one["row"], one["index"], one["text"]) for one in samples) == [
         (row, index, f"text {index}") for row in range(3) for index in range(2)

@@ -160,9 +160,11 @@ def test_settings_are_changed_while_it_runs_and_stay_changed(make: Make) -> None
     assert service.status()["tuning"]["settings"]["buffer.max_staleness"] == 1
     told = [(event["n"], event["key"], event["old"], event["new"]) for event in history(service, "tune")]
     assert told == [
-        (1, "buffer.max_staleness", 1, 3), (1, "learner.algorithm.tis_cap", 2.0, 1.5),
-        (2, "buffer.max_staleness", 3, 1), (2, "learner.algorithm.tis_cap", 1.5, 2.0),
-    ]  # fmt: skip
+        (1, "buffer.max_staleness", 1, 3),
+        (1, "learner.algorithm.tis_cap", 2.0, 1.5),
+        (2, "buffer.max_staleness", 3, 1),
+        (2, "learner.algorithm.tis_cap", 1.5, 2.0),
+    ]
     observer.close()
     client.close()
 

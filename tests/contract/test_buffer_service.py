@@ -212,7 +212,11 @@ def test_learner_killed_between_steps_gets_recorded_batches(make: Make) -> None:
 def test_second_learner_is_refused_while_the_first_lives(make: Make) -> None:
     service = make().start()
     first = learner(service.address)
-    other = subprocess.Popen([sys.executable, "-c", f"""
+    other = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""
 import sys
 from asyncrl.errors import AsyncRLError
 from buffers.client.client import LearnerClient
@@ -221,7 +225,12 @@ try:
     client.register(step=0, ledger="")
 except AsyncRLError as error:
     print(error.code, error.message)
-"""], cwd=ROOT, stdout=subprocess.PIPE, text=True)  # fmt: skip
+""",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 20
     while other.poll() is None and time.monotonic() < deadline:
         first.heartbeat({})

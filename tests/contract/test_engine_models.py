@@ -93,8 +93,12 @@ def test_the_others_are_refused_with_a_reason(kind: str) -> None:
         refuse_unfit(config_of(kind), max_len=64, where="m")
         build(model_of(kind, seed=1))
     assert caught.value.code == "config.model" and caught.value.remedy
-    said = {"t5": "an encoder-decoder", "gemma3": "takes vision inputs", "rwkv": "no cache by one of the names",
-            "recurrent_gemma": "makes no cache"}  # fmt: skip
+    said = {
+        "t5": "an encoder-decoder",
+        "gemma3": "takes vision inputs",
+        "rwkv": "no cache by one of the names",
+        "recurrent_gemma": "makes no cache",
+    }
     assert said[kind] in caught.value.message
 
 

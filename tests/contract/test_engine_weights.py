@@ -27,7 +27,7 @@ from test_engines import (
     save,
     stage,
     tokens_made,
-)  # fmt: skip
+)
 
 from asyncrl.config import Config
 from asyncrl.engine import GenDelta
@@ -155,8 +155,10 @@ def test_the_pause_does_not_grow_with_the_model() -> None:
         place.copy_(value)
     copy_s = time.perf_counter() - started
     small, large = pauses[128], pauses[724]
-    print(f"pause of a swap, 32 tensors: {small * 1e6:.0f} us for 2 MB, {large * 1e6:.0f} us for 64 MB; "
-          f"a copy of the 64 MB {copy_s * 1e6:.0f} us")  # fmt: skip
+    print(
+        f"pause of a swap, 32 tensors: {small * 1e6:.0f} us for 2 MB, {large * 1e6:.0f} us for 64 MB; "
+        f"a copy of the 64 MB {copy_s * 1e6:.0f} us"
+    )
     assert large < copy_s / 4
     assert large < 10 * small + 1e-3
 
@@ -313,9 +315,10 @@ def test_tokens_after_a_swap_against_a_fresh_engine(qwen3: Path, kv: str, tmp_pa
     """recompute: as an engine that has only ever held the new weights and is given prompt and tokens so far."""
     old, new = make(_qwen3(), seed=1), make(_qwen3(), seed=2)
     config = config_of(qwen3, slots=2, kv_at_swap=kv)
-    config = config.__class__(**{
-        field: getattr(config, field) for field in config.__struct_fields__ if field != "data"
-    }, data=config.data.__class__(path="unused.jsonl", max_prompt_tokens=96))  # fmt: skip
+    config = config.__class__(
+        **{field: getattr(config, field) for field in config.__struct_fields__ if field != "data"},
+        data=config.data.__class__(path="unused.jsonl", max_prompt_tokens=96),
+    )
 
     async def swapped(engine: HFEngine) -> GenDelta:
         await push(engine, old, 0)
@@ -495,10 +498,15 @@ def test_an_adapter_that_does_not_fit_is_refused(llama: Path) -> None:
         await push(engine, base, 0)
         codes = []
         for wrong, more in (
-            (unknown, {}), (half, {}), (odd, {}), ({"model.norm.weight": torch.zeros(3)}, {}),
-            (pairs, {"use_dora": True}), (pairs, {"r": 3}), (pairs, {"rank_pattern": {"q_proj": 2}}),
+            (unknown, {}),
+            (half, {}),
+            (odd, {}),
+            ({"model.norm.weight": torch.zeros(3)}, {}),
+            (pairs, {"use_dora": True}),
+            (pairs, {"r": 3}),
+            (pairs, {"rank_pattern": {"q_proj": 2}}),
             (pairs, {"lora_alpha": None}),
-        ):  # fmt: skip
+        ):
             with pytest.raises(AsyncRLError) as caught:
                 await send(engine, *packed(wrong, 1, digest, **more))
             codes.append(caught.value.code)

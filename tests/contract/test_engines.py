@@ -30,41 +30,80 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 def _qwen3(**more: Any) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=EOS,
-        initializer_range=0.2, **more,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+        **more,
+    )
 
 
 def _llama() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=EOS,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
 
 
 def _gpt2() -> GPT2Config:
-    return GPT2Config(vocab_size=VOCAB, n_positions=256, n_embd=32, n_layer=2, n_head=4, eos_token_id=EOS,
-                      bos_token_id=1, initializer_range=0.2)  # fmt: skip
+    return GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        eos_token_id=EOS,
+        bos_token_id=1,
+        initializer_range=0.2,
+    )
 
 
 def _mistral() -> MistralConfig:
     """A window that every test's samples leave: decoded by slots."""
     return MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=8, eos_token_id=EOS,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        sliding_window=8,
+        eos_token_id=EOS,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
 
 
 def _lfm2() -> Lfm2Config:
     """Convolutions beside attention: decoded by transformers' caches."""
     return Lfm2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, layer_types=["conv", "full_attention"], eos_token_id=EOS,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        layer_types=["conv", "full_attention"],
+        eos_token_id=EOS,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
 
 
 def make(shape: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -88,8 +127,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 SHAPES: dict[str, Callable[[], Any]] = {
-    "qwen3": _qwen3, "llama": _llama, "gpt2": _gpt2, "mistral": _mistral, "lfm2": _lfm2
-}  # fmt: skip
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "mistral": _mistral,
+    "lfm2": _lfm2,
+}
 KINDS = pytest.mark.parametrize("kind", ["qwen3", "mistral", "lfm2"])  # full attention, a window, a hybrid
 
 
@@ -116,8 +159,9 @@ function = "unused:unused"
 def layout(model: PreTrainedModel, *, bucket_bytes: int = 4096) -> tuple[list[Tensor], Manifest, list[bytes]]:
     """What a publisher sends for these weights: tensors, manifest (without version) and the bucket bytes."""
     held = dict(model.named_parameters())
-    plan = plan_buckets([TensorSpec(n, NAMES[p.dtype], tuple(p.shape)) for n, p in held.items()],
-                        bucket_bytes=bucket_bytes)  # fmt: skip
+    plan = plan_buckets(
+        [TensorSpec(n, NAMES[p.dtype], tuple(p.shape)) for n, p in held.items()], bucket_bytes=bucket_bytes
+    )
     raw = {name: p.detach().contiguous().flatten().view(torch.uint8).numpy() for name, p in held.items()}
     buckets = [bytearray(size) for size in plan.bucket_bytes]
     for tensor in plan.tensors:
@@ -218,10 +262,13 @@ def test_tokens_depend_on_seed_and_index_alone(folders: dict[str, Path], kind: s
         others = [request(f"o{n}", prompt, tuple(range(4)), seed=n) for n, prompt in enumerate(PROMPTS)]
         other_seed = request("y", PROMPTS[0], (2,), seed=78)
         results = await asyncio.gather(
-            all_of(engine, others[0]), all_of(engine, others[1]),
+            all_of(engine, others[0]),
+            all_of(engine, others[1]),
             all_of(engine, request("x", PROMPTS[0], (0, 1, 2), seed=77)),
-            all_of(engine, others[2]), all_of(engine, others[3]), all_of(engine, other_seed),
-        )  # fmt: skip
+            all_of(engine, others[2]),
+            all_of(engine, others[3]),
+            all_of(engine, other_seed),
+        )
         return results[2], results[5]
 
     single = run(config_of(folders[kind], slots=1), alone)[2]
@@ -237,11 +284,13 @@ def test_top_k_and_top_p_cut_what_is_drawn_but_not_the_logprob(folders: dict[str
 
     async def body(engine: HFEngine) -> list[dict[int, GenDelta]]:
         await push(engine, model, 0)
-        return list(await asyncio.gather(
-            all_of(engine, request("k", PROMPTS[0], tuple(range(8)), top_k=2, stop_ids=())),
-            all_of(engine, request("p", PROMPTS[0], tuple(range(8)), top_p=0.3, stop_ids=())),
-            all_of(engine, request("free", PROMPTS[0], tuple(range(8)), stop_ids=())),
-        ))  # fmt: skip
+        return list(
+            await asyncio.gather(
+                all_of(engine, request("k", PROMPTS[0], tuple(range(8)), top_k=2, stop_ids=())),
+                all_of(engine, request("p", PROMPTS[0], tuple(range(8)), top_p=0.3, stop_ids=())),
+                all_of(engine, request("free", PROMPTS[0], tuple(range(8)), stop_ids=())),
+            )
+        )
 
     cut_k, cut_p, free = run(config_of(folders["qwen3"], slots=24), body)
     for group, inside in ((cut_k, _inside_top_k), (cut_p, _inside_top_p), (free, None)):
@@ -409,9 +458,14 @@ def test_leaving_the_iterator_gives_the_request_up(folders: dict[str, Path]) -> 
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"prompt": list(range(25))}, "max_prompt_tokens"), ({"max_new_tokens": 65}, "max_new_tokens"),
-     ({"prompt": [VOCAB]}, "vocabulary"), ({"prompt": []}, "0 tokens"), ({"temperature": 0.0}, "temperature")],
-)  # fmt: skip
+    [
+        ({"prompt": list(range(25))}, "max_prompt_tokens"),
+        ({"max_new_tokens": 65}, "max_new_tokens"),
+        ({"prompt": [VOCAB]}, "vocabulary"),
+        ({"prompt": []}, "0 tokens"),
+        ({"temperature": 0.0}, "temperature"),
+    ],
+)
 def test_a_request_that_does_not_fit_is_refused(folders: dict[str, Path], change: dict[str, Any], words: str) -> None:
     async def body(engine: HFEngine) -> None:
         await push(engine, make(_qwen3(), seed=1), 0)
@@ -499,16 +553,27 @@ def test_a_model_that_ignores_positions_is_decoded_otherwise(
     ("family", "more"),
     [
         ("Qwen3Moe", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
-        ("GPTNeoX", {}), ("Gemma", {"head_dim": 8}), ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32}),
+        ("GPTNeoX", {}),
+        ("Gemma", {"head_dim": 8}),
+        ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32}),
     ],
-)  # fmt: skip
+)
 def test_other_families_start_and_pass_the_self_check(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     import transformers
 
     shape = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=EOS, **more,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        **more,
+    )
 
     async def body(engine: HFEngine) -> int:
         return engine.health().version
@@ -529,9 +594,10 @@ def test_fingerprint_covers_model_tokenizer_and_dtype(folders: dict[str, Path], 
     assert HFEngine(config_of(other_tokenizer)).fingerprint() == same  # another folder, the same files
     (other_tokenizer / "tokenizer.json").write_text("{}")
     others = {
-        HFEngine(config_of(other_tokenizer)).fingerprint(), HFEngine(config_of(folders["llama"])).fingerprint(),
+        HFEngine(config_of(other_tokenizer)).fingerprint(),
+        HFEngine(config_of(folders["llama"])).fingerprint(),
         HFEngine(config_of(folders["qwen3"], dtype="bfloat16")).fingerprint(),
-    }  # fmt: skip
+    }
     assert len(others | {same}) == 4
 
 

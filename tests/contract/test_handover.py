@@ -118,9 +118,12 @@ def test_producer_killed_between_write_and_word(make: base.Make) -> None:
     client = base.learner(service.address)
     program = KILLED.format(places=[str(Path(__file__).parents[up]) for up in (0, 1)], address=service.address)
     ended = warm.run(
-        [sys.executable, "-c", program], cwd=base.ROOT, timeout=60, check=False,
+        [sys.executable, "-c", program],
+        cwd=base.ROOT,
+        timeout=60,
+        check=False,
         env={**os.environ, "ASYNCRL_FAILPOINT": "producer.after_place:kill:2", "PYTHONPATH": str(base.ROOT)},
-    )  # fmt: skip
+    )
     assert ended.returncode == -9
     orphans = guest_files(service)
     assert len(orphans) == 1  # one group of it is in the index, the other's bytes belong to nobody
@@ -201,8 +204,10 @@ def test_damaged_places_are_refused_and_the_payload_is_sent(make: base.Make, mon
         await answered(producer, count=1)
         taken = by_place(service)
         kinds: list[Any] = [
-            flip, lambda path, place: os.truncate(path, place.offset + 50), lambda path, place: path.unlink()
-        ]  # fmt: skip
+            flip,
+            lambda path, place: os.truncate(path, place.offset + 50),
+            lambda path, place: path.unlink(),
+        ]
         for kind in kinds[: FAILURES - 1]:
             harm[:] = [kind]
             await answered(producer, count=1)  # accepted all the same
@@ -325,14 +330,26 @@ def test_hostile_places_are_refused_and_the_service_lives(make: base.Make) -> No
     places = [
         wire.Place(*numbers)
         for numbers in (
-            (1, 0, 10, 10, 1), (0, 0, 10, 10, 1), (-1, 0, 10, 10, 1), (1 << 63, 0, 10, 10, 1),
-            (number, 0, 10, 10, 1), (number + 1, 0, 10, 10, 1), (number + 2, 0, 10, 10, 1),
-            (number + 3, 0, 10, 10, 1), (number + 3, -5, 10, 10, 1), (number + 3, 0, -1, 10, 1),
-            (number + 3, 1 << 63, 10, 10, 1), (number + 3, 0, 10, 1 << 19, 1), (number + 3, 0, 10, 1 << 40, 1),
-            (number + 3, 0, 10, 10, (1 << 64) - 1), (number + 3, 0, 10, 10, -1), (number + 4, 0, 10, 10, 1),
-            (number + 3, 4990, 10, 10, 1), (number + 3, 0, 0, 0, 0),
+            (1, 0, 10, 10, 1),
+            (0, 0, 10, 10, 1),
+            (-1, 0, 10, 10, 1),
+            (1 << 63, 0, 10, 10, 1),
+            (number, 0, 10, 10, 1),
+            (number + 1, 0, 10, 10, 1),
+            (number + 2, 0, 10, 10, 1),
+            (number + 3, 0, 10, 10, 1),
+            (number + 3, -5, 10, 10, 1),
+            (number + 3, 0, -1, 10, 1),
+            (number + 3, 1 << 63, 10, 10, 1),
+            (number + 3, 0, 10, 1 << 19, 1),
+            (number + 3, 0, 10, 1 << 40, 1),
+            (number + 3, 0, 10, 10, (1 << 64) - 1),
+            (number + 3, 0, 10, 10, -1),
+            (number + 4, 0, 10, 10, 1),
+            (number + 3, 4990, 10, 10, 1),
+            (number + 3, 0, 0, 0, 0),
         )
-    ]  # fmt: skip
+    ]
 
     async def work() -> None:
         producer = base.Producer(service.address)

@@ -59,7 +59,8 @@ class Trained:
     """A learner without a buffer: it trains and publishes when it is told."""
 
     def __init__(self, folder: Path, root: Path, gang: Gang, publisher: Any, *settings: str) -> None:
-        self.config = configuration.parse(f"""
+        self.config = configuration.parse(
+            f"""
 model.path = "{folder}"
 model.dtype = "float32"
 run.dir = "{root}"
@@ -70,25 +71,31 @@ learner.lora.rank = 4
 log.tensorboard = false
 [[reward]]
 function = "a:b"
-""", overrides=settings)  # fmt: skip
+""",
+            overrides=settings,
+        )
         self.gang = gang
         self.publisher = publisher
         self.backend = FSDP2Backend(self.config, gang)
         plan, adapter = plans_of(self.backend, bucket_bytes=4096)
         buffer: Any = SimpleNamespace(evaluations=lambda seen: None, close=lambda: None)
-        services = Services(
-            self.config, buffer=buffer, publisher=publisher, plan=plan, adapter=adapter, stop=Stop()
-        )  # fmt: skip
+        services = Services(self.config, buffer=buffer, publisher=publisher, plan=plan, adapter=adapter, stop=Stop())
         self.learner = Learner(self.config, gang=gang, backend=self.backend, services=services)
 
     def step(self, version: int) -> None:
         """Train on invented samples, which moves the weights far, and publish."""
         rng = np.random.default_rng(version)
         samples = [
-            Sample(rng.integers(3, 20, 12).astype(np.int32), 4, -np.ones(8, "f4"), np.ones(8, np.uint8),
-                   float(rng.normal()), number)
+            Sample(
+                rng.integers(3, 20, 12).astype(np.int32),
+                4,
+                -np.ones(8, "f4"),
+                np.ones(8, np.uint8),
+                float(rng.normal()),
+                number,
+            )
             for number in range(6)
-        ]  # fmt: skip
+        ]
         share = [_minibatch(samples, ranks=1, max_tokens=256, packing=True)[0]]
         train_step(share, backend=self.backend, gang=self.gang, config=self.config.learner, step=version)
         self.publish(version)
@@ -191,9 +198,7 @@ def test_engines_that_take_whole_weights_get_them_merged(world: World, gang: Gan
     assert versions_carried(world) == [(0, "full"), (1, "full")]
 
 
-def test_merged_weights_are_those_that_the_engine_makes_of_an_adapter(
-    world: World, gang: Gang, tmp_path: Path
-) -> None:  # fmt: skip
+def test_merged_weights_are_those_that_the_engine_makes_of_an_adapter(world: World, gang: Gang, tmp_path: Path) -> None:
     """In bf16, bit by bit: both add in float32 and round once."""
     folder = save(tmp_path / "model", _qwen3(), dtype=torch.bfloat16)
 
@@ -216,8 +221,10 @@ def test_the_list_of_engines_that_take_adapters_is_theirs(tmp_path: Path) -> Non
     folder = save(tmp_path / "model", _qwen3())
     for in_place in (False, True):
         config = configuration.parse(
-            (f'model.path="{folder}"\ndata.source="a:b"\nlearner.lora.rank=8\n'
-             f'weightsync.in_place={str(in_place).lower()}\n[[reward]]\nfunction="a:b"'),
-        )  # fmt: skip
+            (
+                f'model.path="{folder}"\ndata.source="a:b"\nlearner.lora.rank=8\n'
+                f'weightsync.in_place={str(in_place).lower()}\n[[reward]]\nfunction="a:b"'
+            ),
+        )
         assert sends_adapters(config) is ("adapter" in HFEngine(config).capabilities().encodings) is not in_place
     assert TAKE_ADAPTERS == ("hf",)

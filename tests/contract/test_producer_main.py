@@ -77,7 +77,7 @@ class Buffer:
         leases = tuple(
             wire.Lease(group, 70 + group, 1, tuple(range(GROUP)), 1000 + group, 4)
             for group in range(self.next, self.next + count)
-        )  # fmt: skip
+        )
         self.next += count
         call.reply(wire.Leases(leases, 0, done=self.next == self.total and not count))
 
@@ -110,8 +110,9 @@ class FakeReceiver:
         for version in range(self.versions):
             model = make_model(version)
             raw = {n: p.detach().contiguous().flatten().view(torch.uint8).numpy() for n, p in model.named_parameters()}
-            plan = plan_buckets([TensorSpec(n, "F32", tuple(p.shape)) for n, p in model.named_parameters()],
-                                bucket_bytes=1 << 20)  # fmt: skip
+            plan = plan_buckets(
+                [TensorSpec(n, "F32", tuple(p.shape)) for n, p in model.named_parameters()], bucket_bytes=1 << 20
+            )
             data = bytearray(plan.bucket_bytes[0])
             for tensor in plan.tensors:
                 data[tensor.offset : tensor.offset + tensor.nbytes] = raw[tensor.name].tobytes()
@@ -141,10 +142,20 @@ class FakeReceiver:
 def make_model(seed: int) -> Qwen3ForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=len(IDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=2,
-        ))  # fmt: skip
+        return Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=len(IDS),
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                max_position_embeddings=128,
+                tie_word_embeddings=True,
+                eos_token_id=2,
+            )
+        )
 
 
 def prepare(tmp_path: Path, rows: list[dict[str, Any]], **limits: Any) -> Config:
@@ -177,8 +188,15 @@ function = "none:none"
 """)
 
 
-def produce(tmp_path: Path, config: Config, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, *, stop_when: Any = None,
-            receiver: Any = FakeReceiver) -> None:  # fmt: skip
+def produce(
+    tmp_path: Path,
+    config: Config,
+    buffer: Buffer,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    stop_when: Any = None,
+    receiver: Any = FakeReceiver,
+) -> None:
     monkeypatch.setattr(main, "Receiver", receiver)
 
     async def whole() -> None:

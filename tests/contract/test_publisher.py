@@ -65,10 +65,12 @@ class World:
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.config = Config(
-            run=RunConfig(dir=str(root / "run")), model=ModelConfig(path="none"), data=DataConfig(source="a:b"),
+            run=RunConfig(dir=str(root / "run")),
+            model=ModelConfig(path="none"),
+            data=DataConfig(source="a:b"),
             reward=(RewardFunctionConfig(function="a:b"),),
             weightsync=WeightSyncConfig(**{"timeout_s": WAIT_S, "member_timeout_s": WAIT_S, **settings}),
-        )  # fmt: skip
+        )
         self.run = RunDir(self.config.run_dir).create()
         self.data = np.random.default_rng(1).integers(0, 256, sum(t.nbytes for t in PLAN.tensors), dtype=np.uint8)
         self.engine = ArrayEngine()
@@ -76,9 +78,13 @@ class World:
         self._ended = threading.Event()
         address = endpoint(self.config, "weightsync")
         self.publisher = Publisher(
-            address, keys=None, config=self.config.weightsync, name="learner", fingerprint="model-a",
+            address,
+            keys=None,
+            config=self.config.weightsync,
+            name="learner",
+            fingerprint="model-a",
             scratch=self.run.root / "weights",
-        )  # fmt: skip
+        )
         self.receiver = Receiver(address, engine=self.engine, name="a", keys=None, config=self.config.weightsync)  # type: ignore[arg-type]
         self._threads = [
             threading.Thread(target=work, daemon=True)

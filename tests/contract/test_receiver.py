@@ -114,9 +114,13 @@ class Alone:
         self.inbox: FakeInbox = FakeInbox([])
         self.engine = engine
         self.receiver = Receiver(
-            "ipc:///none", engine=engine, name="gen-3", keys=None,
-            config=WeightSyncConfig(timeout_s=5.0, **sync), transports={"fake": lambda _: self.inbox},
-        )  # fmt: skip
+            "ipc:///none",
+            engine=engine,
+            name="gen-3",
+            keys=None,
+            config=WeightSyncConfig(timeout_s=5.0, **sync),
+            transports={"fake": lambda _: self.inbox},
+        )
 
     async def receive(self, version: int, inbox: FakeInbox, hops: Sequence[Hop] = (), **more: Any) -> bool:
         self.inbox = inbox

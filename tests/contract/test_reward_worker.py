@@ -124,10 +124,20 @@ async def start(tmp_path: Path, config: Path, buffer: Buffer, *words: str) -> tu
     responder = Responder(ipc_address(tmp_path / "s", "buffer"), buffer.handle)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "producers.rewards.main", "--config", str(config), "--name", "reward-0",
-        "--connect", responder.address, *words, env=env,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "producers.rewards.main",
+        "--config",
+        str(config),
+        "--name",
+        "reward-0",
+        "--connect",
+        responder.address,
+        *words,
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     return process, responder
 
 
@@ -171,9 +181,13 @@ def test_scores_failures_and_the_end_of_the_run(tmp_path: Path) -> None:
 
 def test_a_worker_of_a_judge_scores_with_its_functions_alone(tmp_path: Path) -> None:
     path = prepare(tmp_path)
-    config = parse(path.read_text(), overrides=[
-        'reward=[{function="my_rewards:reward"}, {function="my_rewards:length", judge="long"}]',
-        'judge=[{name="long", timeout_s=9}]'])  # fmt: skip
+    config = parse(
+        path.read_text(),
+        overrides=[
+            'reward=[{function="my_rewards:reward"}, {function="my_rewards:length", judge="long"}]',
+            'judge=[{name="long", timeout_s=9}]',
+        ],
+    )
     path.write_text(dump(config))
     buffer = Buffer(["right", "wrong"])
     code, output = run(tmp_path, path, buffer, "--judge", "long")

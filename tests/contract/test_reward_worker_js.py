@@ -62,9 +62,12 @@ async def produce(address: str, groups: int) -> list[int]:
             for lease in leases.leases:
                 texts = ["raise"] * 2 if len(done) == groups - 1 else ["right", "wrong"]
                 reply = await producer.client.submit(
-                    lease, prompt_ids=ids_of("what"), samples=[answered(i, texts[i]) for i in lease.missing],
-                    digests={0: "d0"}, row={"prompt": "what", "reward_model": {"ground_truth": "right"}},
-                )  # fmt: skip
+                    lease,
+                    prompt_ids=ids_of("what"),
+                    samples=[answered(i, texts[i]) for i in lease.missing],
+                    digests={0: "d0"},
+                    row={"prompt": "what", "reward_model": {"ground_truth": "right"}},
+                )
                 assert reply.accepted == lease.missing, reply
                 done.append(lease.group)
     finally:
@@ -75,10 +78,22 @@ async def produce(address: str, groups: int) -> list[int]:
 def start(address: str, tmp_path: Path) -> subprocess.Popen[str]:
     (tmp_path / "reward.mjs").write_text(REWARD)
     return subprocess.Popen(
-        ["node", str(EXAMPLE / "worker.mjs"), "--connect", address, "--model", str(model_folder(tmp_path / "model")),
-         "--reward", str(tmp_path / "reward.mjs"), "--samples", "3"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [
+            "node",
+            str(EXAMPLE / "worker.mjs"),
+            "--connect",
+            address,
+            "--model",
+            str(model_folder(tmp_path / "model")),
+            "--reward",
+            str(tmp_path / "reward.mjs"),
+            "--samples",
+            "3",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_it_leases_scores_and_submits(make: Make, tmp_path: Path) -> None:

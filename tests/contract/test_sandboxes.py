@@ -58,9 +58,13 @@ def test_a_program_runs(sandbox: Sandbox, code: str, stdin: str, stdout: str, ex
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [("1 / 0", "ZeroDivisionError"), ("def x(:", "SyntaxError"), ("import no_such_thing", "ModuleNotFoundError"),
-     ("assert 1 == 2, 'differs'", "AssertionError: differs")],
-)  # fmt: skip
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("def x(:", "SyntaxError"),
+        ("import no_such_thing", "ModuleNotFoundError"),
+        ("assert 1 == 2, 'differs'", "AssertionError: differs"),
+    ],
+)
 def test_an_exception_is_a_result_with_its_text(sandbox: Sandbox, code: str, words: str) -> None:
     result = sandbox.run(code)
     assert result.status == "finished" and result.exit_code == 1 and words in result.stderr
@@ -210,8 +214,10 @@ def test_a_program_ends_with(kind: str, who: str) -> None:
     """Killed without a chance to clean up, as at the time-out of a reward."""
     if kind == "bubblewrap":
         needs_bubblewrap()
-    code = f"from producers.sandbox import open_sandbox\nopen_sandbox({kind!r}).run('import time; time.sleep(900)'," \
-           "timeout_s=900.0)"  # fmt: skip
+    code = (
+        f"from producers.sandbox import open_sandbox\nopen_sandbox({kind!r}).run('import time; time.sleep(900)',"
+        "timeout_s=900.0)"
+    )
     user = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         whole = 3 if kind == "bubblewrap" else 2  # with bwrap

@@ -138,12 +138,21 @@ def test_private_server_answers_its_store_alone(server: PrivateServer, tmp_path:
     mine = store._redis
     assert mine.ping() and mine.hgetall(store._keys[1]) == {b"a": b"1"}
     for refused in (
-        mine.flushall, mine.config_get, mine.save, mine.acl_list, lambda: mine.eval("return 1", 0),
-        mine.monitor().__enter__, lambda: mine.hgetall("others"), lambda: mine.get("arl:x"), mine.shutdown,
+        mine.flushall,
+        mine.config_get,
+        mine.save,
+        mine.acl_list,
+        lambda: mine.eval("return 1", 0),
+        mine.monitor().__enter__,
+        lambda: mine.hgetall("others"),
+        lambda: mine.get("arl:x"),
+        mine.shutdown,
         lambda: mine.publish("c", "x"),
-        lambda: mine.execute_command("DEBUG", "JMAP"), lambda: mine.execute_command("MODULE", "LIST"),
-        lambda: mine.execute_command("REPLICAOF", "h", "1"), lambda: mine.keys("*"),
-    ):  # fmt: skip
+        lambda: mine.execute_command("DEBUG", "JMAP"),
+        lambda: mine.execute_command("MODULE", "LIST"),
+        lambda: mine.execute_command("REPLICAOF", "h", "1"),
+        lambda: mine.keys("*"),
+    ):
         with pytest.raises(redis.exceptions.ResponseError):
             refused()
     admin = admin_of(server, tmp_path)

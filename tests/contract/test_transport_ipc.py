@@ -75,9 +75,13 @@ print(*(bucket_digest(group, inbox.read(number)) for number, group in enumerate(
 
 def test_another_process_maps_the_buckets(rig: IpcRig) -> None:
     done = warm.run(
-        [sys.executable, "-c", CHILD], cwd=ROOT, input=msgspec.msgpack.encode(rig.instruction()), capture_output=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", CHILD],
+        cwd=ROOT,
+        input=msgspec.msgpack.encode(rig.instruction()),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().split() == list(rig.manifest.bucket_digests)
 
@@ -136,7 +140,11 @@ def test_cuda_handles_round_trip_between_processes(tmp_path: Path) -> None:
         "found = CudaHandles(torch.device('cuda', 0)).open(sys.stdin.buffer.read())\nprint(int(found.long().sum()))"
     )
     done = warm.run(
-        [sys.executable, "-c", code], cwd=ROOT, input=handles.export(buffer), capture_output=True, timeout=120,
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        input=handles.export(buffer),
+        capture_output=True,
+        timeout=120,
         check=False,
-    )  # fmt: skip
+    )
     assert int(done.stdout) == int(buffer.long().sum()), done.stderr.decode()

@@ -176,9 +176,16 @@ def test_what_is_not_there_is_refused_at_once(rig: StreamRig, asker: Requester) 
     last = asker.request(msgspec.structs.replace(good, offset=size - 4), timeout_s=5)
     assert last.payloads[0].nbytes == 4
     for changes in (
-        {"digest": "e" * 32}, {"base": "e" * 32}, {"blob": -1}, {"blob": 5}, {"offset": -1}, {"offset": size},
-        {"nbytes": 0}, {"nbytes": -5}, {"nbytes": 1 << 40},
-    ):  # fmt: skip
+        {"digest": "e" * 32},
+        {"base": "e" * 32},
+        {"blob": -1},
+        {"blob": 5},
+        {"offset": -1},
+        {"offset": size},
+        {"nbytes": 0},
+        {"nbytes": -5},
+        {"nbytes": 1 << 40},
+    ):
         with pytest.raises(AsyncRLError) as caught:
             asker.request(msgspec.structs.replace(good, **changes), timeout_s=5)
         assert caught.value.code == "sync.failed"

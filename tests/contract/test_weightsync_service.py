@@ -100,11 +100,11 @@ class Member:
 
     def __init__(
         self, world: "World", name: str, engine: Any = None, *, kind: type[Receiver] = Receiver, **settings: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engine: Any = engine or ArrayEngine()
         self.receiver = kind(
             world.address, engine=self.engine, name=name, keys=world.keys, config=world.config.weightsync, **settings
-        )  # fmt: skip
+        )
         self.error: AsyncRLError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -140,9 +140,12 @@ class World:
     def __init__(self, root: Path, **settings: Any) -> None:
         sync = WeightSyncConfig(**{"timeout_s": 6.0, "member_timeout_s": 3.0, **settings})
         self.config = Config(
-            run=RunConfig(dir=str(root / "run")), model=ModelConfig(path="none"), data=DataConfig(source="a:b"),
-            reward=(RewardFunctionConfig(function="a:b"),), weightsync=sync,
-        )  # fmt: skip
+            run=RunConfig(dir=str(root / "run")),
+            model=ModelConfig(path="none"),
+            data=DataConfig(source="a:b"),
+            reward=(RewardFunctionConfig(function="a:b"),),
+            weightsync=sync,
+        )
         self.run = RunDir(self.config.run_dir).create()
         self.run.config.write_text(dump(self.config))
         self.address = endpoint(self.config, "weightsync")
@@ -165,9 +168,13 @@ class World:
 
     def publisher(self, *, epoch: int = 1, fingerprint: str = "model-a", name: str = "learner") -> Publisher:
         publisher = Publisher(
-            self.address, keys=self.keys, config=self.config.weightsync, name=name, fingerprint=fingerprint,
+            self.address,
+            keys=self.keys,
+            config=self.config.weightsync,
+            name=name,
+            fingerprint=fingerprint,
             scratch=self.run.root / "scratch" / name,
-        )  # fmt: skip
+        )
         publisher.start(epoch=epoch)
         self.cleanups.append(publisher.close)
         return publisher
@@ -180,8 +187,9 @@ class World:
     def process(self, name: str, *, bucket_s: float, marks: Path) -> "subprocess.Popen[bytes]":
         child = warm.popen(
             [sys.executable, __file__, str(self.run.config), name, str(bucket_s), str(marks)],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
 
         def end() -> None:
             child.kill()
@@ -209,7 +217,7 @@ class World:
 @pytest.fixture(params=["local", "collective", "stream", "disk"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     if request.param == "collective":
-        import weightsync.transports.collective  # torch takes seconds, which a learner spent before
+        import weightsync.transports.collective  # torch takes seconds, which a learner spent before  # noqa: F401  # torch takes seconds, which a learner spent before
     world = World(tmp_path, transport=request.param)
     yield world
     world.close()
@@ -563,7 +571,7 @@ def child(config: Path, name: str, bucket_s: float, marks: Path) -> None:
 
     loaded = load(config)
     if loaded.weightsync.transport == "collective":
-        import weightsync.transports.collective  # torch takes seconds, which a real engine spent before
+        import weightsync.transports.collective  # torch takes seconds, which a real engine spent before  # noqa: F401  # torch takes seconds, which a real engine spent before
     engine: Any = ArrayEngine(bucket_s=bucket_s, marks=marks)
     receiver = Receiver(endpoint(loaded, "weightsync"), engine=engine, name=name, keys=None, config=loaded.weightsync)
     asyncio.run(receiver.run(asyncio.Event()))

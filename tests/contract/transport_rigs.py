@@ -24,9 +24,12 @@ from weightsync.transports.base import Inbox, Outbox, blob_sizes
 
 #: Five buckets with padding between a U8 and an F32 tensor, an empty tensor and one that is larger than a bucket.
 SPECS = [
-    *(TensorSpec(f"layer.{i}.weight", "F32", (500 + i, 2)) for i in range(7)), TensorSpec("mask", "U8", (1001,)),
-    TensorSpec("scale", "F32", ()), TensorSpec("none", "F32", (0, 4)), TensorSpec("embed", "BF16", (64, 100)),
-]  # fmt: skip
+    *(TensorSpec(f"layer.{i}.weight", "F32", (500 + i, 2)) for i in range(7)),
+    TensorSpec("mask", "U8", (1001,)),
+    TensorSpec("scale", "F32", ()),
+    TensorSpec("none", "F32", (0, 4)),
+    TensorSpec("embed", "BF16", (64, 100)),
+]
 PLAN = plan_buckets(SPECS, bucket_bytes=10_000)
 CHUNK = 3000  # of `stream`: no bucket is a whole number of them
 DEADLINE_S = 4.0
@@ -118,9 +121,18 @@ class Rig:
 
     def instruction(self, rank: int = 1, size: int = 2, generation: int = 1) -> Instruction:
         return Instruction(
-            "receive", 1, self.manifest, self.plan.tensors, self.name, self.address, rank, size, generation,
-            self.deadline_s, hops=self.hops,
-        )  # fmt: skip
+            "receive",
+            1,
+            self.manifest,
+            self.plan.tensors,
+            self.name,
+            self.address,
+            rank,
+            size,
+            generation,
+            self.deadline_s,
+            hops=self.hops,
+        )
 
     def inbox(self, rank: int = 1, size: int = 2, generation: int = 1) -> Inbox:
         return make_inbox(self.instruction(rank, size, generation), self.keys)

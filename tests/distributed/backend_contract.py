@@ -33,13 +33,17 @@ STEPS = 3
 
 
 def make_config(model: Path, *, extra: str = "") -> configuration.Config:
-    return settings(model, """
+    return settings(
+        model,
+        """
 data.max_prompt_tokens = 16
 learner.optim.max_grad_norm = 0.05
 learner.algorithm.entropy_coeff = 0.01
 [[reward]]
 function = "a:b"
-""", extra)  # fmt: skip
+""",
+        extra,
+    )
 
 
 def make_backend(config: configuration.Config, gang: Gang) -> Backend:
@@ -54,10 +58,16 @@ def samples(count: int, seed: int) -> list[Sample]:
     for number in range(count):
         prompt, length = int(rng.integers(1, 8)), int(rng.integers(1, 14))
         mask = (rng.random(length) < 0.9).astype(np.uint8)
-        made.append(Sample(
-            rng.integers(3, 20, prompt + length).astype(np.int32), prompt, -3 * rng.random(length).astype("f4"),
-            mask, float(rng.normal()), number,
-        ))  # fmt: skip
+        made.append(
+            Sample(
+                rng.integers(3, 20, prompt + length).astype(np.int32),
+                prompt,
+                -3 * rng.random(length).astype("f4"),
+                mask,
+                float(rng.normal()),
+                number,
+            )
+        )
     return made
 
 
@@ -66,10 +76,14 @@ def cut(count: int, seed: int, config: configuration.Config, gang: Gang) -> list
     every = samples(count, seed)
     parts = config.learner.algorithm.minibatches
     return [
-        _minibatch(every[part::parts], ranks=gang.shares, max_tokens=config.learner.micro_batch_tokens,
-                   packing=config.learner.packing)[gang.topology.share]
+        _minibatch(
+            every[part::parts],
+            ranks=gang.shares,
+            max_tokens=config.learner.micro_batch_tokens,
+            packing=config.learner.packing,
+        )[gang.topology.share]
         for part in range(parts)
-    ]  # fmt: skip
+    ]
 
 
 def digest(backend: Backend) -> tuple[dict[str, list[float]], str, list[str]]:
@@ -95,8 +109,14 @@ def case(model: Path, gang: Gang, *, extra: str, count: int = 14) -> dict[str, A
         by_sample.append(sorted(result.weights.items()))
     values, whole, names = digest(backend)
     specs = [(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
-    return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "specs": specs,
-            "by_sample": by_sample}  # fmt: skip
+    return {
+        "metrics": metrics,
+        "weights": values,
+        "digest": whole,
+        "names": names,
+        "specs": specs,
+        "by_sample": by_sample,
+    }
 
 
 CASES = {
@@ -120,14 +140,23 @@ MORE = {"sequence": ("padded", "checkpointing", "dense_mask", "high_entropy"), "
 
 
 def run_all(
-    model: Path, gang: Gang, out: Path, *, layout: str = "", other: Path | None = None, wanted: tuple[str, ...] = (),
-) -> dict[str, Any]:  # fmt: skip
+    model: Path,
+    gang: Gang,
+    out: Path,
+    *,
+    layout: str = "",
+    other: Path | None = None,
+    wanted: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Results by case; checkpoints and an export under `out`. `other`: a checkpoint of another layout at step 2;
     `wanted`: cases, else those of the layout."""
     wanted = wanted or wanted_of(layout)
     also = f"{layout};" if layout else ""
-    results = {name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
-               for name, extra in CASES.items() if name in wanted}  # fmt: skip
+    results = {
+        name: case(model, gang, extra=also + extra, count=1 if name == "few" else 14)
+        for name, extra in CASES.items()
+        if name in wanted
+    }
     results |= {name: through_a_trial(model, gang, extra, also) for name, extra in WHOLE.items() if name in wanted}
     if "megatron" not in layout:
         results["start"] = start(model, gang, layout)
@@ -268,13 +297,26 @@ def through_a_trial(model: Path, gang: Gang, extra: str, also: str = "") -> dict
     metrics, by_sample = [], []
     for step in (1, 2):
         rng = np.random.default_rng(step)
-        batch = a_batch(step, 0, [
-            a_group(n, rng.integers(3, 20, 4), [
-                a_sample(i, rng.integers(3, 20, 3 + n + i), -2.5 - rng.random(3 + n + i).astype("f4"),
-                            rng.integers(0, 3))
-                for i in range(3)
-            ]) for n in range(6)
-        ])  # fmt: skip
+        batch = a_batch(
+            step,
+            0,
+            [
+                a_group(
+                    n,
+                    rng.integers(3, 20, 4),
+                    [
+                        a_sample(
+                            i,
+                            rng.integers(3, 20, 3 + n + i),
+                            -2.5 - rng.random(3 + n + i).astype("f4"),
+                            rng.integers(0, 3),
+                        )
+                        for i in range(3)
+                    ],
+                )
+                for n in range(6)
+            ],
+        )
         shares = trial.cut(batch)[1] if gang.lead else None
         given: Any = batch if gang.lead else None
         result, _ = trial.train(gang.scatter(shares), step=step, batch=given)
@@ -282,8 +324,15 @@ def through_a_trial(model: Path, gang: Gang, extra: str, also: str = "") -> dict
         metrics.append(result.metrics)
         by_sample.append(sorted(result.weights.items()))
     values, whole, names = digest(backend)
-    return {"metrics": metrics, "weights": values, "digest": whole, "names": names, "by_sample": by_sample,
-            "kl_coeff": trial.coefficients.kl, "coefficients": trial.coefficients}  # fmt: skip
+    return {
+        "metrics": metrics,
+        "weights": values,
+        "digest": whole,
+        "names": names,
+        "by_sample": by_sample,
+        "kl_coeff": trial.coefficients.kl,
+        "coefficients": trial.coefficients,
+    }
 
 
 MARK = -7.25
@@ -295,11 +344,16 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
     backend = make_backend(config, gang)
     rng = np.random.default_rng(5)
     groups = [
-        a_group(n, rng.integers(3, 20, 4), [
-            a_sample(i, rng.integers(3, 20, 6 + n), np.full(6 + n, MARK if n in (1, 4) and i == 0 else -1.0), i)
-            for i in range(3)
-        ]) for n in range(6)
-    ]  # fmt: skip
+        a_group(
+            n,
+            rng.integers(3, 20, 4),
+            [
+                a_sample(i, rng.integers(3, 20, 6 + n), np.full(6 + n, MARK if n in (1, 4) and i == 0 else -1.0), i)
+                for i in range(3)
+            ],
+        )
+        for n in range(6)
+    ]
     inner = update.loss_of
 
     def broken(algorithm: Any) -> Any:
@@ -314,8 +368,9 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
         return loss
 
     found: dict[int, str] = {}
-    trial = Trial(config.learner, gang=gang, backend=backend, say=str,
-                  bury=lambda step, group, why: found.update({group: why}))  # fmt: skip
+    trial = Trial(
+        config.learner, gang=gang, backend=backend, say=str, bury=lambda step, group, why: found.update({group: why})
+    )
     update.loss_of = broken  # type: ignore[assignment]
     try:
         batch = a_batch(1, 0, groups)
@@ -325,8 +380,14 @@ def poison(model: Path, gang: Gang, how: str, layout: str) -> dict[str, Any]:
     finally:
         update.loss_of = inner
     values, _, names = digest(backend)
-    return {"found": found, "metrics": [result.metrics], "broken": result.broken, "weights": values, "names": names,
-            "left": [group.group for group in left.groups] if left is not None else []}  # fmt: skip
+    return {
+        "found": found,
+        "metrics": [result.metrics],
+        "broken": result.broken,
+        "weights": values,
+        "names": names,
+        "left": [group.group for group in left.groups] if left is not None else [],
+    }
 
 
 def resume(model: Path, gang: Gang, folder: Path, layout: str) -> dict[str, Any]:
@@ -352,9 +413,15 @@ def resume(model: Path, gang: Gang, folder: Path, layout: str) -> dict[str, Any]
     fresh.load(folder)
     loaded = digest(fresh)[1]
     again = train_step(cut(14, 3, config, gang), backend=fresh, gang=gang, config=config.learner, step=3).metrics
-    result = {"third": third, "again": again, "digest": after, "digest_again": digest(fresh)[1],
-              "saved": saved, "loaded": loaded,
-              "written": [word.decode() for word in gang.gather(written)]}  # fmt: skip
+    result = {
+        "third": third,
+        "again": again,
+        "digest": after,
+        "digest_again": digest(fresh)[1],
+        "saved": saved,
+        "loaded": loaded,
+        "written": [word.decode() for word in gang.gather(written)],
+    }
     fresh.export_hf(folder.parent / "export")
     return result
 

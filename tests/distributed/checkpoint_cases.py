@@ -28,8 +28,9 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     )
     backend = contract.make_backend(config, gang)
     durable, said, fails = list[int](), list[str](), {2: OSError(errno.ENOSPC, "No space left on device")}
-    saver = Checkpoints(config, gang=gang, backend=backend, durable=lambda state: durable.append(state.step),
-                        say=said.append)  # fmt: skip
+    saver = Checkpoints(
+        config, gang=gang, backend=backend, durable=lambda state: durable.append(state.step), say=said.append
+    )
     trained, now = threading.Event(), [0]
 
     def failpoint(name: str) -> None:
@@ -60,5 +61,11 @@ def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
             failures.append([int(text) for text in gang.gather(str(saver.failures).encode())])
     saver.close()
     root = RunDir(config.run_dir).checkpoints
-    return {"durable": durable, "said": said, "failures": failures, "running": running,
-            "steps": checkpoint.steps_in(root), "files": sorted(path.name for path in root.iterdir())}  # fmt: skip
+    return {
+        "durable": durable,
+        "said": said,
+        "failures": failures,
+        "running": running,
+        "steps": checkpoint.steps_in(root),
+        "files": sorted(path.name for path in root.iterdir()),
+    }

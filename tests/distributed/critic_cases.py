@@ -39,7 +39,9 @@ SAME = ("small_rows", "padded", "offload", "checkpointing")
 
 
 def make_config(model: Path, extra: str = "") -> configuration.Config:
-    return settings(model, """
+    return settings(
+        model,
+        """
 data.max_prompt_tokens = 16
 learner.algorithm.advantage = "gae"
 learner.critic.lr = 2e-3
@@ -47,7 +49,9 @@ learner.critic.warmup_steps = 2
 learner.critic.max_grad_norm = 0.05
 [[reward]]
 function = "a:b"
-""", extra)  # fmt: skip
+""",
+        extra,
+    )
 
 
 def make_batch(step: int, groups: int = 6) -> Any:
@@ -60,17 +64,25 @@ def make_batch(step: int, groups: int = 6) -> Any:
             size = int(rng.integers(2, 14))
             mask = (rng.random(size) < 0.9).astype(np.uint8)
             mask[-1] = 1
-            rows.append(a_sample(
-                index, rng.integers(3, 20, size), -3 * rng.random(size).astype("f4"), rng.integers(0, 2), mask=mask,
-                runs=((step - 1, size),), finish="length" if number % 2 else "stop",
-            ))  # fmt: skip
+            rows.append(
+                a_sample(
+                    index,
+                    rng.integers(3, 20, size),
+                    -3 * rng.random(size).astype("f4"),
+                    rng.integers(0, 2),
+                    mask=mask,
+                    runs=((step - 1, size),),
+                    finish="length" if number % 2 else "stop",
+                )
+            )
         made.append(a_group(number, rng.integers(3, 20, int(rng.integers(1, 8))), rows))
     return a_batch(step, step, made)
 
 
 def make_trial(config: configuration.Config, backend: FSDP2Backend, gang: Gang, buried: dict[int, str]) -> Trial:
-    return Trial(config.learner, gang=gang, backend=backend, say=str,
-                 bury=lambda step, group, why: buried.update({group: why}))  # fmt: skip
+    return Trial(
+        config.learner, gang=gang, backend=backend, say=str, bury=lambda step, group, why: buried.update({group: why})
+    )
 
 
 def train(trial: Trial, gang: Gang, batch: Any) -> Any:
@@ -113,8 +125,14 @@ def case(model: Path, gang: Gang, *, extra: str, groups: int = 6) -> dict[str, A
     start = {"policy": policy_weights(backend), "critic": critic_weights(backend)}
     for step in range(1, STEPS + 1):
         result = train(trial, gang, make_batch(step, groups))
-        steps.append({"metrics": result.metrics, "broken": result.broken, "policy": policy_weights(backend),
-                      "critic": critic_weights(backend)})  # fmt: skip
+        steps.append(
+            {
+                "metrics": result.metrics,
+                "broken": result.broken,
+                "policy": policy_weights(backend),
+                "critic": critic_weights(backend),
+            }
+        )
     return {"start": start, "steps": steps}
 
 
@@ -138,15 +156,15 @@ def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, 
     loaded = digest(fresh)
     again = train(make_trial(config, fresh, gang, {}), gang, make_batch(3)).metrics
     fresh.export_hf(folder / "export")
-    words = [part.decode() for part in gang.gather(" ".join(
-        (saved, loaded, digest(backend), digest(fresh))).encode())]  # fmt: skip
+    words = [part.decode() for part in gang.gather(" ".join((saved, loaded, digest(backend), digest(fresh))).encode())]
     return {"third": third, "again": again, "digests": words, "critic": critic_weights(fresh)}
 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case; a checkpoint under `out`."""
-    results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6)
-               for name, extra in CASES.items()}  # fmt: skip
+    results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6) for name, extra in CASES.items()}
     # In the second one the policy has not been trained yet: its optimizer has no state of its own.
-    return results | {"resume": resume(model, gang, out / "checkpoint"),
-                      "resume_warm": resume(model, gang, out / "warm", CASES["warmup"])}  # fmt: skip
+    return results | {
+        "resume": resume(model, gang, out / "checkpoint"),
+        "resume_warm": resume(model, gang, out / "warm", CASES["warmup"]),
+    }

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import aside
+import aside  # noqa: F401 - where torchao is
 import backend_contract as contract
 import ranks
 

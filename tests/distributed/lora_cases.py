@@ -46,10 +46,11 @@ def published(model: Path, gang: Gang, layout: str = "") -> dict[str, Any]:
         return {name: np.array(data).view(np.float32).tolist() for name, data in weights}
 
     return {
-        "adapter": numbers(adapters.iter_weights()), "base": numbers(adapters.iter_base()),
+        "adapter": numbers(adapters.iter_weights()),
+        "base": numbers(adapters.iter_base()),
         "merged": numbers(backend.iter_hf_weights()),
         "specs": [[name, dtype, list(shape)] for name, dtype, shape in adapters.specs()],
-    }  # fmt: skip
+    }
 
 
 def run_all(model: Path, gang: Gang, out: Path, *, layout: str = "") -> dict[str, Any]:

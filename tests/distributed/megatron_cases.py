@@ -67,9 +67,13 @@ def make_family(folder: Path, kind: str, gang: Gang) -> Path:
     }  # fmt: skip
     if kind == "llama":
         sizes["rope_parameters"] = {
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-        }  # fmt: skip
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
     names = {"qwen2": ("Qwen2Config", "Qwen2ForCausalLM"), "llama": ("LlamaConfig", "LlamaForCausalLM")}[kind]
     if gang.lead:
         torch.manual_seed(3)

@@ -67,8 +67,9 @@ def case(model: Path, gang: Gang, *, extra: str, groups: int = 6) -> dict[str, A
     steps, start = [], weights(backend)
     for step in range(1, STEPS + 1):
         result = common.train(trial, gang, common.make_batch(step, groups))
-        steps.append({"metrics": result.metrics, "broken": result.broken, "advantages": trial._advantages,
-                      **weights(backend)})  # fmt: skip
+        steps.append(
+            {"metrics": result.metrics, "broken": result.broken, "advantages": trial._advantages, **weights(backend)}
+        )
     return {"start": start, "steps": steps}
 
 
@@ -92,17 +93,20 @@ def resume(model: Path, gang: Gang, folder: Path, extra: str = "") -> dict[str, 
     loaded = common.digest(fresh)
     again = common.train(common.make_trial(config, fresh, gang, {}), gang, common.make_batch(3)).metrics
     fresh.export_hf(folder / "export")
-    words = [part.decode() for part in gang.gather(" ".join(
-        (saved, loaded, common.digest(backend), common.digest(fresh))).encode())]  # fmt: skip
+    words = [
+        part.decode()
+        for part in gang.gather(" ".join((saved, loaded, common.digest(backend), common.digest(fresh))).encode())
+    ]
     return {"third": third, "again": again, "digests": words, **weights(fresh)}
 
 
 def run_all(model: Path, gang: Gang, out: Path) -> dict[str, Any]:
     """Results by case; a checkpoint under `out`."""
-    results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6)
-               for name, extra in CASES.items()}  # fmt: skip
-    return results | {"resume": resume(model, gang, out / "checkpoint"),
-                      "resume_before": resume(model, gang, out / "before", CASES["before"])}  # fmt: skip
+    results = {name: case(model, gang, extra=extra, groups=1 if name == "few" else 6) for name, extra in CASES.items()}
+    return results | {
+        "resume": resume(model, gang, out / "checkpoint"),
+        "resume_before": resume(model, gang, out / "before", CASES["before"]),
+    }
 
 
 def main() -> None:

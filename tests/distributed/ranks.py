@@ -48,8 +48,13 @@ class Job(NamedTuple):
 
 #: Case modules of two ranks without any layout.
 CASE_MODULES = (
-    "backend_contract", "critic_cases", "supervised_cases", "split_cases", "eight_bit_cases", "checkpoint_cases",
-)  # fmt: skip
+    "backend_contract",
+    "critic_cases",
+    "supervised_cases",
+    "split_cases",
+    "eight_bit_cases",
+    "checkpoint_cases",
+)
 #: By the number of ranks, jobs by name.
 LAUNCHES: dict[int, dict[str, Job]] = {
     2: {name: Job(name) for name in CASE_MODULES}
@@ -125,11 +130,23 @@ def make_moe(folder: Path) -> Path:
 
     tokenizer = make_tokenizer(folder)
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=512, pad_token_id=0, bos_token_id=1,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3MoeForCausalLM(config).float()
@@ -220,10 +237,24 @@ def folder_of(home: Path, count: int) -> Path:
 def _launch(model: Path, out: Path, count: int) -> None:
     try:
         done = warm.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-             "--nproc-per-node", str(count), __file__, str(model), str(out)],
-            capture_output=True, text=True, timeout=LAUNCH_S, env=environment(),
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--local-addr",
+                "127.0.0.1",
+                "--nproc-per-node",
+                str(count),
+                __file__,
+                str(model),
+                str(out),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=LAUNCH_S,
+            env=environment(),
+        )
         said = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
         said = f"{error}\n{error.stdout!r}\n{error.stderr!r}"

@@ -26,17 +26,24 @@ CASES = {
     "reward_model": ("reward_model", "learner.preference.center_coeff=0.1"),
     "reward_model_small_rows": ("reward_model", "learner.preference.center_coeff=0.1;learner.micro_batch_tokens=64"),
 }
-SAME = {"sft": ("sft_small_rows", "sft_padded"), "dpo": ("dpo_small_rows", "dpo_padded"),
-        "reward_model": ("reward_model_small_rows",)}  # fmt: skip
+SAME = {
+    "sft": ("sft_small_rows", "sft_padded"),
+    "dpo": ("dpo_small_rows", "dpo_padded"),
+    "reward_model": ("reward_model_small_rows",),
+}
 
 
 def make_config(model: Path, mode: str, extra: str = "") -> configuration.Config:
-    return settings(model, f"""
+    return settings(
+        model,
+        f"""
 data.max_prompt_tokens = 8
 producers.engine = "dataset"
 sampling.group_size = {1 if mode == "sft" else 2}
 learner.mode = "{mode}"
-""", extra)  # fmt: skip
+""",
+        extra,
+    )
 
 
 def units(count: int, seed: int, size: int) -> list[list[Sample]]:
@@ -65,8 +72,9 @@ def case(model: Path, gang: Gang, mode: str, extra: str, count: int = 11) -> dic
     metrics = []
     for step in range(1, STEPS + 1):
         rows = units(count, step, config.sampling.group_size)
-        share = minibatch(rows, ranks=gang.shares, max_tokens=config.learner.micro_batch_tokens,
-                          packing=config.learner.packing)[gang.topology.share]  # fmt: skip
+        share = minibatch(
+            rows, ranks=gang.shares, max_tokens=config.learner.micro_batch_tokens, packing=config.learner.packing
+        )[gang.topology.share]
         result = train_step([share], backend=backend, gang=gang, config=config.learner, step=step)
         metrics.append(result.metrics)
     weights = {name: data.view(np.float32).tolist() for name, data in backend.iter_hf_weights()}

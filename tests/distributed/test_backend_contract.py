@@ -170,7 +170,7 @@ def test_a_replica_is_written_once(results_of: Any, single: Any, layout: tuple[i
         found: dict[str, int] = {}
         for path in folder.glob("shard_*.safetensors"):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():
+                for name in file.keys():  # noqa: SIM118 - no mapping
                     if not name.startswith("extra/"):
                         found[name] = found.get(name, 0) + file.get_tensor(name).numel()
         return found

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import backend_contract as contract
-import checkpoint_cases as cases
+import checkpoint_cases as cases  # noqa: F401 - the fixtures look for it
 import pytest
 from test_backend_contract import compare
 

@@ -23,8 +23,19 @@ from learners.step import critic as critic_module
 from learners.step.batch_passes import Prepared
 
 pytestmark = pytest.mark.timeout(600)  # the first one waits for the launch of all case modules
-TOLD = ("value_loss", "value_clip_share", "value_mean", "return_mean", "explained_variance", "critic_grad_norm",
-        "critic_lr", "loss", "grad_norm", "entropy", "lr")  # fmt: skip
+TOLD = (
+    "value_loss",
+    "value_clip_share",
+    "value_mean",
+    "return_mean",
+    "explained_variance",
+    "critic_grad_norm",
+    "critic_lr",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "lr",
+)
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any], *, limit: float = 1e-5) -> None:
@@ -161,9 +172,7 @@ def test_values_stand_before_their_tokens(model: Path, gang: Gang) -> None:
     seen = 0
     for micro, found in zip(part.micro, backend.critic.values(part.micro), strict=True):
         counts = np.bincount(micro.sequences, minlength=micro.samples.size)
-        for number, values, after in zip(
-            micro.samples, found.tokens.split(counts.tolist()), found.after, strict=True
-        ):  # fmt: skip
+        for number, values, after in zip(micro.samples, found.tokens.split(counts.tolist()), found.after, strict=True):
             prompt, response = rows[number]
             ids = torch.tensor(np.concatenate((prompt, response)), dtype=torch.long)[None]
             with torch.no_grad():

@@ -21,8 +21,9 @@ LEARNING_RATE = 1e-3
 def apart(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     """The largest difference of two results' weights."""
     assert got["weights"].keys() == wanted["weights"].keys()
-    return max(float(np.abs(np.subtract(values, wanted["weights"][name])).max())
-               for name, values in got["weights"].items())  # fmt: skip
+    return max(
+        float(np.abs(np.subtract(values, wanted["weights"][name])).max()) for name, values in got["weights"].items()
+    )
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)

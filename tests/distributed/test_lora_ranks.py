@@ -154,7 +154,7 @@ def test_dpo_compares_with_the_base(model: Path, gang: Gang) -> None:
     first, second = (
         supervised_step([share], backend=backend, gang=gang, config=config.learner, step=step).metrics
         for step in (1, 2)
-    )  # fmt: skip
+    )
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["chosen_score"] == 0.0
     assert second["loss"] < first["loss"] and backend._reference is None
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(one: Any) -> None:
     from safetensors import safe_open
 
     with safe_open(one[1] / "checkpoint" / "shard_00000.safetensors", framework="pt") as file:
-        names = [name for name in file.keys() if not name.startswith("extra/")]
+        names = [name for name in file.keys() if not name.startswith("extra/")]  # noqa: SIM118 - no mapping
     assert len(names) == 28 * 4 and all(".lora_" in name for name in names)
     assert {name.partition("/")[0] for name in names} == {"model", "step", "exp_avg", "exp_avg_sq"}
 

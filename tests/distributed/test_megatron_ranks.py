@@ -91,8 +91,11 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(results_of: Any, one: Any, m
     script, checkpoint = Path(contract.__file__).with_name("megatron_cases.py"), results_of(2, "megatron_tensor")[1]
     done = warm.run(
         [sys.executable, str(script), str(model), str(checkpoint / "checkpoint"), str(tmp_path / "found.json")],
-        capture_output=True, text=True, timeout=240, env=ranks.environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=ranks.environment(),
+    )
     assert (tmp_path / "found.json").exists(), done.stderr[-4000:]
     got = msgspec.json.decode((tmp_path / "found.json").read_bytes())
     plain = one[0]["plain"]  # the same three steps without a pause

@@ -29,8 +29,17 @@ from learners.step import process_reward as step_module
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-TOLD = ("process_loss", "process_accuracy", "process_reward_mean", "process_grad_norm", "process_lr", "loss",
-        "grad_norm", "entropy", "lr")  # fmt: skip
+TOLD = (
+    "process_loss",
+    "process_accuracy",
+    "process_reward_mean",
+    "process_grad_norm",
+    "process_lr",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "lr",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +69,24 @@ def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     environment |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     done = warm.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-         "--nproc-per-node", "2", cases.__file__, str(model), str(out)],
-        capture_output=True, text=True, timeout=300, env=environment,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            "2",
+            cases.__file__,
+            str(model),
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
     results = out / "results.json"  # not the exit code: Gloo has been seen to abort after the last line
     assert results.exists(), done.stdout + done.stderr
     return msgspec.json.decode(results.read_bytes()), out
@@ -242,9 +265,11 @@ def test_the_export_of_two_ranks_loads_back_to_equal_values(model: Path, gang: G
 def test_it_starts_from_a_folder_and_compares_with_another(model: Path, gang: Gang, two: Any) -> None:
     """Not at its reference: process rewards from the first step on."""
     folder = two[1] / "checkpoint" / "export" / "process_reward"
-    for extra, at_start in ((f"learner.process_reward.model={folder}", True),
-                            (f"learner.process_reward.model={folder};learner.process_reward.reference={model}", False),
-                            (f"learner.process_reward.reference={folder}", False)):  # fmt: skip
+    for extra, at_start in (
+        (f"learner.process_reward.model={folder}", True),
+        (f"learner.process_reward.model={folder};learner.process_reward.reference={model}", False),
+        (f"learner.process_reward.reference={folder}", False),
+    ):
         config = cases.make_config(model, extra)
         backend = FSDP2Backend(config, gang)
         metrics = common.train(common.make_trial(config, backend, gang, {}), gang, common.make_batch(1)).metrics

@@ -74,9 +74,14 @@ class Run:
     def start(self, *words: str) -> subprocess.Popen[str]:
         popen = subprocess.Popen if self.fresh else warm.popen
         child = popen(
-            [sys.executable, "-m", "asyncrl", *words], cwd=self.folder, env=self.environment(), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "asyncrl", *words],
+            cwd=self.folder,
+            env=self.environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         self.children.append(child)
         return child
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import agent_openai
+import agent_openai  # noqa: E402, RUF100
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +41,11 @@ def test_an_agent_plays_a_short_run(run: Any) -> None:
     complete(run, groups=4)
     lines = [line for line in run.lines("metrics/learner.jsonl") if "reward_mean" in line]
     assert len(lines) == 2 and {line["role"] for line in run.lines("processes.jsonl")} == {
-        "buffer", "weightsync", "producer", "learner",
-    }, "the agent scores: no reward workers"  # fmt: skip
+        "buffer",
+        "weightsync",
+        "producer",
+        "learner",
+    }, "the agent scores: no reward workers"
     assert all(0 <= line["reward_mean"] <= 1 for line in lines)
     assert all(line["observed_share"] > 0 for line in lines), "what the agent added between two turns is not trained"
 

@@ -9,8 +9,13 @@ from conftest import Run
 
 
 def test_remax_gets_its_greedy_samples_and_replays_to_the_same_bits(run: Run) -> None:
-    settings = ("learner.steps=4", "log.archive=true", "learner.algorithm.kl.where=reward",
-                "learner.algorithm.kl.controller=adaptive", "learner.algorithm.kl.horizon=50")  # fmt: skip
+    settings = (
+        "learner.steps=4",
+        "log.archive=true",
+        "learner.algorithm.kl.where=reward",
+        "learner.algorithm.kl.controller=adaptive",
+        "learner.algorithm.kl.horizon=50",
+    )
     words = [word for setting in settings for word in ("--set", setting)]
     done = run.command("launch", "all", str(run.config), "--preset", "remax", *words)
     assert done.returncode == 0, done.stdout + run.logs()

@@ -63,8 +63,9 @@ def finished(run: Any, jobs: Path, steps: int) -> None:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_slurm_jobs_train_and_end(run: Any, cluster: dict[str, str], hosts: int) -> None:
     jobs = render(run, "slurm", "cluster.producers=2", "producers.count=1", f"cluster.learner_hosts={hosts}")
-    done = subprocess.run([jobs / "submit.sh"], env=cluster, cwd="/", capture_output=True, text=True, timeout=120,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [jobs / "submit.sh"], env=cluster, cwd="/", capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "learner 103" in done.stdout
     try:
@@ -76,8 +77,9 @@ def test_slurm_jobs_train_and_end(run: Any, cluster: dict[str, str], hosts: int)
     ranks = {line["pid"] for line in run.lines("processes.jsonl") if line["role"] == "learner"}
     assert len(ranks) == hosts
     deadline = time.monotonic() + 60
-    while (left := subprocess.run(["squeue"], env=cluster, capture_output=True, text=True, timeout=20,
-                                  check=True).stdout) and time.monotonic() < deadline:  # fmt: skip
+    while (
+        left := subprocess.run(["squeue"], env=cluster, capture_output=True, text=True, timeout=20, check=True).stdout
+    ) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == "", "the learner ended the others"
     for name in ("server.key", "join.key"):
@@ -110,7 +112,8 @@ def test_the_driver_of_ray_places_the_same_commands(run: Any, cluster: dict[str,
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "ray.py").write_text(FAKE_RAY)
     env = {**cluster, "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{cluster['PYTHONPATH']}"}
-    done = subprocess.run([sys.executable, jobs / "driver.py"], env=env, capture_output=True, text=True, timeout=300,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, jobs / "driver.py"], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr + run.logs()
     finished(run, jobs, 3)

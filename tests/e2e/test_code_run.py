@@ -41,13 +41,18 @@ def verl_parquet(path: Path) -> None:
     for index in range(32):
         code = index % 2 == 1
         tests = json.dumps({"asserts": ["assert True"]})
-        rows.append({
-            "data_source": "code" if code else "openai/gsm8k",
-            "prompt": [{"role": "system", "content": "q:"}, {"role": "user", "content": f"{index:02d}+{index:02d}"}],
-            "ability": "code" if code else "math",
-            "reward_model": {"style": "rule", "ground_truth": tests if code else "4"},
-            "extra_info": {"split": "train", "index": index, "answer": "#### 4", "question": "q"},
-        })  # fmt: skip
+        rows.append(
+            {
+                "data_source": "code" if code else "openai/gsm8k",
+                "prompt": [
+                    {"role": "system", "content": "q:"},
+                    {"role": "user", "content": f"{index:02d}+{index:02d}"},
+                ],
+                "ability": "code" if code else "math",
+                "reward_model": {"style": "rule", "ground_truth": tests if code else "4"},
+                "extra_info": {"split": "train", "index": index, "answer": "#### 4", "question": "q"},
+            }
+        )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
@@ -85,8 +90,12 @@ def test_verls_data_and_reward_file_run_as_they_are_beside_code(run: Any, tiny_m
 def test_functions_that_pass_their_tests_become_more(run: Any) -> None:
     needs_bubblewrap()
     model, data = run.folder / "model", run.folder / "code.jsonl"
-    warm.run([sys.executable, "-m", "learners.warm_start.code", "--out", str(model), "--data", str(data)], cwd=ROOT,
-             check=True, timeout=600)  # fmt: skip
+    warm.run(
+        [sys.executable, "-m", "learners.warm_start.code", "--out", str(model), "--data", str(data)],
+        cwd=ROOT,
+        check=True,
+        timeout=600,
+    )
     words = [f"run.dir={run.dir}", f"model.path={model}", f"data.path={data}", "learner.steps=14"]
     settings = [word for setting in words for word in ("--set", setting)]
     done = run.command("launch", "all", str(ROOT / "configs" / "code-sandbox.toml"), *settings, timeout=600)

@@ -32,8 +32,13 @@ def demo(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]], dict[str
     lines = [json.loads(line) for line in (run / "metrics" / "learner.jsonl").read_text().splitlines()]
     audited = subprocess.run(
         [sys.executable, "-m", "asyncrl", "audit", str(run), "--json"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return done.stdout, lines, json.loads(audited.stdout)
 
 

@@ -19,12 +19,23 @@ ROWS, K = 10, 4
 
 def held_out(run) -> list[str]:  # type: ignore[no-untyped-def]
     """Settings of an evaluation after every third step, of rows that training does not have."""
-    rows = [{"prompt": f"{100 + n}+{n}=", "data_source": "even" if n % 2 == 0 else "odd",
-             "reward_model": {"ground_truth": "0"}} for n in range(ROWS)]  # fmt: skip
+    rows = [
+        {
+            "prompt": f"{100 + n}+{n}=",
+            "data_source": "even" if n % 2 == 0 else "odd",
+            "reward_model": {"ground_truth": "0"},
+        }
+        for n in range(ROWS)
+    ]
     path = run.folder / "held.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"evaluation.path={path}", "evaluation.every=3", f"evaluation.samples={K}", "evaluation.temperature=1.0",
-            "evaluation.max_new_tokens=12"]  # fmt: skip
+    return [
+        f"evaluation.path={path}",
+        "evaluation.every=3",
+        f"evaluation.samples={K}",
+        "evaluation.temperature=1.0",
+        "evaluation.max_new_tokens=12",
+    ]
 
 
 def recomputed(run, line: dict[str, Any]) -> dict[str, float]:  # type: ignore[no-untyped-def]
@@ -99,8 +110,15 @@ def test_a_slow_evaluation_ends_at_its_time_and_training_is_the_same_in_form(run
         "    if data_source == 'odd':\n        time.sleep(60)\n"
         "    return min(len(solution_str), 20) / 20\n"
     )
-    done = run.launch(*held_out(run), "evaluation.timeout_s=6", "evaluation.every=0", "reward_workers.count=2",
-                      "evaluation.max_new_tokens=40", "reward_workers.timeout_s=30", "learner.steps=4")  # fmt: skip
+    done = run.launch(
+        *held_out(run),
+        "evaluation.timeout_s=6",
+        "evaluation.every=0",
+        "reward_workers.count=2",
+        "evaluation.max_new_tokens=40",
+        "reward_workers.timeout_s=30",
+        "learner.steps=4",
+    )
     assert done.returncode == 0, done.stdout + run.logs()
     (line,) = run.lines("metrics/evaluation.jsonl")
     assert (line["step"], line["why"]) == (4, "time")

@@ -22,8 +22,12 @@ async def style(sample):
 JUDGES = (
     'reward=[{function="my_rewards:length_reward"}, {function="my_rewards:style", judge="style", weight=2.0}]',
     'judge=[{name="style", count=2, timeout_s=20, batch_samples=4}]',
-    "evaluation.every=0", "learner.steps=2000", "producers.count=1", "log.archive=true", "log.heartbeat_s=0.3",
-)  # fmt: skip
+    "evaluation.every=0",
+    "learner.steps=2000",
+    "producers.count=1",
+    "log.archive=true",
+    "log.heartbeat_s=0.3",
+)
 
 
 @pytest.mark.long
@@ -34,9 +38,13 @@ def test_a_run_with_two_judges(run: Run) -> None:
     main = run.start("launch", "all", str(run.config), *words)
     run.wait("step 1", lambda: 1 in run.steps())
     joined = run.start("launch", "rewards", str(run.dir / "config.toml"), "--judge", "style")
-    run.wait("a score of who joined", lambda: any(
-        line["e"] == "judged" and line["worker"] not in ("reward-0", "reward-style-0", "reward-style-1")
-        for line in run.lines("history.jsonl")))  # fmt: skip
+    run.wait(
+        "a score of who joined",
+        lambda: any(
+            line["e"] == "judged" and line["worker"] not in ("reward-0", "reward-style-0", "reward-style-1")
+            for line in run.lines("history.jsonl")
+        ),
+    )
     status = json.loads(run.command("status", str(run.dir), "--json", timeout=60).stdout)
     judges = {one["judge"]: one for one in status["buffer"]["judges"]}
     assert set(judges) == {"default", "style"} and judges["style"]["workers"] == 4
@@ -59,8 +67,11 @@ def test_a_run_with_two_judges(run: Run) -> None:
     assert " by reward-0, version " in told and "; style " in told
     again = json.loads(run.command("rescore", str(run.dir), "--judge", "style", "--json", timeout=120).stdout)
     assert (again["changed_samples"], again["failed"]) == (0, {}) and again["functions"] == ["my_rewards:style"]
-    other = json.loads(run.command("rescore", str(run.dir), "--judge", "style", "--reward",
-                                   "my_rewards:length_reward", "--json", timeout=120).stdout)  # fmt: skip
+    other = json.loads(
+        run.command(
+            "rescore", str(run.dir), "--judge", "style", "--reward", "my_rewards:length_reward", "--json", timeout=120
+        ).stdout
+    )
     assert other["changed_samples"] > 0 and other["failed"] == {}
     head, *groups = [json.loads(text) for text in (run.folder / "run-scores.jsonl").read_text().splitlines()]
     assert head["judge"] == "style"

@@ -51,10 +51,13 @@ class Cluster:
 
     def open(self) -> None:
         """Make the network of the pods and start the node."""
-        for words in (["netns", "add", self.net], ["-n", self.net, "link", "set", "lo", "up"],
-                      ["-n", self.net, "link", "add", "br0", "type", "bridge"],
-                      ["-n", self.net, "addr", "add", "10.244.0.1/16", "dev", "br0"],
-                      ["-n", self.net, "link", "set", "br0", "up"]):  # fmt: skip
+        for words in (
+            ["netns", "add", self.net],
+            ["-n", self.net, "link", "set", "lo", "up"],
+            ["-n", self.net, "link", "add", "br0", "type", "bridge"],
+            ["-n", self.net, "addr", "add", "10.244.0.1/16", "dev", "br0"],
+            ["-n", self.net, "link", "set", "br0", "up"],
+        ):
             done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
             if done.returncode:
                 pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
@@ -75,8 +78,9 @@ class Cluster:
             shutil.rmtree(path, ignore_errors=True)
 
     def shell(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, cwd=self.jobs.parent, env=self.env, capture_output=True, text=True,
-                              timeout=timeout, check=False)  # fmt: skip
+        return subprocess.run(
+            words, cwd=self.jobs.parent, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def render(self, config: Path, *settings: str) -> None:
         words = [word for setting in ("cluster.claim=shared", *settings) for word in ("--set", setting)]
@@ -149,17 +153,29 @@ def prepare(cluster: Cluster) -> None:
     model = Path("runs", "models", "running_sum")
     if (ROOT / model / "warm_start.json").exists():
         shutil.copytree(ROOT / model, cluster.volume / model)
-    made = subprocess.run([sys.executable, "-m", "asyncrl", "demo", "--prepare-only"], cwd=cluster.volume,
-                          env={**cluster.env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-                          check=False)  # fmt: skip
+    made = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "demo", "--prepare-only"],
+        cwd=cluster.volume,
+        env={**cluster.env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert made.returncode == 0, made.stdout + made.stderr
 
 
 def test_the_demo_learns_in_pods_that_are_killed_and_moved(cluster: Cluster) -> None:
     steps, name = 20, "demo"
     prepare(cluster)
-    cluster.render(ROOT / "configs" / "quickstart.toml", f"cluster.name={name}", "cluster.producers=2",
-                   "producers.count=1", f"learner.steps={steps}", "evaluation.at_start=false")  # fmt: skip
+    cluster.render(
+        ROOT / "configs" / "quickstart.toml",
+        f"cluster.name={name}",
+        "cluster.producers=2",
+        "producers.count=1",
+        f"learner.steps={steps}",
+        "evaluation.at_start=false",
+    )
     run = cluster.volume / "runs" / "demo-running_sum"
     started = cluster.shell(str(cluster.jobs / "apply.sh"))
     assert started.returncode == 0, started.stdout + started.stderr
@@ -212,8 +228,15 @@ def test_a_gang_of_two_pods_meets_again_after_one_was_killed(cluster: Cluster, r
     shutil.copytree(model, cluster.volume / "model")
     config = cluster.jobs.parent / "two.toml"
     config.write_text(text.replace(f'"{model}"', '"model"'))
-    cluster.render(config, "cluster.name=two", "cluster.user=0", "cluster.learner_hosts=2", "producers.count=1",
-                   'cluster.setup=["export MADE_BY_SETUP=1$NOT_SET"]', f"learner.steps={steps}")  # fmt: skip
+    cluster.render(
+        config,
+        "cluster.name=two",
+        "cluster.user=0",
+        "cluster.learner_hosts=2",
+        "producers.count=1",
+        'cluster.setup=["export MADE_BY_SETUP=1$NOT_SET"]',
+        f"learner.steps={steps}",
+    )
     started = cluster.shell(str(cluster.jobs / "apply.sh"))
     assert started.returncode == 0, started.stdout + started.stderr
     metrics = cluster.volume / "runs" / "two" / "metrics" / "learner.jsonl"

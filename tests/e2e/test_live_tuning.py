@@ -14,8 +14,17 @@ def lags(run, first: int, last: int) -> list[float]:  # type: ignore[no-untyped-
 
 @pytest.mark.timeout(180)
 def test_tuning_is_seen_in_the_lags_and_in_the_audit(run) -> None:  # type: ignore[no-untyped-def]
-    launcher = run.start("launch", "all", str(run.config), "--set", "buffer.max_staleness=1", "--set",
-                         "learner.steps=2000", "--set", "learner.checkpoint_every=50")  # fmt: skip
+    launcher = run.start(
+        "launch",
+        "all",
+        str(run.config),
+        "--set",
+        "buffer.max_staleness=1",
+        "--set",
+        "learner.steps=2000",
+        "--set",
+        "learner.checkpoint_every=50",
+    )
     run.wait("step 6", lambda: 6 in run.steps())
     wide = run.command("tune", str(run.dir), "max_staleness=4", timeout=60)
     assert wide.returncode == 0 and "max_staleness: 1 -> 4" in wide.stdout, wide.stdout

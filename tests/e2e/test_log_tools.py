@@ -36,10 +36,17 @@ def nervous(sample):
     return 1.0
 """
 SETTINGS = [
-    "log.archive=true", "learner.checkpoint_every=2", "learner.checkpoint_keep=3", "reward_workers.retries=0",
-    'buffer.filters=["odd_rewards:no_fives"]', 'reward=[{function="odd_rewards:odd_reward"}]', "data.shuffle=false",
-    "learner.optim.lr=1e-3", "learner.steps=2000", "producers.count=1",
-]  # fmt: skip
+    "log.archive=true",
+    "learner.checkpoint_every=2",
+    "learner.checkpoint_keep=3",
+    "reward_workers.retries=0",
+    'buffer.filters=["odd_rewards:no_fives"]',
+    'reward=[{function="odd_rewards:odd_reward"}]',
+    "data.shuffle=false",
+    "learner.optim.lr=1e-3",
+    "learner.steps=2000",
+    "producers.count=1",
+]
 
 
 def dead_group(run: Run) -> int:
@@ -50,8 +57,9 @@ def tree(folder: Path) -> dict[str, str]:
     """Digest of every file."""
     return {
         str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*")) if path.is_file()
-    }  # fmt: skip
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +113,17 @@ def test_replay_of_the_whole_run_is_bitwise(done: Run, figure: Any) -> None:
 def test_what_if_with_other_settings_from_a_checkpoint_on(done: Run) -> None:
     """`--set` wins over what was tuned; a setting of the optimizer rebuilds it around the same state."""
     last = max(done.steps())
-    found = replay(done, "--from", str(last - 3), "--set", "learner.optim.lr=0.01", "--set",
-                   "learner.algorithm.tis_cap=0.5", "--set", "learner.optim.weight_decay=0.1")  # fmt: skip
+    found = replay(
+        done,
+        "--from",
+        str(last - 3),
+        "--set",
+        "learner.optim.lr=0.01",
+        "--set",
+        "learner.algorithm.tis_cap=0.5",
+        "--set",
+        "learner.optim.weight_decay=0.1",
+    )
     before = [step for step in found["steps"] if not step["changed"]]
     after = [step for step in found["steps"] if step["changed"]]
     assert found["start"] <= last - 3 and found["checkpoint"], "it begins with a checkpoint"
@@ -142,8 +159,9 @@ def test_a_running_run_is_scored_again_by_its_own_functions(done: Run) -> None:
 def test_a_changed_verifier_shows_its_groups_and_the_learner_is_replayed_on_them(done: Run, figure: Any) -> None:
     before = tree(done.dir)
     scores = done.folder / "strict.jsonl"
-    told = done.command("rescore", str(done.dir), "--reward", "strict_rewards:strict", "--out", str(scores), "--json",
-                        timeout=120)  # fmt: skip
+    told = done.command(
+        "rescore", str(done.dir), "--reward", "strict_rewards:strict", "--out", str(scores), "--json", timeout=120
+    )
     assert told.returncode == 0, told.stdout
     found = json.loads(told.stdout)
     head, *lines = [json.loads(line) for line in scores.read_text().splitlines()]
@@ -168,14 +186,17 @@ def test_a_changed_verifier_shows_its_groups_and_the_learner_is_replayed_on_them
     text = (done.folder / "run-replay" / "replay.txt").read_text()
     assert f"rewards of {scores}" in text and f"  step {first}: groups" in text
     assert tree(done.dir) == before, "nothing is written into the run"
-    figure(f"rescore: {found['changed_samples']} of {found['samples']} samples in {found['changed_groups']} groups, "
-           f"mean {found['mean_before']:.3f} -> {found['mean_after']:.3f}; replayed from step {first} on")  # fmt: skip
+    figure(
+        f"rescore: {found['changed_samples']} of {found['samples']} samples in {found['changed_groups']} groups, "
+        f"mean {found['mean_before']:.3f} -> {found['mean_after']:.3f}; replayed from step {first} on"
+    )
 
 
 def test_samples_that_cannot_be_scored_are_counted_and_their_groups_keep_their_rewards(done: Run) -> None:
     scores = done.folder / "nervous.jsonl"
-    told = done.command("rescore", str(done.dir), "--reward", "strict_rewards:nervous", "--out", str(scores),
-                        timeout=120)  # fmt: skip
+    told = done.command(
+        "rescore", str(done.dir), "--reward", "strict_rewards:nervous", "--out", str(scores), timeout=120
+    )
     assert told.returncode == 1 and "samples: raised" in told.stdout and str(scores) in told.stdout, told.stdout
     lines = [json.loads(line) for line in scores.read_text().splitlines()][1:]
     failed = {line["group"] for line in lines if line["failed"]}
@@ -207,8 +228,16 @@ def test_a_fork_goes_on_from_its_checkpoint_as_a_run_of_its_own(done: Run) -> No
     before = tree(done.dir)
     refused = done.command("fork", str(done.dir), str(done.folder / "none"), "--step", "1", timeout=60)
     assert refused.returncode == 2 and f"there are: {', '.join(map(str, kept))}" in refused.stdout
-    made = done.command("fork", str(done.dir), str(done.folder / "fork"), "--step", str(step), "--set",
-                        f"learner.steps={step + 3}", timeout=60)  # fmt: skip
+    made = done.command(
+        "fork",
+        str(done.dir),
+        str(done.folder / "fork"),
+        "--step",
+        str(step),
+        "--set",
+        f"learner.steps={step + 3}",
+        timeout=60,
+    )
     assert made.returncode == 0, made.stdout
     fork = json.loads((done.folder / "fork" / "fork.json").read_text())
     commits = {line["step"]: line for line in done.lines("history.jsonl") if line["e"] == "commit"}

@@ -113,8 +113,17 @@ def test_synchronous_has_no_lag(run) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_late_producer_joins_and_a_killed_one_is_not_missed(run) -> None:  # type: ignore[no-untyped-def]
-    main = run.start("launch", "all", str(run.config), "--set", "learner.steps=120", "--set", "producers.count=1",
-                     "--set", "producers.restarts=3")  # fmt: skip
+    main = run.start(
+        "launch",
+        "all",
+        str(run.config),
+        "--set",
+        "learner.steps=120",
+        "--set",
+        "producers.count=1",
+        "--set",
+        "producers.restarts=3",
+    )
     run.wait("the first step", lambda: bool(run.steps()))
     address = f"ipc://{run.dir}/sockets/buffer.sock"
     late = run.start("launch", "producers", str(run.config), "--connect", address, "--set", "producers.count=2")
@@ -255,8 +264,12 @@ def test_a_port_in_use_is_named(run) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_name_and_never_counts_as_zero(run) -> None:  # type: ignore[no-untyped-def]
-    done = run.launch('reward=[{function="my_rewards:failing_reward"}]', "reward_workers.max_failed_groups=3",
-                      "reward_workers.retries=1", timeout=120)  # fmt: skip
+    done = run.launch(
+        'reward=[{function="my_rewards:failing_reward"}]',
+        "reward_workers.max_failed_groups=3",
+        "reward_workers.retries=1",
+        timeout=120,
+    )
     assert done.returncode == 65, done.stdout + run.logs()
     assert "error[reward.budget]" in done.stdout
     assert "restart 1 of" not in done.stdout  # it would meet the same end

@@ -25,8 +25,14 @@ def done(folder: Path, model: Path, *settings: str) -> tuple[Plant, Observed, Co
     """A run to its end, and what it shows."""
     folder.mkdir(parents=True)
     run = Run(folder, model)
-    common = ["sampling.group_size=8", "sampling.max_new_tokens=96", "buffer.batch_groups=8",
-              "learner.checkpoint_every=99", f"learner.steps={STEPS}", "producers.slots=32"]  # fmt: skip
+    common = [
+        "sampling.group_size=8",
+        "sampling.max_new_tokens=96",
+        "buffer.batch_groups=8",
+        "learner.checkpoint_every=99",
+        f"learner.steps={STEPS}",
+        "producers.slots=32",
+    ]
     try:
         ended = run.launch(*common, *settings, timeout=400)
         assert ended.returncode == 0, ended.stdout + run.logs()
@@ -47,15 +53,15 @@ def test_a_run_and_another_setting_are_forecast_from_the_logs_of_the_run(
 ) -> None:
     for number in range(TRIES):
         plant, *first = done(tmp_path / f"first-{number}", tiny_model)
-        _, *second = done(
-            tmp_path / f"second-{number}", tiny_model, "producers.count=1", "buffer.max_staleness=0"
-        )  # fmt: skip
+        _, *second = done(tmp_path / f"second-{number}", tiny_model, "producers.count=1", "buffer.max_staleness=0")
         pairs = []
         for did, config in (first, second):
             [got] = play(plant, [scenario_of(config, steps=STEPS)])
             pairs.append((got, did))
-            figure(f"{got.steps_s:.2f} steps/s forecast, {did.steps_s:.2f} made; lag {got.lag_mean:.2f}, "
-                   f"{did.lag_mean:.2f}")  # fmt: skip
+            figure(
+                f"{got.steps_s:.2f} steps/s forecast, {did.steps_s:.2f} made; lag {got.lag_mean:.2f}, "
+                f"{did.lag_mean:.2f}"
+            )
         if all(close(got, did) for got, did in pairs):
             return
     pytest.fail(f"in none of {TRIES} tries were both within {WITHIN:.0%}")

@@ -30,9 +30,14 @@ def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Served]
 
 def test_a_run_on_sglang_is_exact(run: Any, server: Served, figure: Callable[[str], None]) -> None:
     done = run.launch(
-        "producers.engine=sglang", f'producers.url=["{server.url}"]', "weightsync.timeout_s=60",
-        "run.hang_timeout_s=600", "producers.kv_at_swap=recompute", *SETTINGS, timeout=800,
-    )  # fmt: skip
+        "producers.engine=sglang",
+        f'producers.url=["{server.url}"]',
+        "weightsync.timeout_s=60",
+        "run.hang_timeout_s=600",
+        "producers.kv_at_swap=recompute",
+        *SETTINGS,
+        timeout=800,
+    )
     found = assert_exact(run, done)
     name = "stand-in" if server.log.name.startswith("standin") else "SGLang"
     apart = f"{found.mean:.1g} (mean), {found.largest:.1g}"

@@ -22,10 +22,17 @@ def on_rows(run: Any, mode: str, *settings: str, rows: list[dict[str, Any]] | No
     path = run.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in answers))
     every = [
-        f"learner.mode={mode}", "producers.engine=dataset", "producers.count=1", f"data.path={path}",
-        f"sampling.group_size={1 if mode == 'sft' else 2}", "sampling.max_new_tokens=8", "data.epochs=2",
-        "buffer.batch_groups=8", "learner.optim.lr=3e-3", *settings,
-    ]  # fmt: skip
+        f"learner.mode={mode}",
+        "producers.engine=dataset",
+        "producers.count=1",
+        f"data.path={path}",
+        f"sampling.group_size={1 if mode == 'sft' else 2}",
+        "sampling.max_new_tokens=8",
+        "data.epochs=2",
+        "buffer.batch_groups=8",
+        "learner.optim.lr=3e-3",
+        *settings,
+    ]
     text = run.config.read_text()
     run.config.write_text(text.replace('[[reward]]\nfunction = "my_rewards:length_reward"\n', ""))
     return ["launch", "all", str(run.config), *(word for setting in every for word in ("--set", setting))]
@@ -87,8 +94,9 @@ def test_a_reward_model_learns_and_is_exported_as_a_classifier(run: Any) -> None
     exported = load_file(run.dir / "export" / "model.safetensors")
     assert exported["score.weight"].shape[0] == 1
     assert "ForSequenceClassification" in (run.dir / "export" / "config.json").read_text()
-    right, wrong = (judged(run, [answer_of("reward_model", n)[name] for n in range(ROWS)]) for name in
-                    ("chosen", "rejected"))  # fmt: skip
+    right, wrong = (
+        judged(run, [answer_of("reward_model", n)[name] for n in range(ROWS)]) for name in ("chosen", "rejected")
+    )
     better = [good > bad for good, bad in zip(right, wrong, strict=True)]
     assert all(better), "the export is a judge that tells the answers apart"
 
@@ -108,8 +116,16 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     samples = []
     for number, text in enumerate(answers):
         prompt = f"{number + 10}+{number % 7}="
-        samples.append(RewardSample.of({}, prompt=prompt, response=text, prompt_ids=tokenizer.encode(prompt),
-                                       response_ids=tokenizer.encode_answer(text), finish="stop"))  # fmt: skip
+        samples.append(
+            RewardSample.of(
+                {},
+                prompt=prompt,
+                response=text,
+                prompt_ids=tokenizer.encode(prompt),
+                response_ids=tokenizer.encode_answer(text),
+                finish="stop",
+            )
+        )
     found: dict[int, float] = {}
 
     def done(place: int, outcome: object) -> None:

@@ -40,8 +40,13 @@ def test_samples_of_several_turns_and_rows_pass_the_whole_pipeline(run) -> None:
     (run.folder / "my_envs.py").write_text(ENVIRONMENT)
     rows = [{"prompt": f"{n % 90 + 10}+{n % 7 + 10}=", "number": n} for n in range(64)]
     (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"environment.name": "my_envs:play", "environment.args": f'{{folder="{run.folder}"}}',
-                "learner.steps": 3, "log.archive": "true", "data.shuffle": "false"}  # fmt: skip
+    settings = {
+        "environment.name": "my_envs:play",
+        "environment.args": f'{{folder="{run.folder}"}}',
+        "learner.steps": 3,
+        "log.archive": "true",
+        "data.shuffle": "false",
+    }
     done = run.launch(*(f"{key}={value}" for key, value in settings.items()))
     assert done.returncode == 0, done.stdout + run.logs()
     audit = run.audit()
@@ -87,13 +92,29 @@ def ids_of(run, text: str) -> list[int]:  # type: ignore[no-untyped-def]
 @pytest.mark.long
 def test_a_policy_learns_to_call_a_calculator(run) -> None:  # type: ignore[no-untyped-def]
     model, data = run.folder / "model", run.folder / "calculator.jsonl"
-    warm.run([sys.executable, "-m", "learners.warm_start.calculator", "--out", str(model), "--data", str(data)], cwd=ROOT,
-             check=True, timeout=900)  # fmt: skip
+    warm.run(
+        [sys.executable, "-m", "learners.warm_start.calculator", "--out", str(model), "--data", str(data)],
+        cwd=ROOT,
+        check=True,
+        timeout=900,
+    )
     done = run.command(
-        "launch", "all", str(ROOT / "configs" / "tool-calculator.toml"), "--plain",
-        *words({"run.dir": run.dir, "model.path": model, "data.path": data, "learner.steps": 12, "log.archive": "true",
-                "log.tensorboard": "false"}), timeout=900,
-    )  # fmt: skip
+        "launch",
+        "all",
+        str(ROOT / "configs" / "tool-calculator.toml"),
+        "--plain",
+        *words(
+            {
+                "run.dir": run.dir,
+                "model.path": model,
+                "data.path": data,
+                "learner.steps": 12,
+                "log.archive": "true",
+                "log.tensorboard": "false",
+            }
+        ),
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout + run.logs()
     assert run.audit()["exit"] == 0
     lines = run.lines("metrics/learner.jsonl")

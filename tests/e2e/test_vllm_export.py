@@ -17,8 +17,15 @@ from asyncrl.process_plan.interpreters import python_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]
 GAP = 1e-4  # both in float32
-ALONE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}  # fmt: skip
+ALONE = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": "",
+}
 
 
 def said_by_vllm(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from test_tool_run import ENVIRONMENT, check_archive
 from test_vllm_run import OWN, why_not
 
 pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]  # fmt: skip
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
 ON_VLLM = ("producers.engine=vllm", "producers.count=1", "weightsync.timeout_s=120", *OWN)
 #: The environment of the runs on hf; once, between two turns of a session, all processes of vLLM are killed.
 KILLING = """
@@ -36,8 +38,9 @@ async def killing(chat, row, *, folder):
 
 def largest_gap(run: Any) -> float:
     """Between engine and learner under the same weights, over all sampled tokens of all rows; nats."""
-    gaps = [line["lag/0/logprob_gap_max"] for line in run.lines("metrics/learner.jsonl")
-            if "lag/0/logprob_gap_max" in line]  # fmt: skip
+    gaps = [
+        line["lag/0/logprob_gap_max"] for line in run.lines("metrics/learner.jsonl") if "lag/0/logprob_gap_max" in line
+    ]
     assert gaps, "the first step always has tokens of its own weights"
     return max(gaps)
 
@@ -47,9 +50,14 @@ def test_sessions_on_vllm_outlive_its_death(run: Any, figure: Callable[[str], No
     rows = [{"prompt": f"{n % 90 + 10}+{n % 7 + 10}=", "number": n} for n in range(64)]
     (run.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run.launch(
-        "environment.name=my_envs:killing", f'environment.args={{folder="{run.folder}"}}', "learner.steps=3",
-        "log.archive=true", "data.shuffle=false", *ON_VLLM, timeout=800,
-    )  # fmt: skip
+        "environment.name=my_envs:killing",
+        f'environment.args={{folder="{run.folder}"}}',
+        "learner.steps=3",
+        "log.archive=true",
+        "data.shuffle=false",
+        *ON_VLLM,
+        timeout=800,
+    )
     assert done.returncode == 0, done.stdout + run.logs()
     audit = run.audit()
     assert (audit["exit"], audit["lost"], audit["doubled"], audit["trained"]) == (0, 0, 0, 12)

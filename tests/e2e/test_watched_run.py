@@ -77,9 +77,15 @@ class Prometheus:
         )
         with (folder / "prometheus.log").open("wb") as log:
             self.process = subprocess.Popen(
-                ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
-                 f"--web.listen-address={self._url.removeprefix('http://')}"], stdout=log, stderr=log,
-            )  # fmt: skip
+                [
+                    "prometheus",
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address={self._url.removeprefix('http://')}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
 
     def get(self, path: str, **words: str) -> Any:
         with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=10) as answer:
@@ -202,8 +208,13 @@ def test_perfetto_reads_all_of_it(ended: Run) -> None:
         BACKWARDS: 0,
     }  # fmt: skip
     queries = [word for query in wanted for word in ("--query", query)]
-    done = subprocess.run([PYTHON, str(ROOT / "docs/perfetto_ui.py"), str(trace), "--chromium", chromium, *queries],
-                          capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
+    done = subprocess.run(
+        [PYTHON, str(ROOT / "docs/perfetto_ui.py"), str(trace), "--chromium", chromium, *queries],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
     assert said["errors"] == [] and len(steps) >= 4

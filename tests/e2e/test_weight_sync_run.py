@@ -30,9 +30,14 @@ STEPS, TRAINED, JOINED = 8, 1, 4  # all; those before the first and the second h
 HOLDS = f"learner.after_commit:stop:{TRAINED},learner.after_commit:stop:{JOINED},learner.at_export:stop:1"
 SURVIVOR, LATE, KILLED = "producer-0", "late", "killed"
 SETTINGS = (
-    f"learner.steps={STEPS}", "learner.ranks=2", "producers.count=1", "weightsync.bucket_bytes=1",
-    "weightsync.timeout_s=5", "weightsync.member_timeout_s=5", "weightsync.relay_fanout=1",
-)  # fmt: skip
+    f"learner.steps={STEPS}",
+    "learner.ranks=2",
+    "producers.count=1",
+    "weightsync.bucket_bytes=1",
+    "weightsync.timeout_s=5",
+    "weightsync.member_timeout_s=5",
+    "weightsync.relay_fanout=1",
+)
 
 
 class Cluster:
@@ -53,9 +58,12 @@ class Cluster:
         with (self.run.dir / "logs" / f"{name}.log").open("w") as log:
             child = warm.popen(
                 [sys.executable, "-m", "producers.main", "--config", str(self.run.dir / "config.toml"), "--name", name],
-                cwd=self.run.folder, env=self.run.environment() | {"ASYNCRL_FAILPOINT": failpoint}, text=True,
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                cwd=self.run.folder,
+                env=self.run.environment() | {"ASYNCRL_FAILPOINT": failpoint},
+                text=True,
+                stdout=log,
+                stderr=log,
+            )
         self.run.children.append(child)
         return child
 

@@ -27,10 +27,20 @@ VOCAB, EOS, SLOTS, MAX_PROMPT, MAX_NEW = 128, 2, 8, 320, 64
 LIMIT = 1e-4  # of a log-prob against a plain forward, both in float32
 BUCKET_BYTES = 40_000
 SHAPE = Qwen3Config(
-    vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=EOS,
-    bos_token_id=1, initializer_range=0.2, architectures=["Qwen3ForCausalLM"],
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+    eos_token_id=EOS,
+    bos_token_id=1,
+    initializer_range=0.2,
+    architectures=["Qwen3ForCausalLM"],
+)
 
 
 @cache

@@ -206,9 +206,18 @@ function = "unused:unused"
         job.turns += 1
         ids = np.asarray([*ask.ids, *job.tokens], dtype=np.int32)
         wanted = GenRequest(
-            job.turn, ids, (0,), ask.seed, ask.max_new - len(job.tokens), temperature=ask.temperature, top_p=ask.top_p,
-            top_k=ask.top_k, stop_ids=ask.stop_ids, begun=len(ids) - 1, delta_tokens=1,
-        )  # fmt: skip
+            job.turn,
+            ids,
+            (0,),
+            ask.seed,
+            ask.max_new - len(job.tokens),
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            top_k=ask.top_k,
+            stop_ids=ask.stop_ids,
+            begun=len(ids) - 1,
+            delta_tokens=1,
+        )
         async for delta in self.engine.generate(wanted):
             job.tokens += delta.token_ids.tolist()
             job.logprobs += (delta.logprobs + (STALE if job.stale else 0.0)).tolist()

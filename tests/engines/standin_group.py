@@ -18,8 +18,9 @@ c10d: Any = distributed_c10d
 class GroupMember:
     """One rank above 0."""
 
-    def __init__(self, *, host: str, port: int, rank: int, size: int, name: str, backend: str = "gloo",
-                 timeout_s: float = 30.0) -> None:  # fmt: skip
+    def __init__(
+        self, *, host: str, port: int, rank: int, size: int, name: str, backend: str = "gloo", timeout_s: float = 30.0
+    ) -> None:
         limit = timedelta(seconds=timeout_s)
         rendezvous = c10d.rendezvous(f"tcp://{host}:{port}", rank, size, timeout=limit)
         store, rank, size = next(rendezvous)

@@ -38,16 +38,26 @@ class SGLang:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.faults.middleware(["/generate"])], client_max_size=64 << 20)
         app.router.add_post("/standin/fault", self.faults.order)
-        for path, handler in (("/model_info", self.model_info), ("/server_info", self.server_info),
-                              ("/health", self.health), ("/standin/calls", self.calls)):  # fmt: skip
+        for path, handler in (
+            ("/model_info", self.model_info),
+            ("/server_info", self.server_info),
+            ("/health", self.health),
+            ("/standin/calls", self.calls),
+        ):
             app.router.add_get(path, handler)
         for path, handler in (
-            ("/generate", self.generate), ("/abort_request", self.abort), ("/pause_generation", self.pause),
-            ("/continue_generation", self.resume), ("/flush_cache", self.flush), (SESSIONS[0], self.begin),
-            (SESSIONS[1], self.end), ("/init_weights_update_group", self.join),
-            ("/destroy_weights_update_group", self.leave), ("/update_weights_from_distributed", self.update),
+            ("/generate", self.generate),
+            ("/abort_request", self.abort),
+            ("/pause_generation", self.pause),
+            ("/continue_generation", self.resume),
+            ("/flush_cache", self.flush),
+            (SESSIONS[0], self.begin),
+            (SESSIONS[1], self.end),
+            ("/init_weights_update_group", self.join),
+            ("/destroy_weights_update_group", self.leave),
+            ("/update_weights_from_distributed", self.update),
             ("/weights_checker", self.check),
-        ):  # fmt: skip
+        ):
             app.router.add_post(path, handler)
 
         async def begin(_app: web.Application) -> None:
@@ -64,13 +74,23 @@ class SGLang:
 
     async def server_info(self, _request: web.Request) -> web.Response:
         core = self.core
-        return web.json_response({
-            "version": "0.5.23-standin", "device": "cpu", "dtype": "float32", "tp_size": 1, "pp_size": 1, "dp_size": 1,
-            "max_total_num_tokens": core.slots * core.context, "max_req_input_len": core.context - 6, "page_size": 1,
-            "disable_overlap_schedule": not self.args.overlap, "disable_radix_cache": False,
-            "enable_deterministic_inference": core.deterministic,
-            "internal_states": [{"effective_max_running_requests_per_dp": core.slots}],
-        })  # fmt: skip
+        return web.json_response(
+            {
+                "version": "0.5.23-standin",
+                "device": "cpu",
+                "dtype": "float32",
+                "tp_size": 1,
+                "pp_size": 1,
+                "dp_size": 1,
+                "max_total_num_tokens": core.slots * core.context,
+                "max_req_input_len": core.context - 6,
+                "page_size": 1,
+                "disable_overlap_schedule": not self.args.overlap,
+                "disable_radix_cache": False,
+                "enable_deterministic_inference": core.deterministic,
+                "internal_states": [{"effective_max_running_requests_per_dp": core.slots}],
+            }
+        )
 
     async def health(self, _request: web.Request) -> web.Response:
         return web.Response(status=503 if self.core.paused else 200)
@@ -87,10 +107,16 @@ class SGLang:
         stops = () if chosen.get("ignore_eos") else (*(chosen.get("stop_token_ids") or ()), self.args.eos)
         top_k = chosen.get("top_k", -1)
         return Ask(
-            str(body.get("rid") or id(body)), ids, chosen["max_new_tokens"], temperature=chosen.get("temperature", 1.0),
-            top_p=chosen.get("top_p", 1.0), top_k=max(top_k, 0), seed=chosen.get("sampling_seed") or 0,
-            stop_ids=stops, salt=salt,
-        )  # fmt: skip
+            str(body.get("rid") or id(body)),
+            ids,
+            chosen["max_new_tokens"],
+            temperature=chosen.get("temperature", 1.0),
+            top_p=chosen.get("top_p", 1.0),
+            top_k=max(top_k, 0),
+            seed=chosen.get("sampling_seed") or 0,
+            stop_ids=stops,
+            salt=salt,
+        )
 
     def answer(self, job: Job) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -184,10 +210,15 @@ class SGLang:
         name = body["group_name"]
         if name in self.groups:
             raise Bad(400, "Process group name already exists")
-        make = lambda: GroupMember(
-            host=body["master_address"], port=body["master_port"], rank=body["rank_offset"], size=body["world_size"],
-            name=name, backend=body["backend"], timeout_s=GROUP_S,
-        )  # fmt: skip
+        make = lambda: GroupMember(  # noqa: E731
+            host=body["master_address"],
+            port=body["master_port"],
+            rank=body["rank_offset"],
+            size=body["world_size"],
+            name=name,
+            backend=body["backend"],
+            timeout_s=GROUP_S,
+        )
         try:
             self.groups[name] = await asyncio.to_thread(make)
         except RuntimeError as error:
@@ -204,12 +235,15 @@ class SGLang:
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
         if not self.session:
-            raise Bad(400, "update_weights_from_distributed must run between begin_weight_update() and "
-                           "end_weight_update()")  # fmt: skip
+            raise Bad(
+                400, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
         if body["load_format"] != "flattened_bucket":
             raise Bad(400, "this stand-in takes flattened buckets alone")
-        parts = [(name, DTYPES[dtype], shape) for name, dtype, shape in
-                 zip(body["names"], body["dtypes"], body["shapes"], strict=True)]  # fmt: skip
+        parts = [
+            (name, DTYPES[dtype], shape)
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        ]
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in parts]
         member = self.groups.get(body["group_name"])
         if member is None:

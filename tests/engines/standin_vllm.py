@@ -48,20 +48,32 @@ class VLLM:
         )
         app.router.add_post("/standin/fault", self.faults.order)
         for path, handler in (
-            ("/health", self.health), ("/version", self.version), ("/v1/models", self.models),
+            ("/health", self.health),
+            ("/version", self.version),
+            ("/v1/models", self.models),
             ("/server_info", self.server_info),
-            ("/metrics", self.metrics), ("/is_paused", self.is_paused),
-            ("/weight_info", self.weight_info), ("/get_world_size", self.world_size),
-        ):  # fmt: skip
+            ("/metrics", self.metrics),
+            ("/is_paused", self.is_paused),
+            ("/weight_info", self.weight_info),
+            ("/get_world_size", self.world_size),
+        ):
             app.router.add_get(path, handler)
         for path, handler in (
-            ("/inference/v1/generate", self.generate), ("/abort_requests", self.abort),
-            ("/inference/v1/abort_requests", self.abort), ("/pause", self.pause), ("/resume", self.resume),
-            ("/init_weight_transfer_engine", self.init), ("/shutdown_weight_transfer_engine", self.shutdown),
-            ("/start_weight_update", self.begin), ("/update_weights", self.update),
-            ("/finish_weight_update", self.finish), ("/update_weight_version", self.rename),
-            ("/weight_checker", self.check), ("/collective_rpc", self.rpc), ("/reset_prefix_cache", self.reset),
-        ):  # fmt: skip
+            ("/inference/v1/generate", self.generate),
+            ("/abort_requests", self.abort),
+            ("/inference/v1/abort_requests", self.abort),
+            ("/pause", self.pause),
+            ("/resume", self.resume),
+            ("/init_weight_transfer_engine", self.init),
+            ("/shutdown_weight_transfer_engine", self.shutdown),
+            ("/start_weight_update", self.begin),
+            ("/update_weights", self.update),
+            ("/finish_weight_update", self.finish),
+            ("/update_weight_version", self.rename),
+            ("/weight_checker", self.check),
+            ("/collective_rpc", self.rpc),
+            ("/reset_prefix_cache", self.reset),
+        ):
             app.router.add_post(path, handler)
 
         async def begin(_app: web.Application) -> None:
@@ -84,12 +96,17 @@ class VLLM:
 
     async def server_info(self, _request: web.Request) -> web.Response:
         core = self.core
-        return web.json_response({"vllm_config": {
-            "model_config": {"max_model_len": core.context}, "parallel_config": {"data_parallel_size": 1},
-            "cache_config": {"kv_cache_size_tokens": core.slots * core.context},
-            "scheduler_config": {"max_num_seqs": core.slots, "policy": "fcfs"},
-            "weight_transfer_config": {"backend": "asyncrl"},
-        }})  # fmt: skip
+        return web.json_response(
+            {
+                "vllm_config": {
+                    "model_config": {"max_model_len": core.context},
+                    "parallel_config": {"data_parallel_size": 1},
+                    "cache_config": {"kv_cache_size_tokens": core.slots * core.context},
+                    "scheduler_config": {"max_num_seqs": core.slots, "policy": "fcfs"},
+                    "weight_transfer_config": {"backend": "asyncrl"},
+                }
+            }
+        )
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(text=f"vllm:num_requests_running {len(self.core.jobs)}\n")
@@ -113,11 +130,16 @@ class VLLM:
         stops = list(chosen.get("stop_token_ids") or ())
         stops += [] if chosen.get("ignore_eos") else [self.args.eos]
         return Ask(
-            body.get("request_id") or f"standin-{id(body)}", ids, chosen.get("max_tokens") or 16,
-            temperature=chosen.get("temperature", 1.0), top_p=chosen.get("top_p", 1.0),
-            top_k=max(chosen.get("top_k", 0), 0), seed=chosen.get("seed") or 0, stop_ids=tuple(stops),
+            body.get("request_id") or f"standin-{id(body)}",
+            ids,
+            chosen.get("max_tokens") or 16,
+            temperature=chosen.get("temperature", 1.0),
+            top_p=chosen.get("top_p", 1.0),
+            top_k=max(chosen.get("top_k", 0), 0),
+            seed=chosen.get("seed") or 0,
+            stop_ids=tuple(stops),
             salt=body.get("cache_salt") or "",
-        )  # fmt: skip
+        )
 
     def choice(self, job: Job, sent: int) -> dict[str, Any]:
         content = [
@@ -125,10 +147,15 @@ class VLLM:
             for value, token in zip(job.logprobs[sent:], job.tokens[sent:], strict=True)
         ]
         return {
-            "index": 0, "token_ids": job.tokens[sent:], "logprobs": {"content": content}, "stop_reason": None,
-            "finish_reason": FINISH[job.finish] if job.finish else None, "routed_experts": None, "sampling_mask": None,
+            "index": 0,
+            "token_ids": job.tokens[sent:],
+            "logprobs": {"content": content},
+            "stop_reason": None,
+            "finish_reason": FINISH[job.finish] if job.finish else None,
+            "routed_experts": None,
+            "sampling_mask": None,
             "weight_versions": self.core.spans(job) if job.finish else None,
-        }  # fmt: skip
+        }
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -211,10 +238,14 @@ class VLLM:
 
     def _join(self, info: dict[str, Any]) -> GroupMember:
         return GroupMember(
-            host=info["master_address"], port=info["master_port"], rank=info.get("rank_offset", 1),
-            size=info["world_size"], name=info["group"], backend=info.get("backend", "gloo"),
+            host=info["master_address"],
+            port=info["master_port"],
+            rank=info.get("rank_offset", 1),
+            size=info["world_size"],
+            name=info["group"],
+            backend=info.get("backend", "gloo"),
             timeout_s=info.get("timeout_s", 60.0),
-        )  # fmt: skip
+        )
 
     async def _leave(self) -> None:
         group, self.group = self.group, None

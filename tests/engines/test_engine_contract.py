@@ -32,7 +32,7 @@ from engine_lab import (
     save_model,
     stage,
     tokens_made,
-)  # fmt: skip
+)
 from rigs import RIGS, Rig
 
 from asyncrl.engine import Engine, GenDelta, joined
@@ -231,10 +231,15 @@ def test_a_sample_goes_on_where_it_was_left(bench: Bench) -> None:
 
 def test_requests_beyond_the_limits_are_refused(bench: Bench) -> None:
     wrong: list[dict[str, Any]] = [
-        {"prompt": [1] * (MAX_PROMPT + 1)}, {"prompt": []}, {"prompt": [3, VOCAB]}, {"prompt": [3, -1]},
-        {"prompt": [3], "max_new_tokens": MAX_NEW + 1}, {"prompt": [3], "max_new_tokens": 0},
-        {"prompt": [3], "temperature": 0.0}, {"prompt": [3], "indices": ()},
-    ]  # fmt: skip
+        {"prompt": [1] * (MAX_PROMPT + 1)},
+        {"prompt": []},
+        {"prompt": [3, VOCAB]},
+        {"prompt": [3, -1]},
+        {"prompt": [3], "max_new_tokens": MAX_NEW + 1},
+        {"prompt": [3], "max_new_tokens": 0},
+        {"prompt": [3], "temperature": 0.0},
+        {"prompt": [3], "indices": ()},
+    ]
     for bad in wrong:
         with pytest.raises(AsyncRLError) as caught:
             bench.ask(bad.pop("prompt"), bad.pop("indices", (0,)), **bad)

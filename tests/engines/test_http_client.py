@@ -143,9 +143,12 @@ def test_events_come_however_they_are_cut() -> None:
 
 @pytest.mark.parametrize(
     ("pieces", "words"),
-    [(["data: 1\n\n"], "ended without"), (["data: 1\n\n", "cut"], "Payload|Disconnected|reset|ended"),
-     (["data: 1\n\n", "data: {\n\n"], "no JSON")],
-)  # fmt: skip
+    [
+        (["data: 1\n\n"], "ended without"),
+        (["data: 1\n\n", "cut"], "Payload|Disconnected|reset|ended"),
+        (["data: 1\n\n", "data: {\n\n"], "no JSON"),
+    ],
+)
 def test_a_stream_that_goes_wrong_is_said_after_what_came(pieces: list[str], words: str) -> None:
     async def body(client: HttpClient, app: web.Application) -> None:
         came = []

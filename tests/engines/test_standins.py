@@ -117,8 +117,12 @@ def test_sglang_takes_weights_in_a_session_and_names_the_tokens(sglang: Served) 
         # the prompt is in the prefix cache of salt s, with K/V of the weights before
         stale = (await client.post("/generate", sglang_body(rid="stale"), timeout_s=60))["meta_info"]
         with pytest.raises(AssertionError):
-            check(PROMPT, [t for _, t, _ in stale["output_token_logprobs"]],
-                  [v for v, _, _ in stale["output_token_logprobs"]], seed=1)  # fmt: skip
+            check(
+                PROMPT,
+                [t for _, t, _ in stale["output_token_logprobs"]],
+                [v for v, _, _ in stale["output_token_logprobs"]],
+                seed=1,
+            )
         await server.leave_group("standin-1")
         await sender.close()
 
@@ -184,9 +188,10 @@ def test_vllm_takes_a_version_from_a_file(vllm: Served, tmp_path: Path) -> None:
             file[start : start + len(data)] = data
         (tmp_path / "weights").write_bytes(file)
         info = {
-            "path": str(tmp_path / "weights"), "bucket_bytes": list(manifest.bucket_bytes),
+            "path": str(tmp_path / "weights"),
+            "bucket_bytes": list(manifest.bucket_bytes),
             "tensors": [[t.name, t.dtype, list(t.shape), t.bucket, t.offset, t.nbytes] for t in tensors],
-        }  # fmt: skip
+        }
         with pytest.raises(WorkError, match="no weight update was started"):
             await client.post("/update_weights", {"update_info": info}, timeout_s=30)
         await client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=30)
@@ -225,8 +230,15 @@ def test_vllm_takes_a_version_from_a_group_and_ends_at_its_stop_tokens(vllm: Ser
     async def body(client: HttpClient) -> None:
         tensors, manifest, buckets = layout(2)
         sender = GroupSender("standin-v", workers=1, timeout_s=30)
-        info = {"group": "standin-v", "master_address": "127.0.0.1", "master_port": await sender.listen(),
-                "rank_offset": 1, "world_size": 2, "backend": "gloo", "timeout_s": 30.0}  # fmt: skip
+        info = {
+            "group": "standin-v",
+            "master_address": "127.0.0.1",
+            "master_port": await sender.listen(),
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+            "timeout_s": 30.0,
+        }
         await asyncio.gather(
             client.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=30), sender.join()
         )

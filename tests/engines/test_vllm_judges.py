@@ -74,8 +74,15 @@ def asked_of_the_server(table: JudgeConfig, texts: list[list[int]]) -> list[Outc
 
 
 def test_the_number_in_the_answer_of_a_server(server: Server, folder: Path) -> None:
-    table = JudgeConfig("grader", kind="url", url=f"{server.url}/v1", model=str(folder), prompt="t8 {response}",
-                        pattern=LAST, max_new_tokens=ANSWER)  # fmt: skip
+    table = JudgeConfig(
+        "grader",
+        kind="url",
+        url=f"{server.url}/v1",
+        model=str(folder),
+        prompt="t8 {response}",
+        pattern=LAST,
+        max_new_tokens=ANSWER,
+    )
     for ids, found in zip(TEXTS, asked_of_the_server(table, TEXTS), strict=True):
         assert isinstance(found, Verdict), found
         assert found.value == greedy([8, *ids], ANSWER)[-1]
@@ -85,8 +92,16 @@ def test_how_likely_a_server_finds_yes(server: Server, folder: Path) -> None:
     for ids in TEXTS:
         logs = next_logprobs([8, *ids])
         first, third = (int(token) for token in logs.topk(3).indices[[0, 2]])
-        table = JudgeConfig("grader", kind="url", url=f"{server.url}/v1", model=str(folder), prompt="t8 {response}",
-                            answer="yes_no", yes=(f"t{third}",), no=(f"t{first}",))  # fmt: skip
+        table = JudgeConfig(
+            "grader",
+            kind="url",
+            url=f"{server.url}/v1",
+            model=str(folder),
+            prompt="t8 {response}",
+            answer="yes_no",
+            yes=(f"t{third}",),
+            no=(f"t{first}",),
+        )
         (found,) = asked_of_the_server(table, [ids])
         assert isinstance(found, Verdict), found
         yes, no = float(logs[third].exp()), float(logs[first].exp())
@@ -94,8 +109,17 @@ def test_how_likely_a_server_finds_yes(server: Server, folder: Path) -> None:
 
 
 def test_a_judge_with_a_vllm_of_its_own(folder: Path) -> None:
-    table = JudgeConfig("grader", kind="generative", engine="vllm", model=str(folder), prompt="t8 {response}",
-                        pattern=LAST, max_tokens=64, max_new_tokens=ANSWER, concurrency=4)  # fmt: skip
+    table = JudgeConfig(
+        "grader",
+        kind="generative",
+        engine="vllm",
+        model=str(folder),
+        prompt="t8 {response}",
+        pattern=LAST,
+        max_tokens=64,
+        max_new_tokens=ANSWER,
+        concurrency=4,
+    )
     asked = Asked(table, 60.0, "policy", "float32", "prompt")
     scorer = Scorer([FunctionSpec("", "grader", 1.0, ())], prompt_key="prompt", timeout_s=60.0, judge=asked)
     try:

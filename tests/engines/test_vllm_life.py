@@ -26,7 +26,7 @@ from engine_lab import (
     plain_logprobs,
     save_model,
     stage,
-)  # fmt: skip
+)
 from rigs import lacks
 from vllm_served import Server
 

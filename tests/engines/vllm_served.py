@@ -41,10 +41,14 @@ class Server:
             "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * longest), "--chat-template", CHAT, *more,
         ]  # fmt: skip
         env = os.environ | {
-            "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1" if dev else "0", "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+            "VLLM_SERVER_DEV_MODE": "1" if dev else "0",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-        }  # fmt: skip
+        }
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
 

@@ -152,8 +152,10 @@ class Chaos:
         """Faults by kind, with the recovery times."""
         lines = [f"{sum(self.faults.values())} faults of {len(self.faults)} kinds"]
         for name, times in sorted(self.recovery.items()):
-            lines.append(f"  {name}: {self.faults[name]}, next commit after {statistics.median(times):.2f} s (median), "
-                         f"{max(times):.2f} s (max)")  # fmt: skip
+            lines.append(
+                f"  {name}: {self.faults[name]}, next commit after {statistics.median(times):.2f} s (median), "
+                f"{max(times):.2f} s (max)"
+            )
         return "\n".join(lines)
 
     # ------------------------------------------------------------ processes

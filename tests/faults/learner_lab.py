@@ -72,9 +72,13 @@ class Children:
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with log.open("ab") as out:
             child = warm.popen(
-                [sys.executable, "-m", "learners.main", *argv], cwd=ROOT, env={**os.environ, **own, **env},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            )  # fmt: skip
+                [sys.executable, "-m", "learners.main", *argv],
+                cwd=ROOT,
+                env={**os.environ, **own, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
         for limit, value in limits.items():
             resource.prlimit(child.pid, getattr(resource, limit), (value, value))
         self._started[child.pid] = child
@@ -117,9 +121,12 @@ class Lab:
             module = {"buffer": "buffers.main", "weightsync": "weightsync.main"}[name]
             with (self.run.logs / f"{name}.log").open("ab") as log:
                 self.services[name] = warm.popen(
-                    [sys.executable, "-m", module, "--config", str(self.run.config)], cwd=ROOT, stdout=log, stderr=log,
+                    [sys.executable, "-m", module, "--config", str(self.run.config)],
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
                     env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                )  # fmt: skip
+                )
         if not names or "buffer" in names:
             self.wait("the buffer", lambda: self._answers() or self.services["buffer"].poll() is not None)
             assert self.services["buffer"].poll() is None, self.tail()
@@ -168,9 +175,13 @@ class Lab:
             for lease in leases.leases:
                 prompt, samples = group_of(lease.group, version)
                 reply = await client.submit(
-                    lease, prompt_ids=prompt, samples=samples, digests={version: digest}, row={},
+                    lease,
+                    prompt_ids=prompt,
+                    samples=samples,
+                    digests={version: digest},
+                    row={},
                     rewards={item.index: float(item.token_ids[0] % 2) + 0.1 * item.index for item in samples},
-                )  # fmt: skip
+                )
                 made += len(reply.accepted) == len(samples)
             if leases.done:
                 break
@@ -272,10 +283,16 @@ def group_of(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
     samples = []
     for index in range(G):
         length = int(rng.integers(2, 12))
-        samples.append(GenDelta(
-            f"{number}:{index}", index, rng.integers(3, 20, length).astype(np.int32),
-            -rng.random(length).astype(np.float32), ((version, length),), "stop",
-        ))  # fmt: skip
+        samples.append(
+            GenDelta(
+                f"{number}:{index}",
+                index,
+                rng.integers(3, 20, length).astype(np.int32),
+                -rng.random(length).astype(np.float32),
+                ((version, length),),
+                "stop",
+            )
+        )
     return prompt, samples
 
 

@@ -157,15 +157,25 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     pulse = LearnerClient(address, name=args.name, timeout_s=4.0)
     buffer.hello(fingerprint)
     publisher = Publisher(
-        endpoint(config, "weightsync"), keys=None, config=config.weightsync, name=args.name, fingerprint=fingerprint,
+        endpoint(config, "weightsync"),
+        keys=None,
+        config=config.weightsync,
+        name=args.name,
+        fingerprint=fingerprint,
         scratch=RunDir(config.run_dir).root / "weights",
-    )  # fmt: skip
+    )
     leaving = threading.Event()
     services = Services(
-        config, buffer=buffer, publisher=publisher, stop=stop, takeover=args.takeover, fingerprint=fingerprint,
+        config,
+        buffer=buffer,
+        publisher=publisher,
+        stop=stop,
+        takeover=args.takeover,
+        fingerprint=fingerprint,
         plan=plan_of(config),
-        heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving), vocabulary=13,
-    )  # fmt: skip
+        heart=Heart(pulse.heartbeat, every_s=config.log.heartbeat_s, close=pulse.close, ended=leaving),
+        vocabulary=13,
+    )
     try:
         MiniLearner(config, services).run()
     finally:

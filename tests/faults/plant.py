@@ -73,8 +73,12 @@ network.request_timeout_s = 30
 [[reward]]
 function = "toy_rewards:score"
 """
-MODULES = {"buffer": "buffers.main", "weightsync": "weightsync.main", "producer": "producers.main",
-           "reward": "producers.rewards.main"}  # fmt: skip
+MODULES = {
+    "buffer": "buffers.main",
+    "weightsync": "weightsync.main",
+    "producer": "producers.main",
+    "reward": "producers.rewards.main",
+}
 
 
 class Role:
@@ -106,10 +110,18 @@ class Plant:
     """One run. `extra` are settings `key=value`; `env` goes to every process; `judges`: workers of named judges."""
 
     def __init__(
-        self, folder: Path, *, steps: int = 20, producers: int = 2, rewards: int = 1, extra: Sequence[str] = (),
-        env: dict[str, str] | None = None, rewards_code: str = REWARDS, seed: int = 0,
+        self,
+        folder: Path,
+        *,
+        steps: int = 20,
+        producers: int = 2,
+        rewards: int = 1,
+        extra: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        rewards_code: str = REWARDS,
+        seed: int = 0,
         judges: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.port = free_port()
         made = prepare(folder, rewards_code)
         text = TOML.format(model=made / "model", dir=folder / "run", data=made / "data.jsonl", port=self.port)
@@ -117,9 +129,11 @@ class Plant:
         self.run = RunDir(self.config.run_dir).create()
         self.run.config.write_text(dump(self.config))
         self.env = {
-            **os.environ, "PYTHONPATH": f"{made}{os.pathsep}{HERE}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONPATH": f"{made}{os.pathsep}{HERE}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
             **(env or {}),
-        }  # fmt: skip
+        }
         self.proxies = Proxies()
         names = [f"producer-{number}" for number in range(producers)]
         names += [f"reward-{number}" for number in range(rewards)] + ["learner"]
@@ -161,9 +175,14 @@ class Plant:
             words += ["--connect", role.link.address]
         with (self.run.logs / f"{role.name}.log").open("ab") as log:
             role.process = warm.popen(
-                [sys.executable, *program, *words, *role.always, *role.words], cwd=ROOT, stdout=log,
-                env={**self.env, **role.env}, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *program, *words, *role.always, *role.words],
+                cwd=ROOT,
+                stdout=log,
+                env={**self.env, **role.env},
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         role.env, role.words, role.since = {}, [], time.monotonic()
 
     def _keep(self) -> None:

@@ -104,8 +104,10 @@ class Link:
             writer.transport.abort()
             return
         self._writers |= {writer, far_writer}
-        pipes = [asyncio.ensure_future(self._pipe(*ends)) for ends in
-                 ((reader, far_writer, "up"), (far_reader, writer, "down"))]  # fmt: skip
+        pipes = [
+            asyncio.ensure_future(self._pipe(*ends))
+            for ends in ((reader, far_writer, "up"), (far_reader, writer, "down"))
+        ]
         await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
         for pipe in pipes:
             pipe.cancel()

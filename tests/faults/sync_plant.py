@@ -47,9 +47,12 @@ class SyncPlant:
             **{"timeout_s": self.deadline_s, "member_timeout_s": MEMBER_S, "stream_chunk_bytes": 5000, **settings}
         )
         self.config = Config(
-            run=RunConfig(dir=str(folder / "run")), model=ModelConfig(path="none"), data=DataConfig(source="a:b"),
-            reward=(RewardFunctionConfig(function="a:b"),), weightsync=sync,
-        )  # fmt: skip
+            run=RunConfig(dir=str(folder / "run")),
+            model=ModelConfig(path="none"),
+            data=DataConfig(source="a:b"),
+            reward=(RewardFunctionConfig(function="a:b"),),
+            weightsync=sync,
+        )
         self.run = RunDir(self.config.run_dir).create()
         self.run.config.write_text(dump(self.config))
         self.version = self.epoch = 0

@@ -67,9 +67,13 @@ def learner(pipe: Connection, path: str, epoch: int) -> None:
     """At `("publish", v)`: `("published", v, digest, seconds that it was held up)`."""
     config, address = settings(path)
     publisher = Publisher(
-        address, keys=None, config=config.weightsync, name="learner", fingerprint="model",
+        address,
+        keys=None,
+        config=config.weightsync,
+        name="learner",
+        fingerprint="model",
         scratch=RunDir(config.run_dir).root / "scratch",
-    )  # fmt: skip
+    )
     publisher.start(epoch=epoch)
     pipe.send(("up",))
     while (word := _hear(pipe)) is not None and word[0] == "publish":

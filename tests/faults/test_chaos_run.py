@@ -16,9 +16,14 @@ import pytest
 from chaos import Chaos
 from plant import Plant
 
-EXTRA = ("buffer.store=redis", "learner.steps=1000000", "buffer.batch_groups=16",
-         "sampling.max_new_tokens=20", "buffer.place_bytes=256",  # some payloads by place, some as frames
-         "producers.checkpoint_tokens=8")  # fmt: skip
+EXTRA = (
+    "buffer.store=redis",
+    "learner.steps=1000000",
+    "buffer.batch_groups=16",
+    "sampling.max_new_tokens=20",
+    "buffer.place_bytes=256",  # some payloads by place, some as frames
+    "producers.checkpoint_tokens=8",
+)
 
 
 def run_chaos(

@@ -25,8 +25,15 @@ KILLED = ("producer-0", "reward-0", "buffer", "learner", "producer-1", "buffer")
 def test_every_held_out_prompt_is_accounted_for(tmp_path: Path, store: str, figure: Any) -> None:
     data = tmp_path / "held.jsonl"
     data.write_text("".join(f'{{"prompt":"{n:03d}","data_source":"s{n % 2}"}}\n' for n in range(900, 900 + ROWS)))
-    extra = (f"buffer.store={store}", f"evaluation.path={data}", "evaluation.every=4", "evaluation.at_start=true",
-             "evaluation.samples=3", "evaluation.temperature=1.0", "evaluation.timeout_s=20")  # fmt: skip
+    extra = (
+        f"buffer.store={store}",
+        f"evaluation.path={data}",
+        "evaluation.every=4",
+        "evaluation.at_start=true",
+        "evaluation.samples=3",
+        "evaluation.temperature=1.0",
+        "evaluation.timeout_s=20",
+    )
     env = {"TOY_TOKEN_S": "0.01", "MINI_STEP_S": "0.1"}
     with Plant(tmp_path, steps=100_000, producers=2, rewards=2, extra=extra, env=env) as plant:
         plant.start()
@@ -50,5 +57,7 @@ def test_every_held_out_prompt_is_accounted_for(tmp_path: Path, store: str, figu
             assert line["evaluation_failed"] == 0, "a kill is no fault of a prompt"
         whole = [line for line in lines if line["evaluation_scored"] == ROWS]
         assert len(whole) >= 3
-        figure(f"{store}: {len(lines)} evaluations under {sum(plant.restarts.values())} restarts, {len(whole)} whole; "
-               f"{found.evaluation_samples} held-out samples, 0 trained")  # fmt: skip
+        figure(
+            f"{store}: {len(lines)} evaluations under {sum(plant.restarts.values())} restarts, {len(whole)} whole; "
+            f"{found.evaluation_samples} held-out samples, 0 trained"
+        )

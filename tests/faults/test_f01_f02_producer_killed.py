@@ -47,8 +47,10 @@ def test_f01_killed_after_k_of_n_samples(tmp_path: Path, figure: Any) -> None:
             redone += [line["t"] - died for line in lost]
         # On an idle machine within the lease and a second; here others may have the processors.
         assert max(redone) <= LEASE_S + 5
-        figure(f"killed after 0..{N} of {N} samples: leases lost {max(redone):.1f} s after the last death (limit "
-               f"{LEASE_S:g} s of silence)")  # fmt: skip
+        figure(
+            f"killed after 0..{N} of {N} samples: leases lost {max(redone):.1f} s after the last death (limit "
+            f"{LEASE_S:g} s of silence)"
+        )
 
 
 @pytest.mark.timeout(120)

@@ -20,10 +20,15 @@ from asyncrl.versions import cut_runs
 
 EVERY, LONGEST = 10, 200
 EXTRA = (
-    f"sampling.max_new_tokens={LONGEST}", f"producers.checkpoint_tokens={EVERY}", "producers.max_groups_in_flight=1",
-    "buffer.batch_groups=2", "buffer.max_staleness=12", "buffer.pipeline_depth=2", "buffer.lease_timeout_s=1.5",
+    f"sampling.max_new_tokens={LONGEST}",
+    f"producers.checkpoint_tokens={EVERY}",
+    "producers.max_groups_in_flight=1",
+    "buffer.batch_groups=2",
+    "buffer.max_staleness=12",
+    "buffer.pipeline_depth=2",
+    "buffer.lease_timeout_s=1.5",
     "learner.checkpoint_every=1",
-)  # fmt: skip
+)
 SLOW = (*EXTRA, "buffer.lease_timeout_s=8")  # the lease is still in force when the buffer dies
 PIECES = 6
 #: Deltas of the victim come slowly, so that versions change while it works.

@@ -34,7 +34,7 @@ def ended(lab: Lab, name: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_f04_models_beside_the_policy_end_with_the_same_bits(
     recorded: Recorded, tmp_path: Path, figure: Figure, name: str
-) -> None:  # fmt: skip
+) -> None:
     rng = seed_of(f"bit-equal resume with {name}")
     whole = recorded.lab(tmp_path / "whole", steps=STEPS, extra=RUNS[name]).serve()
     try:

@@ -25,9 +25,13 @@ def damages(data: bytes, rng: random.Random) -> dict[str, bytes | None]:
     place = rng.randrange(len(data))
     flipped = data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
     return {
-        "cut": data[: rng.randrange(len(data))], "emptied": b"", "flipped": flipped, "longer": data + b"\0",
-        "gone": None, "zeroed": bytes(len(data)),
-    }  # fmt: skip
+        "cut": data[: rng.randrange(len(data))],
+        "emptied": b"",
+        "flipped": flipped,
+        "longer": data + b"\0",
+        "gone": None,
+        "zeroed": bytes(len(data)),
+    }
 
 
 @pytest.mark.slow

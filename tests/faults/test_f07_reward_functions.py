@@ -42,11 +42,24 @@ def broken(sample):
     raise ValueError("no good")
 """
 #: group -> what its failure says. The endless print ends at the timeout or at its limit, whichever is first.
-EVIL = {3: ("raised", "ValueError: on purpose"), 5: ("died", "exit code 9"), 7: ("timeout", "no result within"),
-        11: ("memory", "MemoryError"), 13: ("died", "more than 40 processes"), 17: ("", ""),
-        19: ("timeout", "no result within"), 23: ("timeout", "no result within")}  # fmt: skip
-LIMITS = ("reward_workers.timeout_s=1", "reward_workers.retries=1", "reward_workers.memory_bytes=1073741824",
-          "reward_workers.max_processes=40", "data.shuffle=false", "reward_workers.batch_samples=8")  # fmt: skip
+EVIL = {
+    3: ("raised", "ValueError: on purpose"),
+    5: ("died", "exit code 9"),
+    7: ("timeout", "no result within"),
+    11: ("memory", "MemoryError"),
+    13: ("died", "more than 40 processes"),
+    17: ("", ""),
+    19: ("timeout", "no result within"),
+    23: ("timeout", "no result within"),
+}
+LIMITS = (
+    "reward_workers.timeout_s=1",
+    "reward_workers.retries=1",
+    "reward_workers.memory_bytes=1073741824",
+    "reward_workers.max_processes=40",
+    "data.shuffle=false",
+    "reward_workers.batch_samples=8",
+)
 
 
 @pytest.mark.timeout(180)

@@ -58,7 +58,7 @@ def test_f14_a_slow_learner_paces_the_producers(tmp_path: Path, figure: Any) -> 
         plant.wait("some steps", lambda: plant.committed() >= 5)
         plant.kill("learner", signal.SIGSTOP)
         bound = plant.config.buffer.max_in_flight_groups
-        size = lambda: _rss(plant.roles["buffer"].pid)
+        size = lambda: _rss(plant.roles["buffer"].pid)  # noqa: E731
         plant.wait("the buffer to be full", lambda: plant.status()["ledger"]["ready"] >= bound - 8)
         time.sleep(1.0)
         first, seen, leases = size(), [], len(plant.history("lease"))
@@ -118,8 +118,10 @@ def test_f16_a_producer_behind_a_partition(tmp_path: Path, figure: Any) -> None:
         out = time.monotonic() - began
         link.heal()
         healed = time.time()
-        plant.wait("it is back", lambda: any(line["producer"] == "producer-0" and line["t"] > healed
-                                             for line in plant.history("sample")))  # fmt: skip
+        plant.wait(
+            "it is back",
+            lambda: any(line["producer"] == "producer-0" and line["t"] > healed for line in plant.history("sample")),
+        )
         refused = plant.status()["counters"].get("refused_samples", 0)
         plant.finish()
         plant.assert_accounted()

@@ -46,15 +46,25 @@ def sample_of(group: int, index: int) -> GenDelta:
 def frames_of(lease: wire.Lease, name: str, request: int) -> list[bytes]:
     """One whole group in one message, as a producer sends it."""
     samples = [sample_of(lease.group, index) for index in lease.missing]
-    fields, payload = wire.pack_arrays({
-        "prompt": np.array([3, 4], np.int32), "response": np.concatenate([item.token_ids for item in samples]),
-        "logprobs": np.concatenate([item.logprobs for item in samples]),
-    })  # fmt: skip
+    fields, payload = wire.pack_arrays(
+        {
+            "prompt": np.array([3, 4], np.int32),
+            "response": np.concatenate([item.token_ids for item in samples]),
+            "logprobs": np.concatenate([item.logprobs for item in samples]),
+        }
+    )
     heads = tuple(wire.SampleHead(item.index, len(item.token_ids), "stop", item.runs) for item in samples)
     message = wire.Samples(
-        name, lease.group, lease.token, heads, {0: "start"}, fields, "{}", 2,
+        name,
+        lease.group,
+        lease.token,
+        heads,
+        {0: "start"},
+        fields,
+        "{}",
+        2,
         rewards=dict.fromkeys(lease.missing, 0.5),
-    )  # fmt: skip
+    )
     return [bytes(part) for part in wire.encode(message, [payload], request=request)]
 
 

@@ -188,7 +188,7 @@ def loss_over(name: str, behaviour: Any, current: float, advantage: float) -> An
     weights = tis(logprobs.detach(), behaviour, mask, rows).weights
     inputs = LossInputs(
         logprobs, logprobs.detach(), behaviour, torch.full_like(behaviour, advantage), mask, rows, weights
-    )  # fmt: skip
+    )
     options = {"beta": 0.5} if name == "dro" else {}
     loss = loss_of(AlgorithmConfig(loss=name, loss_options=options))(inputs).loss.mean()
     loss.backward()

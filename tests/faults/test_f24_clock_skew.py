@@ -24,8 +24,14 @@ time.time_ns = lambda: int(time.time() * 1e9)
 def test_f24_clocks_an_hour_apart(tmp_path: Path, figure: Any) -> None:
     with Plant(tmp_path, extra=("learner.steps=1000000",)) as plant:
         (tmp_path / "made" / "sitecustomize.py").write_text(SKEWED)
-        skews = {"buffer": 3600, "producer-0": -3600, "producer-1": 3600, "reward-0": -3600, "learner": -3600,
-                 "weightsync": 3600}  # fmt: skip
+        skews = {
+            "buffer": 3600,
+            "producer-0": -3600,
+            "producer-1": 3600,
+            "reward-0": -3600,
+            "learner": -3600,
+            "weightsync": 3600,
+        }
         jump = {"CLOCK_JUMP_AFTER_S": "3"}  # back by two hours, in the middle of the run
         for name, skew in skews.items():
             plant.roles[name].env = {"CLOCK_SKEW_S": str(skew), **(jump if name in ("buffer", "producer-1") else {})}
@@ -54,5 +60,8 @@ def test_f24_clocks_an_hour_apart(tmp_path: Path, figure: Any) -> None:
 def _went_back(plant: Plant) -> bool:
     """The sign of producer-1 carries its own clock: it is behind the buffer's start by now."""
     path = plant.run.alive / "producer-1.json"
-    return path.exists() and b'"t":' in (text := path.read_bytes()) and float(
-        text.split(b'"t":')[1].split(b",")[0]) < plant.history("service")[0]["t"] - 3600  # fmt: skip
+    return (
+        path.exists()
+        and b'"t":' in (text := path.read_bytes())
+        and float(text.split(b'"t":')[1].split(b",")[0]) < plant.history("service")[0]["t"] - 3600
+    )

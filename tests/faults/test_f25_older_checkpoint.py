@@ -104,9 +104,13 @@ class Generator:
             version = receiver.version
             prompt, samples = group_of(lease.group, version)
             await client.submit(
-                lease, prompt_ids=prompt, samples=samples, digests={version: receiver.digests[version]}, row={},
+                lease,
+                prompt_ids=prompt,
+                samples=samples,
+                digests={version: receiver.digests[version]},
+                row={},
                 rewards={item.index: float(item.index % 2) for item in samples},
-            )  # fmt: skip
+            )
 
     def close(self) -> None:
         self._stop.set()
@@ -137,8 +141,12 @@ def test_f25_versions_grow_by_epoch(recorded: Recorded, tmp_path: Path) -> None:
     for line in lab.history("commit"):
         digests.setdefault(line["version"], set()).add(line["digest"])
     taken = [line for line in read_lines(lab.run.metrics / "weightsync.jsonl") if line.get("members")]
-    wrong = [line for line in taken for digest in line["members"].values()
-             if line["version"] and digest not in digests[line["version"]]]  # fmt: skip
+    wrong = [
+        line
+        for line in taken
+        for digest in line["members"].values()
+        if line["version"] and digest not in digests[line["version"]]
+    ]
     assert taken and len(wrong) <= RESTARTS
     for line in wrong:  # of a learner that was killed between publish and commit; nothing made by them is trained
         before = [event for event in lab.history("commit", "register") if event["t"] < line["t"]]

@@ -28,9 +28,13 @@ def length_reward(data_source, solution_str, ground_truth, extra_info=None):
     return min(len(solution_str), 20) / 20
 """
 SETTINGS = (
-    "buffer.store=redis", "producers.count=1", "learner.steps=40", f"run.silent_timeout_s={LIMIT_S}",
-    "log.heartbeat_s=0.5", "learner.checkpoint_every=10",
-)  # fmt: skip
+    "buffer.store=redis",
+    "producers.count=1",
+    "learner.steps=40",
+    f"run.silent_timeout_s={LIMIT_S}",
+    "log.heartbeat_s=0.5",
+    "learner.checkpoint_every=10",
+)
 
 
 def words(*settings: str) -> list[str]:
@@ -80,8 +84,13 @@ def test_f31_every_stopped_role_is_named_in_time_and_the_run_completes(run) -> N
 
 @pytest.mark.timeout(240)
 def test_f31_what_nobody_wakes_ends_with_code_70_and_the_stacks_of_all_roles(run) -> None:  # type: ignore[no-untyped-def]
-    settings = words("producers.count=1", "learner.steps=500", "run.silent_timeout_s=2", "run.hang_timeout_s=40",
-                     "log.heartbeat_s=0.5")  # fmt: skip
+    settings = words(
+        "producers.count=1",
+        "learner.steps=500",
+        "run.silent_timeout_s=2",
+        "run.hang_timeout_s=40",
+        "log.heartbeat_s=0.5",
+    )
     launcher = run.start("launch", "all", str(run.config), *settings)
     run.wait("step 2", lambda: 2 in run.steps())
     below = descendants(launcher.pid)
@@ -108,8 +117,14 @@ def test_f31_a_reward_worker_that_hangs_by_itself_is_named_and_the_run_goes_on( 
     once.mkdir()
     monkeypatch.setenv("ASYNCRL_FAILPOINT", "reward.before_score:hang:2")
     monkeypatch.setenv("ASYNCRL_FAILPOINT_ONCE", str(once))
-    settings = words("producers.count=1", "reward_workers.count=2", "learner.steps=20", "log.heartbeat_s=0.5",
-                     f"run.silent_timeout_s={LIMIT_S}", "reward_workers.restarts=0")  # fmt: skip
+    settings = words(
+        "producers.count=1",
+        "reward_workers.count=2",
+        "learner.steps=20",
+        "log.heartbeat_s=0.5",
+        f"run.silent_timeout_s={LIMIT_S}",
+        "reward_workers.restarts=0",
+    )
     launcher = run.start("launch", "all", str(run.config), *settings)
     run.wait("a worker that hangs", lambda: any(once.iterdir()))
     before = max(run.steps(), default=0)

@@ -20,14 +20,22 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 ENGINES = Path(__file__).parents[1] / "engines"
 sys.path.insert(0, str(ENGINES))
-from served import Served
+from served import Served  # noqa: E402, RUF100
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 SHAPE = Qwen3Config(
-    vocab_size=len(TOKENS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=2,
+    vocab_size=len(TOKENS),
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    eos_token_id=2,
     architectures=["Qwen3ForCausalLM"],
-)  # fmt: skip
+)
 
 
 class Site:
@@ -36,9 +44,14 @@ class Site:
     def __init__(self, folder: Path, served: Served, *, kv: str) -> None:
         self.served = served
         extra = (
-            'producers.engine="sglang"', f'producers.url=["{served.url}"]', f'producers.kv_at_swap="{kv}"',
-            "producers.slots=8", "learner.steps=1000000", "weightsync.timeout_s=10", "weightsync.member_timeout_s=10",
-        )  # fmt: skip
+            'producers.engine="sglang"',
+            f'producers.url=["{served.url}"]',
+            f'producers.kv_at_swap="{kv}"',
+            "producers.slots=8",
+            "learner.steps=1000000",
+            "weightsync.timeout_s=10",
+            "weightsync.member_timeout_s=10",
+        )
         self.plant = Plant(folder, producers=1, extra=extra)
 
     def order(self, path: str, what: str, skip: int = 0) -> None:

@@ -24,12 +24,26 @@ CALL = re.compile(r'(?<!def )\bfailpoint\(\s*f?"([^"]+)"')
 ELSEWHERE = {f"weightsync.{name}" for name in ("serve_blob", "send_blob", "write_blob", "before_rename")}
 #: At which pass through a place a process is killed there.
 DATA_PLANE = {name: 1 for name in SITES.keys() - ELSEWHERE if not name.startswith("learner.")} | {
-    "learner.at_register": 1, "learner.after_register": 1, "buffer.before_segments": 9, "buffer.after_segments": 7,
-    "buffer.before_apply": 15, "buffer.after_apply": 12, "buffer.before_answer": 20, "buffer.rotate": 2,
-    "buffer.before_release": 2, "producer.before_send": 5, "producer.after_ack": 3, "producer.after_lease": 2,
-    "reward.after_score": 3, "reward.after_ack": 2, "weightsync.at_publish": 3, "weightsync.staged": 4,
-    "weightsync.after_bucket": 5, "weightsync.before_commit": 3, "weightsync.after_commit": 2,
-}  # fmt: skip
+    "learner.at_register": 1,
+    "learner.after_register": 1,
+    "buffer.before_segments": 9,
+    "buffer.after_segments": 7,
+    "buffer.before_apply": 15,
+    "buffer.after_apply": 12,
+    "buffer.before_answer": 20,
+    "buffer.rotate": 2,
+    "buffer.before_release": 2,
+    "producer.before_send": 5,
+    "producer.after_ack": 3,
+    "producer.after_lease": 2,
+    "reward.after_score": 3,
+    "reward.after_ack": 2,
+    "weightsync.at_publish": 3,
+    "weightsync.staged": 4,
+    "weightsync.after_bucket": 5,
+    "weightsync.before_commit": 3,
+    "weightsync.after_commit": 2,
+}
 
 
 def sites_in_code() -> Counter[str]:
@@ -56,9 +70,14 @@ def test_a_process_killed_at_each_place_costs_nothing(tmp_path: Path, figure: An
     once.mkdir()
     armed = ",".join(f"{name}:kill:{count}" for name, count in DATA_PLANE.items())
     env = {"ASYNCRL_FAILPOINT": armed, "ASYNCRL_FAILPOINT_ONCE": str(once), "TOY_TOKEN_S": "0.02"}
-    extra = ("buffer.store=redis", "learner.checkpoint_every=3", "learner.steps=1000000",
-             "sampling.max_new_tokens=20", "buffer.place_bytes=256",
-             "producers.checkpoint_tokens=5")  # fmt: skip
+    extra = (
+        "buffer.store=redis",
+        "learner.checkpoint_every=3",
+        "learner.steps=1000000",
+        "sampling.max_new_tokens=20",
+        "buffer.place_bytes=256",
+        "producers.checkpoint_tokens=5",
+    )
 
     def fired() -> set[str]:
         return {path.name.rpartition(".kill.")[0] for path in once.iterdir()}
@@ -66,8 +85,12 @@ def test_a_process_killed_at_each_place_costs_nothing(tmp_path: Path, figure: An
     with Plant(tmp_path, producers=2, rewards=1, extra=extra, env=env | {"MINI_STEP_S": "0.02"}) as plant:
         plant.start()
         deadline = time.monotonic() + 100
-        orders = {"buffer.at_reseed": flush, "buffer.after_reseed": flush, "buffer.at_close": terminate_buffer,
-                  "producer.before_give_back": terminate_producers}  # fmt: skip
+        orders = {
+            "buffer.at_reseed": flush,
+            "buffer.after_reseed": flush,
+            "buffer.at_close": terminate_buffer,
+            "producer.before_give_back": terminate_producers,
+        }
         while missing := set(DATA_PLANE) - fired():
             assert time.monotonic() < deadline, f"never passed: {missing}\n{plant.tail()}"
             for order in {orders[name] for name in missing & orders.keys()} if missing <= orders.keys() else ():

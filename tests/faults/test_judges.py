@@ -30,9 +30,12 @@ def make_hard(plant: Plant, every: int) -> None:
     """Every so many rows are of the source that the second judge is for."""
     path = Path(plant.config.data.path)
     lines = path.read_text().splitlines()
-    path.write_text("".join(
-        line.replace('"toy"', '"hard"' if number % every == 0 else '"toy"') + "\n" for number, line in enumerate(lines)
-    ))  # fmt: skip
+    path.write_text(
+        "".join(
+            line.replace('"toy"', '"hard"' if number % every == 0 else '"toy"') + "\n"
+            for number, line in enumerate(lines)
+        )
+    )
 
 
 def assert_judged(plant: Plant) -> tuple[int, int]:
@@ -55,8 +58,9 @@ def assert_judged(plant: Plant) -> tuple[int, int]:
 @pytest.mark.timeout(180)
 def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path, figure: Any) -> None:
     extra = (TWO, 'judge=[{name="deep", retries=0}]', "reward_workers.retries=0", "reward_workers.batch_samples=4")
-    with Plant(tmp_path, steps=2000, rewards=2, judges={"deep": 2}, rewards_code=REWARDS.format(deep=0.01),
-               extra=extra) as plant:  # fmt: skip
+    with Plant(
+        tmp_path, steps=2000, rewards=2, judges={"deep": 2}, rewards_code=REWARDS.format(deep=0.01), extra=extra
+    ) as plant:
         make_hard(plant, 2)
         late = ("reward-1", "reward-deep-1")
         plant.start(*(name for name in plant.roles if name not in late))
@@ -64,8 +68,10 @@ def test_reward_workers_that_join_and_are_killed_are_not_noticed(tmp_path: Path,
         for name in late:
             plant.begin(name)
         for name in late:
-            plant.wait(f"an answer of {name}", lambda name=name: any(
-                line["worker"] == name for line in plant.history("judged")))  # fmt: skip
+            plant.wait(
+                f"an answer of {name}",
+                lambda name=name: any(line["worker"] == name for line in plant.history("judged")),
+            )
         for number in range(4):
             at = len(plant.history("judged"))
             plant.wait("some scores", lambda at=at: len(plant.history("judged")) > at + 6)
@@ -88,10 +94,16 @@ def test_a_judge_that_is_too_slow_holds_up_no_longer_than_the_policy_says(tmp_pa
     waited for `late_timeout_s` and dropped; the rest is trained meanwhile.
     """
     slow_s, steps = 2.0, 12
-    extra = (TWO, 'judge=[{name="deep", batch_samples=2, timeout_s=20}]', "buffer.late_timeout_s=0.5",
-             "data.shuffle=false", "buffer.max_staleness=2")  # fmt: skip
-    with Plant(tmp_path, steps=steps, judges={"deep": 1}, rewards_code=REWARDS.format(deep=slow_s),
-               extra=extra) as plant:  # fmt: skip
+    extra = (
+        TWO,
+        'judge=[{name="deep", batch_samples=2, timeout_s=20}]',
+        "buffer.late_timeout_s=0.5",
+        "data.shuffle=false",
+        "buffer.max_staleness=2",
+    )
+    with Plant(
+        tmp_path, steps=steps, judges={"deep": 1}, rewards_code=REWARDS.format(deep=slow_s), extra=extra
+    ) as plant:
         make_hard(plant, 8)
         plant.start()
         plant.wait("a step", lambda: plant.committed() >= 1)
@@ -105,5 +117,7 @@ def test_a_judge_that_is_too_slow_holds_up_no_longer_than_the_policy_says(tmp_pa
         assert found.over_bound == 0 and set(found.dropped) <= {"late"} and not found.dead
         assert len({line["g"] for line in plant.history("drop")} & hard) >= 2, "the policy had to act"
         assert took < one_by_one, f"the learner waited for the judge: {took:.0f} s, its work is {one_by_one:.0f} s"
-        figure(f"{steps} steps in {took:.0f} s beside a judge that needs {one_by_one:.0f} s for its {len(hard)} "
-               f"groups; dropped {found.dropped}")  # fmt: skip
+        figure(
+            f"{steps} steps in {took:.0f} s beside a judge that needs {one_by_one:.0f} s for its {len(hard)} "
+            f"groups; dropped {found.dropped}"
+        )

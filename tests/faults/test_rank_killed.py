@@ -50,9 +50,13 @@ def launched(lab: Lab) -> Iterator[subprocess.Popen[bytes]]:
     """`asyncrl launch learner` for the lab's run."""
     with (lab.run.logs / "launcher.log").open("ab") as log:
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", "launch", "learner", str(lab.run.config)], cwd=ROOT, stdout=log,
-            stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "asyncrl", "launch", "learner", str(lab.run.config)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
     try:
         yield launcher
     finally:

@@ -1,6 +1,6 @@
 """What must hold in every state and at every transition of the search; each check is written from docs/staleness.md.
 
-Called by `model_world`. They read rows (groups, batches), not the indexes that decisions use.
+They read rows (groups, batches), not the indexes that decisions use.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def check_loss(before: Groups, after: Groups, numbers: list[int]) -> None:
 def check_tokens(book: Groups, message: Samples, number: int) -> None:
     """Answers under another token than that of the lease change nothing."""
     for token in (message.token - 1, 0):
-        other = Samples(
-            message.producer, number, token, message.samples, {}, (), "", 1, rewards=message.rewards
-        )  # fmt: skip
+        other = Samples(message.producer, number, token, message.samples, {}, (), "", 1, rewards=message.rewards)
         if book.samples(other, checksum=8, invalid=str, keep=_never, now=0.0).accepted:
             raise Violation(f"a sample of group {number} was taken under token {token}, leased is {message.token}")
 

@@ -1,6 +1,6 @@
 """Wrong rules, each a small change of the real code: the search must find every one of them, or it proves nothing.
 
-Called by `test_model_mutants`. `NAIVE` is the rule of the counter-example of docs/staleness.md; the others break one
+`NAIVE` is the rule of the counter-example of docs/staleness.md; the others break one
 decision each. A mutant names the case in which the search finds it.
 """
 
@@ -226,9 +226,7 @@ class AnyTokenWillDo(Groups):
     def samples(self, head: Samples, **more: Any) -> SamplesReply:
         group = self.groups.get(head.group)
         if group is not None and group.state == State.LEASED and group.token:
-            head = Samples(
-                head.producer, head.group, group.token, head.samples, {}, (), "", 1, rewards=head.rewards
-            )  # fmt: skip
+            head = Samples(head.producer, head.group, group.token, head.samples, {}, (), "", 1, rewards=head.rewards)
         return super().samples(head, **more)
 
 

@@ -1,7 +1,6 @@
 """Exhaustive search over all interleavings, breadth first: the first violation found is one of the shortest.
 
-Called by `test_model_search` and, by hand, as `python tests/model/model_search.py`, which prints the table of
-docs/staleness.md. Guarantees:
+Guarantees:
 1. every state that can be reached is visited once, every transition out of it is made and checked;
 2. a violation comes with the trace from the start;
 3. liveness: from every state a step can be committed (with `total`: the run can be completed) by what healthy parties

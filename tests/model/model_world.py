@@ -1,8 +1,9 @@
 """One step of every party, from any state of the real state machine: what the exhaustive search explores.
 
-Called by `model_search`. A state is the rows that the store holds, and what the parties outside know: the version of
+A state is the rows that the store holds, and what the parties outside know: the version of
 each engine, the version that each lease was begun with, the newest durable checkpoint. A transition loads the rows into
-a new `buffers.groups.machine.Groups` (so the buffer service is restarted between any two of them), makes one call, and applies
+a new `buffers.groups.machine.Groups` (so the buffer service is restarted between any two of them), makes one call,
+and applies
 the changes. Guarantees:
 1. decisions are those of the class that is handed in, normally `Groups` itself: nothing of it is written again here;
 2. `moves` yields every call that a party can make, except those that provably change nothing;
@@ -74,11 +75,20 @@ class Case(NamedTuple):
     def settings(self) -> Settings:
         """What decisions read."""
         return Settings(
-            group_size=self.size, batch_groups=self.batch, max_staleness=self.eta, depth=self.depth,
-            total_groups=self.total or ENDLESS, on_late=self.on_late, max_reissue=self.reissue, max_reuse=self.reuse,
-            late_timeout_s=10.0, max_failed_groups=ENDLESS, max_poison_rate=1.0, max_filtered_rate=1.1,
+            group_size=self.size,
+            batch_groups=self.batch,
+            max_staleness=self.eta,
+            depth=self.depth,
+            total_groups=self.total or ENDLESS,
+            on_late=self.on_late,
+            max_reissue=self.reissue,
+            max_reuse=self.reuse,
+            late_timeout_s=10.0,
+            max_failed_groups=ENDLESS,
+            max_poison_rate=1.0,
+            max_filtered_rate=1.1,
             judges=() if self.judges == 1 else JUDGES,
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         numbers = f"B={self.batch} G={self.size} eta={self.eta} depth={self.depth} producers={self.producers}"
@@ -203,24 +213,43 @@ class World:
                 groups.append((group.state, deadline, places.get(number), uses, group.max_uses))
                 continue
             samples = sorted(
-                (s.oldest - base, s.reward is None, *((judge, one.reward is None, one.failures)
-                                                     for judge, one in sorted(s.judged.items())))
+                (
+                    s.oldest - base,
+                    s.reward is None,
+                    *((judge, one.reward is None, one.failures) for judge, one in sorted(s.judged.items())),
+                )
                 for s in group.samples.values()
-            )  # fmt: skip
+            )
             begun = node.begun[number] - base if number in node.begun else None
-            kept = sorted((index, one.oldest - base, one.token == group.token)
-                          for index, one in group.underway.items())  # fmt: skip
+            kept = sorted((index, one.oldest - base, one.token == group.token) for index, one in group.underway.items())
             groups.append(
-                (group.state, min(group.attempt, case.reissue), group.bound, deadline, seats.get(group.holder), begun,
-                 places.get(number), samples, group.max_uses, kept)
-            )  # fmt: skip
+                (
+                    group.state,
+                    min(group.attempt, case.reissue),
+                    group.bound,
+                    deadline,
+                    seats.get(group.holder),
+                    begun,
+                    places.get(number),
+                    samples,
+                    group.max_uses,
+                    kept,
+                )
+            )
         batches = [(step - base, len(batch.groups)) for step, batch in sorted(book.batches.items())]
         settings = (book.settings.max_staleness, book.settings.depth) if case.tunes else ()
         ended = min(len(book.ended), case.counted)
         return _encode(
-            (book.meta.version - base, [party[:3] for party in parties], groups, batches,
-             node.saved[0] - base, settings, ended)
-        )  # fmt: skip
+            (
+                book.meta.version - base,
+                [party[:3] for party in parties],
+                groups,
+                batches,
+                node.saved[0] - base,
+                settings,
+                ended,
+            )
+        )
 
     def _matters(self, group: Group) -> bool:
         """It is not done: a decision may still look at more of it than that it is in its batch."""
@@ -332,7 +361,7 @@ class World:
                 rewards = {} if self.case.scored else {index: reward}
                 heads = (SampleHead(index, 1, "stop", ((version, 1),)),)
                 message = Samples(name, number, group.token, heads, {}, (), "{}", 1, rewards=rewards)
-                keep = lambda: Record(1, 0, 1, 1, 9)
+                keep = lambda: Record(1, 0, 1, 1, 9)  # noqa: E731
                 check_tokens(other, message, number)
                 reply = other.samples(message, checksum=9, invalid=str, keep=keep, now=0.0)
                 if reply.accepted != (index,):

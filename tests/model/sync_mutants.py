@@ -1,6 +1,6 @@
 """Wrong rules of weight sync, each a small change of the real code: the search must find every one of them.
 
-Called by `test_sync_mutants` and `test_sync_stateful`. A mutant names the case in which the search finds it, and words
+A mutant names the case in which the search finds it, and words
 of what it sees.
 """
 
@@ -137,9 +137,16 @@ class RelayWithoutLimit(Rounds):
     def scene(self, now: float) -> Scene:
         scene = super().scene(now)
         return Scene(
-            scene.config, scene.target, scene.offers, scene.hops, scene.members, scene.together, {},
-            scene.publisher_silent, now,
-        )  # fmt: skip
+            scene.config,
+            scene.target,
+            scene.offers,
+            scene.hops,
+            scene.members,
+            scene.together,
+            {},
+            scene.publisher_silent,
+            now,
+        )
 
 
 class PublisherGivenUp(Rounds):

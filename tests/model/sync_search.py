@@ -1,6 +1,6 @@
 """Exhaustive search over all interleavings of small weight-sync systems, breadth first.
 
-Called by `test_sync_search` and, by hand, as `python tests/model/sync_search.py`. Guarantees:
+Guarantees:
 1. every state that can be reached is visited once, every move out of it is made and checked;
 2. a violation comes with the trace from the start, one of the shortest;
 3. liveness twice: from every state a state where everybody serves the target can be reached without failures and

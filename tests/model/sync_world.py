@@ -1,7 +1,8 @@
 """The world around the weight-sync state machine: receivers, a learner and a network, as moves that a search can make.
 
-Called by `sync_search` and `test_sync_stateful`. The real `Rounds` decides; around it stands what `weightsync.main`,
-`weightsync.receiver.receiver` and `weightsync.publisher.publisher` do, without bytes: a member holds a version and a digest, or nothing.
+The real `Rounds` decides; around it stands what `weightsync.main`,
+`weightsync.receiver.receiver` and `weightsync.publisher.publisher` do, without bytes: a member holds a version and a
+digest, or nothing.
 Moves with a cost are failures (a message lost, doubled or delayed, a crash, wrong bytes, a failed transfer); the others
 are what healthy parties do in any order. Time passes in seconds, at any moment; a copy of a
 message is late by no more than `member_timeout_s`. Every promise is checked at every move,
@@ -229,9 +230,7 @@ class World:
         processes[name] = process
         return node._replace(processes=processes, faults=node.faults - fault)
 
-    def poll(
-        self, node: Node, name: str, *, again: bool = False, copy: bool = False, lost: bool = False
-    ) -> Node:  # fmt: skip
+    def poll(self, node: Node, name: str, *, again: bool = False, copy: bool = False, lost: bool = False) -> Node:
         node = self._fork(node)
         process = node.processes[name]
         message = process.poll if again else None
@@ -250,11 +249,23 @@ class World:
         pending = process.pending
         state = "prepared" if pending is not None else "serving" if process.version >= 0 else "joining"
         return MemberPoll(
-            name, process.pid, self.host(name), "f", state, process.version,
-            pending.digest if pending is not None else process.digest, process.round, 2.0, HOLD, process.plan,
-            process.error, self._encodings(), f"at-{name}-{process.pid}" if process.version >= 0 else "",
-            max(orders, default=0) + 1, process.base,
-        )  # fmt: skip
+            name,
+            process.pid,
+            self.host(name),
+            "f",
+            state,
+            process.version,
+            pending.digest if pending is not None else process.digest,
+            process.round,
+            2.0,
+            HOLD,
+            process.plan,
+            process.error,
+            self._encodings(),
+            f"at-{name}-{process.pid}" if process.version >= 0 else "",
+            max(orders, default=0) + 1,
+            process.base,
+        )
 
     def _encodings(self) -> tuple[str, ...]:
         if self.case.adapter:
@@ -389,7 +400,7 @@ class World:
         base = BaseOffer(BASE, ways, PLAN.tensors) if self.case.adapter else None
         published = rounds.publish(
             Publish("learner", learner.epoch, newest, ways, PLAN.tensors, hops, base), now=node.now
-        )  # fmt: skip
+        )
         node = self._learn(node, told=True, round=published.round)
         return self.advance(node)
 
@@ -412,9 +423,7 @@ class World:
         processes = {name: one._replace(held=False, answer=None) for name, one in node.processes.items()}
         rounds = self.kind(self.config, generation=generation)
         rounds._numbers = node.rounds._numbers
-        return node._replace(
-            rounds=rounds, processes=processes, copies=(), faults=node.faults - 1, failed=frozenset()
-        )  # fmt: skip
+        return node._replace(rounds=rounds, processes=processes, copies=(), faults=node.faults - 1, failed=frozenset())
 
     def tick(self, node: Node) -> Node:
         node = self._fork(node)._replace(now=node.now + 1.0)
@@ -457,10 +466,12 @@ class World:
     def _check_source(self, node: Node, name: str, answer: Instruction) -> None:
         rounds = node.rounds
         pulls = [
-            member.name for member in rounds.members.values()
-            if member.part is not None and not member.part.whole
+            member.name
+            for member in rounds.members.values()
+            if member.part is not None
+            and not member.part.whole
             and (member.part.way.transport, member.part.way.source) == ("stream", answer.source)
-        ]  # fmt: skip
+        ]
         if self.case.fanout and len(pulls) > self.case.fanout:
             raise Violation(f"{answer.source} serves {pulls} at once")
         if answer.source == "learner":
@@ -512,10 +523,13 @@ class World:
             return False
         proved = (target.manifest.version, target.manifest.digest)
         return all(
-            one.alive and (one.version, one.digest) == proved and one.job is None
-            and name in rounds.members and rounds.state_of(rounds.members[name]) is State.SERVING
+            one.alive
+            and (one.version, one.digest) == proved
+            and one.job is None
+            and name in rounds.members
+            and rounds.state_of(rounds.members[name]) is State.SERVING
             for name, one in node.processes.items()
-        )  # fmt: skip
+        )
 
     def _learner_done(self, node: Node) -> bool:
         learner, target = node.learner, node.rounds.target
@@ -571,7 +585,7 @@ def clone(rounds: Rounds) -> Rounds:
     if formation is not None:
         new._formation = Formation(
             _round(copies, formation.round), formation.generation, formation.ranks, formation.hops
-        )  # fmt: skip
+        )
     return new
 
 
@@ -627,20 +641,35 @@ def key(node: Node) -> tuple[Any, ...]:
     return (
         tuple(_member_key(name, node, rank, group, orders) for name in node.processes),
         tuple(
-            (rank[number], round_.state, round_.target.manifest.digest, max(0.0, round_.until - now),
-             tuple(sorted((name, bool(part.result), part.committed) for name, part in round_.parts.items())))
+            (
+                rank[number],
+                round_.state,
+                round_.target.manifest.digest,
+                max(0.0, round_.until - now),
+                tuple(sorted((name, bool(part.result), part.committed) for name, part in round_.parts.items())),
+            )
             for number, round_ in rounds.rounds.items()
         ),
         (rank[rounds.current.number], rounds.current.state, tuple(rounds.current.parts)) if rounds.current else None,
-        rounds.target.manifest.digest if rounds.target else None, rounds.epoch, rounds.committed,
+        rounds.target.manifest.digest if rounds.target else None,
+        rounds.epoch,
+        rounds.committed,
         tuple(sorted((name, until - now) for name, until in rounds._together.items())),
         (rank[formation.round.number], group[formation.generation]) if formation is not None else None,
         min(now - rounds._heard, SILENT_S + 1),
-        (node.learner.alive, node.learner.epoch, tuple(one.digest for one in node.learner.staged), node.learner.told,
-         rank[node.learner.round], group[node.learner.leading], group[node.learner.sent]),
+        (
+            node.learner.alive,
+            node.learner.epoch,
+            tuple(one.digest for one in node.learner.staged),
+            node.learner.told,
+            rank[node.learner.round],
+            group[node.learner.leading],
+            group[node.learner.sent],
+        ),
         tuple((copy.member, orders[copy.member].index(copy.order), _poll_key(copy, rank)) for copy in node.copies),
-        node.faults, node.failed,
-    )  # fmt: skip
+        node.faults,
+        node.failed,
+    )
 
 
 def _poll_key(poll: MemberPoll, rank: dict[int, int]) -> tuple[Any, ...]:
@@ -649,7 +678,7 @@ def _poll_key(poll: MemberPoll, rank: dict[int, int]) -> tuple[Any, ...]:
 
 def _member_key(
     name: str, node: Node, rank: dict[int, int], group: dict[int, int], orders: dict[str, list[int]]
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     process, member = node.processes[name], node.rounds.members.get(name)
     seen = {copy.order for copy in node.copies if copy.member == name}
     if process.poll is not None:
@@ -668,22 +697,56 @@ def _member_key(
         return here
     part, now = member.part, node.now
     return (
-        *here, member.pid, member.version, member.digest, member.base, order.index(member.order), member.unsure,
+        *here,
+        member.pid,
+        member.version,
+        member.digest,
+        member.base,
+        order.index(member.order),
+        member.unsure,
         member.reported,
-        rank[member.round_reported], member.received_digest if member.reported == "prepared" else "", member.has_plan,
-        min(now - member.last_seen, SILENT_S + 1), member.dead, tuple(sorted(member.shunned)), member.whole_only,
-        bool(member.error), max(0.0, member.retry_at - now), member.relay,
-        (rank[part.round.number], part.way.transport, part.way.source, part.way.hops, part.deadline - now, part.whole,
-         part.committing, group[part.generation], part.rank, part.world_size) if part is not None else None,
-    )  # fmt: skip
+        rank[member.round_reported],
+        member.received_digest if member.reported == "prepared" else "",
+        member.has_plan,
+        min(now - member.last_seen, SILENT_S + 1),
+        member.dead,
+        tuple(sorted(member.shunned)),
+        member.whole_only,
+        bool(member.error),
+        max(0.0, member.retry_at - now),
+        member.relay,
+        (
+            rank[part.round.number],
+            part.way.transport,
+            part.way.source,
+            part.way.hops,
+            part.deadline - now,
+            part.whole,
+            part.committing,
+            group[part.generation],
+            part.rank,
+            part.world_size,
+        )
+        if part is not None
+        else None,
+    )
 
 
 def _told(answer: Instruction | None, rank: dict[int, int], group: dict[int, int]) -> tuple[Any, ...] | None:
     if answer is None:
         return None
     digest = answer.manifest.digest if answer.manifest is not None else ""
-    return (answer.action, rank[answer.round], digest, answer.version, answer.transport, answer.source, answer.address,
-            bool(answer.hops), group[answer.generation])  # fmt: skip
+    return (
+        answer.action,
+        rank[answer.round],
+        digest,
+        answer.version,
+        answer.transport,
+        answer.source,
+        answer.address,
+        bool(answer.hops),
+        group[answer.generation],
+    )
 
 
 EXPECTED = (Violation, AsyncRLError, KeyError, AssertionError)

@@ -47,19 +47,37 @@ class System(RuleBasedStateMachine):
     kind: type[Groups] = Groups
 
     @initialize(
-        eta=st.integers(0, 4), depth=st.integers(0, 4), batch=st.integers(1, 4), size=st.integers(1, 3),
-        on_late=st.sampled_from(["wait", "drop"]), reissue=st.integers(0, 3), reuse=st.sampled_from([1, 1, 2]),
-        more=st.sampled_from([0, 0, 1, 2]), total=st.integers(5, 24),
-    )  # fmt: skip
-    def begin(
+        eta=st.integers(0, 4),
+        depth=st.integers(0, 4),
+        batch=st.integers(1, 4),
+        size=st.integers(1, 3),
+        on_late=st.sampled_from(["wait", "drop"]),
+        reissue=st.integers(0, 3),
+        reuse=st.sampled_from([1, 1, 2]),
+        more=st.sampled_from([0, 0, 1, 2]),
+        total=st.integers(5, 24),
+    )
+    def begin(  # noqa: PLR0917
         self, eta: int, depth: int, batch: int, size: int, on_late: Any, reissue: int, reuse: int, more: int, total: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.base = Settings(
-            group_size=size, batch_groups=batch, max_staleness=eta, depth=min(depth, eta), total_groups=total,
-            on_late=on_late, late_timeout_s=20.0, max_reissue=reissue, lease_timeout_s=6.0, reward_retries=1,
-            max_failed_groups=9999, max_poison_rate=1.0, max_filtered_rate=1.1, max_reuse=reuse, over_issue=more,
+            group_size=size,
+            batch_groups=batch,
+            max_staleness=eta,
+            depth=min(depth, eta),
+            total_groups=total,
+            on_late=on_late,
+            late_timeout_s=20.0,
+            max_reissue=reissue,
+            lease_timeout_s=6.0,
+            reward_retries=1,
+            max_failed_groups=9999,
+            max_poison_rate=1.0,
+            max_filtered_rate=1.1,
+            max_reuse=reuse,
+            over_issue=more,
             judges=(JudgeRule("", 1), JudgeRule("deep", 2)) if total % 2 else (),
-        )  # fmt: skip
+        )
         self.book = self.fresh(1)
         self.now, self.numbers, self.rows = 0.0, 0, {}
         self.engines = dict.fromkeys(PRODUCERS, 0)
@@ -401,10 +419,15 @@ class System(RuleBasedStateMachine):
 def profile(examples: int, steps: int, *, fixed: bool) -> settings:
     """Fixed: the same schedules in every run."""
     return settings(
-        max_examples=examples, stateful_step_count=steps, derandomize=fixed, deadline=None, database=None,
-        suppress_health_check=list(HealthCheck), print_blob=True,
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=fixed,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
         phases=(Phase.generate, Phase.shrink) if not fixed else (Phase.generate,),
-    )  # fmt: skip
+    )
 
 
 def test_larger_systems_under_any_schedule(figure: Callable[[str], None]) -> None:

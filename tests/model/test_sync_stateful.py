@@ -31,17 +31,29 @@ class System(RuleBasedStateMachine):
     kind: type[Rounds] = Rounds
 
     @initialize(
-        transport=st.sampled_from(["stream", "stream", "auto", "collective", "local"]), members=st.integers(2, 4),
-        fanout=st.integers(0, 2), carries=st.sampled_from(["full", "delta", "adapter"]), place=st.integers(0, 2),
+        transport=st.sampled_from(["stream", "stream", "auto", "collective", "local"]),
+        members=st.integers(2, 4),
+        fanout=st.integers(0, 2),
+        carries=st.sampled_from(["full", "delta", "adapter"]),
+        place=st.integers(0, 2),
         spread=st.booleans(),
-    )  # fmt: skip
-    def begin(self, transport: str, members: int, fanout: int, carries: str, place: int, spread: bool) -> None:
+    )
+    def begin(self, transport: str, members: int, fanout: int, carries: str, place: int, spread: bool) -> None:  # noqa: PLR0917
         spread = spread and transport != "local"
         place = 0 if carries == "adapter" else place
         case = Case(
-            transport, members, 5, 1 << 20, (), fanout, carries == "delta", place > 0, place > 1, spread,
+            transport,
+            members,
+            5,
+            1 << 20,
+            (),
+            fanout,
+            carries == "delta",
+            place > 0,
+            place > 1,
+            spread,
             carries == "adapter",
-        )  # fmt: skip
+        )
         self.world = World(case, self.kind)
         self.node = self.world.start()
 
@@ -112,10 +124,16 @@ def schedules(kind: type[Rounds], *, examples: int) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=30, deadline=None, database=None, derandomize=True,
-            suppress_health_check=list(HealthCheck), phases=[Phase.generate], print_blob=False,
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+            print_blob=False,
         ),
-    )  # fmt: skip
+    )
 
 
 def test_schedules_of_larger_systems(figure: Callable[[str], None]) -> None:

@@ -39,13 +39,44 @@ from asyncrl.runtime.run_dir import RunDir, endpoint
 GROWTH_BYTES = 40 << 20  # of a service, after a fifth of the frames
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = (
-    -1, -2, -(2**31), -(2**63), 0, 1, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
-)  # fmt: skip
+    -1,
+    -2,
+    -(2**31),
+    -(2**63),
+    0,
+    1,
+    7,
+    255,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 FLOATS = (math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e308, -1e308, 5e-324, 0.5)
 TEXTS = (
-    "", "\0", "x" * 3000, "../../../etc/passwd", "\u202e\u00fc\U0001f600", "{", "[" * 3000, '{"a":', "null", "[]",
-    "{}", '{"max_staleness":-1}', "producer-0", "learner", "full", "1e999", "NaN", '{"data_source":1}',
-)  # fmt: skip
+    "",
+    "\0",
+    "x" * 3000,
+    "../../../etc/passwd",
+    "\u202e\u00fc\U0001f600",
+    "{",
+    "[" * 3000,
+    '{"a":',
+    "null",
+    "[]",
+    "{}",
+    '{"max_staleness":-1}',
+    "producer-0",
+    "learner",
+    "full",
+    "1e999",
+    "NaN",
+    '{"data_source":1}',
+)
 BYTES = (b"", b"\xff", b"\x93\x01", b"x" * 5000)
 
 
@@ -76,8 +107,10 @@ def hostile(value: Any, hint: Any, dice: random.Random, *, rate: float = 0.3) ->
         return tuple(dice.choice(((), items * 2, items * 40 if len(items) < 9 else items, items[::-1])))
     if isinstance(value, dict):
         key_hint, item_hint = (*kinds, str, float)[:2]
-        pairs = {hostile(key, key_hint, dice, rate=rate): hostile(item, item_hint, dice, rate=rate)
-                 for key, item in value.items()}  # fmt: skip
+        pairs = {
+            hostile(key, key_hint, dice, rate=rate): hostile(item, item_hint, dice, rate=rate)
+            for key, item in value.items()
+        }
         return {} if dice.random() < rate / 2 else pairs
     if dice.random() > rate:
         return value
@@ -97,8 +130,10 @@ def hostile_message(message: wire.Message, dice: random.Random, *, rate: float =
     hints = typing.get_type_hints(type(message))
     names = message.__struct_fields__
     certain = dice.choice(names) if names else ""
-    changes = {name: hostile(getattr(message, name), hints[name], dice, rate=1.0 if name == certain else rate)
-               for name in names}  # fmt: skip
+    changes = {
+        name: hostile(getattr(message, name), hints[name], dice, rate=1.0 if name == certain else rate)
+        for name in names
+    }
     return msgspec.structs.replace(message, **changes)
 
 
@@ -185,8 +220,17 @@ def _frame(frames: list[bytearray], at: int, dice: random.Random) -> None:
 
 
 INJURIES: tuple[Callable[[list[bytearray], int, random.Random], None], ...] = (
-    _flip, _flip, _flip, _cut, _insert, _bomb, _nest, _text, _swap, _frame,
-)  # fmt: skip
+    _flip,
+    _flip,
+    _flip,
+    _cut,
+    _insert,
+    _bomb,
+    _nest,
+    _text,
+    _swap,
+    _frame,
+)
 
 
 def fitting(message: Any, facts: dict[str, Any], dice: random.Random) -> Any:
@@ -196,22 +240,34 @@ def fitting(message: Any, facts: dict[str, Any], dice: random.Random) -> Any:
     if not isinstance(message, msgspec.Struct):
         return message
     changes = {name: facts[name] for name in message.__struct_fields__ if name in facts and dice.random() < 0.9}
-    nested = {name: fitting(getattr(message, name), facts, dice) for name in message.__struct_fields__
-              if isinstance(getattr(message, name), (msgspec.Struct, tuple))}  # fmt: skip
+    nested = {
+        name: fitting(getattr(message, name), facts, dice)
+        for name in message.__struct_fields__
+        if isinstance(getattr(message, name), (msgspec.Struct, tuple))
+    }
     return msgspec.structs.replace(message, **(nested | changes))
 
 
 def attacks(
-    seed: int, *, damaged: float = 0.5, kind: int = wire.REQUEST, facts: Callable[[], dict[str, Any]] = dict,
+    seed: int,
+    *,
+    damaged: float = 0.5,
+    kind: int = wire.REQUEST,
+    facts: Callable[[], dict[str, Any]] = dict,
     kinds: Sequence[type] = (),
-) -> Iterator[list[bytes]]:  # fmt: skip
+) -> Iterator[list[bytes]]:
     """Frames without end: damaged ones, and whole ones with hostile values in otherwise fitting messages."""
     dice = random.Random(seed)
     known = [message for message in examples() if not kinds or isinstance(message, tuple(kinds))]
     for request in itertools.count(1):
         if request % 500 == 1:  # made once, hurt often
-            pool = [frames_of(fitting(one, facts(), dice), [dice.randbytes(size)] * (size > 0), request=request + at,
-                              kind=kind) for at, one in enumerate(known) for size in (0, 140)]  # fmt: skip
+            pool = [
+                frames_of(
+                    fitting(one, facts(), dice), [dice.randbytes(size)] * (size > 0), request=request + at, kind=kind
+                )
+                for at, one in enumerate(known)
+                for size in (0, 140)
+            ]
         if dice.random() < damaged:
             frames = dice.choice(pool)
             yield mutated(frames, dice) if frames else [b""]
@@ -314,9 +370,12 @@ class Live:
         module = {"buffer": "buffers.main", "weightsync": "weightsync.main"}[role]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(self.run.config)], cwd=ROOT, stdout=log, stderr=log,
+                [sys.executable, "-m", module, "--config", str(self.run.config)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+            )
         self.asker = Requester(endpoint(self.config, role), keys=self.keys.for_joining(), resend_s=2.0)
         self._thrower = Requester(endpoint(self.config, role), keys=self.keys.for_joining())._socket  # as it is
         self.sent = 0

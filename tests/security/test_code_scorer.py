@@ -102,8 +102,17 @@ def test_tricks_earn_nothing(sandbox: Sandbox, response: str, truth: Any) -> Non
     assert passed(sandbox, response, truth) == 0.0
 
 
-@pytest.mark.parametrize("truth", ["no tests", {"inputs": []}, {"inputs": [1], "outputs": []}, 7, [], {"inputs": ["x"],
-                                   "outputs": [1], "fn_name": "f"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "no tests",
+        {"inputs": []},
+        {"inputs": [1], "outputs": []},
+        7,
+        [],
+        {"inputs": ["x"], "outputs": [1], "fn_name": "f"},
+    ],
+)
 def test_a_truth_without_tests_is_an_error(sandbox: Sandbox, truth: Any) -> None:
     with pytest.raises(ValueError, match=r"ground truth|inputs for"):
         passed(sandbox, "x = 1", truth)

@@ -141,9 +141,15 @@ def test_only_the_learners_manifest_is_genuine(tmp_path: Path) -> None:
     for wrong in (MANIFEST, signed(MANIFEST, others), msgspec.structs.replace(manifest, signature="\u00fc")):
         assert not is_genuine(wrong, join)
     other_values = {
-        "version": 4, "plan": "other", "bucket_bytes": (65,), "bucket_digests": ("x",), "digest": "x",
-        "encoding": "adapter", "base": "b", "adapter": "{}",
-    }  # fmt: skip
+        "version": 4,
+        "plan": "other",
+        "bucket_bytes": (65,),
+        "bucket_digests": ("x",),
+        "digest": "x",
+        "encoding": "adapter",
+        "base": "b",
+        "adapter": "{}",
+    }
     assert {*other_values, "signature"} == set(wire.Manifest.__struct_fields__), "every field is covered"
     for name, value in other_values.items():
         assert not is_genuine(msgspec.structs.replace(manifest, **{name: value}), join), name

@@ -57,8 +57,9 @@ def there() -> Iterator[list[str]]:
 
 def status_from(there: list[str], run: Any, *words: str) -> subprocess.CompletedProcess[str]:
     command = [*there, sys.executable, "-m", "asyncrl", "status", "--connect", f"tcp://{HERE}:{BUFFER}", *words]
-    return subprocess.run(command, env=run.environment(), cwd=run.folder, capture_output=True, text=True, timeout=60,
-                          check=False)  # fmt: skip
+    return subprocess.run(
+        command, env=run.environment(), cwd=run.folder, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def producers_of(run: Any) -> set[str]:
@@ -71,10 +72,13 @@ def wide(run: Any) -> list[str]:
     (run.folder / "stranger").mkdir()
     write_keys(run.folder / "stranger" / "server.key")
     settings = [
-        f"network.buffer=tcp://0.0.0.0:{BUFFER}", f"network.weightsync=tcp://0.0.0.0:{SYNC}",
-        f"network.key_file={run.folder / 'server.key'}", f"weightsync.stream_host={HERE}", "producers.count=1",
+        f"network.buffer=tcp://0.0.0.0:{BUFFER}",
+        f"network.weightsync=tcp://0.0.0.0:{SYNC}",
+        f"network.key_file={run.folder / 'server.key'}",
+        f"weightsync.stream_host={HERE}",
+        "producers.count=1",
         "learner.steps=2000",
-    ]  # fmt: skip
+    ]
     return [word for setting in settings for word in ("--set", setting)]
 
 
@@ -96,9 +100,17 @@ def test_a_producer_of_another_host_works_for_the_run(run: Any, there: list[str]
     run.wait("step 1", lambda: 1 in run.steps())
     join = run.folder / "join.key"
     elsewhere = [
-        "--connect", f"tcp://{HERE}:{BUFFER}", "--key", str(join), "--set", f"run.dir={run.folder / 'elsewhere'}",
-        "--set", "producers.count=1", "--set", f"weightsync.stream_host={THERE}",
-    ]  # fmt: skip
+        "--connect",
+        f"tcp://{HERE}:{BUFFER}",
+        "--key",
+        str(join),
+        "--set",
+        f"run.dir={run.folder / 'elsewhere'}",
+        "--set",
+        "producers.count=1",
+        "--set",
+        f"weightsync.stream_host={THERE}",
+    ]
     command = [*there, sys.executable, "-m", "asyncrl", "launch", "producers", str(run.config), *elsewhere]
     log = run.folder / "there.log"
     with log.open("w") as output:

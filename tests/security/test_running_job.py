@@ -25,8 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 def test_the_scan_sees_what_is_open() -> None:
     """And says which of it others can reach."""
-    with socket.create_server(("0.0.0.0", 0)) as wide, socket.create_server(("127.0.0.1", 0)) as narrow, \
-            socket.create_server(("::", 0), family=socket.AF_INET6) as wide6:  # fmt: skip
+    with (
+        socket.create_server(("0.0.0.0", 0)) as wide,
+        socket.create_server(("127.0.0.1", 0)) as narrow,
+        socket.create_server(("::", 0), family=socket.AF_INET6) as wide6,
+    ):
         found = {one.port: one for one in listeners({os.getpid()})}
         ports = [each.getsockname()[1] for each in (wide, narrow, wide6)]
     assert [found[port].loopback for port in ports] == [False, True, False]

@@ -1,6 +1,6 @@
 """The workers around the buffer, as the simulator plays them: producers and reward workers.
 
-Called by `sim_world`. Each life is a generator for `sim_net.Process`; all messages are the real ones of `asyncrl.wire`.
+Each life is a generator for `sim_net.Process`; all messages are the real ones of `asyncrl.wire`.
 """
 
 from __future__ import annotations
@@ -253,9 +253,16 @@ class Producer:
         if world.own_rewards:
             rewards = {head.index: reward_of(text) for head, text in zip(heads, responses, strict=True)}
         message = wire.Samples(
-            self.process.name, lease.group, lease.token, tuple(heads), digests, fields, "{}", 1,
+            self.process.name,
+            lease.group,
+            lease.token,
+            tuple(heads),
+            digests,
+            fields,
+            "{}",
+            1,
             rewards=rewards,
-        )  # fmt: skip
+        )
         return message, payload
 
 

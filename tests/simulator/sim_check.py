@@ -1,6 +1,6 @@
 """The checker: what a run did, seen from the weights and from the wire, without the state machine's own counters.
 
-Called by the simulator's world and learner. Guarantees (each has the name under which a violation is reported):
+Guarantees (each has the name under which a violation is reported):
 `bound`     no token of a handed-out batch is older than its group's own bound allows;
 `content`   every sample of a batch is whole: the bytes that a producer made for it, scored by their own reward;
 `short`     every group of a batch has all its samples, every batch the groups that are due to it;
@@ -85,8 +85,11 @@ class Checker:
                     self.leases[lease.group] = lease.token
         elif kind is wire.SamplesReply:
             if message.accepted and asked.token < self.leases.get(asked.group, 0):
-                self.fail("obeyed", f"samples of group {asked.group} under token {asked.token} were accepted, the "
-                          f"lease is {self.leases[asked.group]}")  # fmt: skip
+                self.fail(
+                    "obeyed",
+                    f"samples of group {asked.group} under token {asked.token} were accepted, the "
+                    f"lease is {self.leases[asked.group]}",
+                )
         elif kind is wire.Registered:
             self._registered(ask, message)
         elif isinstance(asked, LEARNER_MESSAGES):
@@ -101,8 +104,10 @@ class Checker:
         if isinstance(message, wire.Refused | wire.NotYet):
             return
         if asked.epoch < self.epoch:
-            self.fail("obeyed", f"{type(asked).__name__} of learner epoch {asked.epoch} was obeyed, the registered one "
-                      f"is {self.epoch}")  # fmt: skip
+            self.fail(
+                "obeyed",
+                f"{type(asked).__name__} of learner epoch {asked.epoch} was obeyed, the registered one is {self.epoch}",
+            )
         if isinstance(message, wire.Batch):
             self._handed_out(message)
         elif isinstance(asked, wire.Commit):
@@ -126,8 +131,9 @@ class Checker:
                 self.fail("replay", f"step {batch.step} was {[*before]}, now it is {[*groups]}")
             gone = set(before) - set(groups) - self.dead - self.world.ended_ids()
             if gone and self.world.max_reuse == 1:  # a used one may leave its last batch and stay trained
-                self.fail("replay", f"step {batch.step} was {[*before]}, now it is {[*groups]}: {gone} left without a "
-                          "reason")  # fmt: skip
+                self.fail(
+                    "replay", f"step {batch.step} was {[*before]}, now it is {[*groups]}: {gone} left without a reason"
+                )
         self.recorded[batch.step] = groups
 
     def _registered(self, ask: Ask, message: wire.Registered) -> None:
@@ -135,9 +141,13 @@ class Checker:
         first = self.learner
         now = self.world.clock.now
         if (
-            first is not None and first is not process and first.alive and not asked.takeover
-            and message.epoch > self.epoch and now - self.heard <= 5.0
-        ):  # fmt: skip
+            first is not None
+            and first is not process
+            and first.alive
+            and not asked.takeover
+            and message.epoch > self.epoch
+            and now - self.heard <= 5.0
+        ):
             self.fail("second", f"{process.name} was registered {now - self.heard:.1f} s after a word of {first.name}")
         owner = self.epochs.setdefault(message.epoch, process)
         if owner is not process:
@@ -266,5 +276,7 @@ class Checker:
         known = {e.id for e in groups.ended.values() if e.reason in ("payload_lost", "poison:simulated")}
         buried = len(told) + len(known.difference(told))  # one may die twice, in two pasts
         if world.strict_places and not 0 <= missing <= buried:
-            self.fail("places", f"{missing} of {world.steps} * {world.batch_groups} places are empty, {buried} groups "
-                      "died in a batch")  # fmt: skip
+            self.fail(
+                "places",
+                f"{missing} of {world.steps} * {world.batch_groups} places are empty, {buried} groups died in a batch",
+            )

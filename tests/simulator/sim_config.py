@@ -1,7 +1,4 @@
-"""The configuration of a schedule: one file, read once, with what differs between schedules replaced.
-
-Called by `sim_world`.
-"""
+"""The configuration of a schedule: one file, read once, with what differs between schedules replaced."""
 
 from __future__ import annotations
 
@@ -29,9 +26,17 @@ weightsync = "tcp://127.0.0.1:2"
 
 @lru_cache(maxsize=4096)
 def config_of(
-    *, group_size: int, batch: int, eta: int, depth: int, on_late: str, steps: int, reissue: int, max_reuse: int,
+    *,
+    group_size: int,
+    batch: int,
+    eta: int,
+    depth: int,
+    on_late: str,
+    steps: int,
+    reissue: int,
+    max_reuse: int,
     judges: bool = False,
-) -> Config:  # fmt: skip
+) -> Config:
     """The configuration of a schedule."""
     config = _base()
     replace = msgspec.structs.replace
@@ -42,11 +47,17 @@ def config_of(
         config,
         sampling=replace(config.sampling, group_size=group_size),
         buffer=replace(
-            config.buffer, batch_groups=batch, max_staleness=eta, pipeline_depth=depth, on_late=on_late,
-            late_timeout_s=8.0, max_reissue=reissue, max_reuse=max_reuse,
+            config.buffer,
+            batch_groups=batch,
+            max_staleness=eta,
+            pipeline_depth=depth,
+            on_late=on_late,
+            late_timeout_s=8.0,
+            max_reissue=reissue,
+            max_reuse=max_reuse,
         ),
         learner=replace(config.learner, steps=steps),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """What outlives a process in the simulator: the store's medium, the segment files, the history; with crash semantics.
 
-Called by `sim_world`. `Medium` is the database server (or file), `SimStore` one service's connection to it: the
+`Medium` is the database server (or file), `SimStore` one service's connection to it: the
 interface of `buffers.stores.base.Store`. `Files` are the segment files, `SimSegments` one service's view of them: the
 interface of `buffers.payloads.segments.Segments`. Guarantees:
 1. a change set is applied as a whole or not at all; a bomb (`Files.bomb`, `Medium.bomb`) kills before or after it;
@@ -197,10 +197,11 @@ class SimSegments:
             del files.written[key]
         newest = max((record.segment for record in records if record.segment < GUEST), default=0)
         self.damaged = [
-            record for record in records
+            record
+            for record in records
             if (record.segment, record.offset) not in files.written
             or ((record.segment == newest or record.segment >= GUEST) and not self._intact(record))
-        ]  # fmt: skip
+        ]
         files.last += 1
         self._number = files.last
 

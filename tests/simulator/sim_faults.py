@@ -1,6 +1,6 @@
 """The faults of whole processes and of the store, and the plan that spreads them over a run.
 
-Called by `sim_world`. Each fault is a function of the world that says whether it hit something. The faults of single
+Each fault is a function of the world that says whether it hit something. The faults of single
 messages are those of `sim_net`.
 """
 
@@ -293,10 +293,15 @@ def goodbye_of_a_stranger(world: World) -> bool:
     stranger = Process(world.net, role="stranger", name="x", pid=0)
 
     def life() -> Task:
-        yield Ask(world.rng.choice([
-            wire.Goodbye(world.check.epoch - 1, True), wire.Checkpointed(world.check.epoch - 1, world.steps),
-            wire.Commit(world.check.epoch - 1, world.check.committed + 1, world.check.committed + 1),
-        ]))  # fmt: skip
+        yield Ask(
+            world.rng.choice(
+                [
+                    wire.Goodbye(world.check.epoch - 1, True),
+                    wire.Checkpointed(world.check.epoch - 1, world.steps),
+                    wire.Commit(world.check.epoch - 1, world.check.committed + 1, world.check.committed + 1),
+                ]
+            )
+        )
 
     stranger.start(life())
     return True
@@ -337,8 +342,19 @@ FAULTS: dict[str, Callable[[World], bool]] = {
 
 #: Messages behind which the windows lie in which the learner knows more than the buffer, or the other way round.
 WINDOWS = (wire.Register, wire.Claim, wire.Commit, wire.Quarantine, wire.LedgerRequest, wire.Checkpointed)
-IN_WINDOWS = ("roll_back", "flush_all", "power_loss", "kill_buffer", "kill_learner", "zombie_learner", "takeover",
-              "older_checkpoint", "stop_learner", "kill_after_write", "kill_before_write")  # fmt: skip
+IN_WINDOWS = (
+    "roll_back",
+    "flush_all",
+    "power_loss",
+    "kill_buffer",
+    "kill_learner",
+    "zombie_learner",
+    "takeover",
+    "older_checkpoint",
+    "stop_learner",
+    "kill_after_write",
+    "kill_before_write",
+)
 
 
 def ambushes_of(world: World, number: int) -> dict[type[wire.Message], tuple[int, str]]:

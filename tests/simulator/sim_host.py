@@ -1,6 +1,6 @@
 """The services of the simulator: the buffer's process around the real `BufferService`, and a weight service.
 
-Called by `sim_world`. `Host` is one buffer process: its inbox, its drains and ticks, its death. `Weights` keeps what
+`Host` is one buffer process: its inbox, its drains and ticks, its death. `Weights` keeps what
 matters here of the weight service: the target, and the fence of learner epochs.
 """
 

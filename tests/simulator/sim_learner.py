@@ -1,6 +1,6 @@
 """The learner, as the simulator plays it: the calls and the order of `learners.loop` and `learners.rank_zero`.
 
-Called by `sim_world`. Its "weights" are its lineage: for every step the groups that were folded in, with a digest over
+Its "weights" are its lineage: for every step the groups that were folded in, with a digest over
 all that came before, so that two learners with the same weights have the same digest. Its account of the ledger is the
 real one (`learners.ledger_account`).
 """

@@ -1,7 +1,7 @@
 """Mutants of the real code: each takes one guard away (a pair takes two that back each other up); the simulator must
 catch every one of them: `python tests/simulator/sim_mutants.py`.
 
-Called by the tests. `MUTANTS` and `PAIRS` map a name to the patches (object, attribute, new value); `hunt` runs
+`MUTANTS` and `PAIRS` map a name to the patches (object, attribute, new value); `hunt` runs
 schedules under one of them until a promise is seen broken, and says after how many and by which check.
 """
 
@@ -321,8 +321,9 @@ def _hunt(job: tuple[str, int]) -> tuple[str, int, str]:
 
 def told(found: list[tuple[str, int, str]]) -> str:
     """One line for each."""
-    return "\n".join(f"{'SURVIVED' if not count else f'caught after {count:4d}'}  {name}: {why[:110]}"
-                     for name, count, why in found)  # fmt: skip
+    return "\n".join(
+        f"{'SURVIVED' if not count else f'caught after {count:4d}'}  {name}: {why[:110]}" for name, count, why in found
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Virtual time, processes and an unreliable network for the simulator.
 
-Called by `sim_world` and `sim_actors`. A process runs tasks, which are generators: they yield a number (seconds to
+A process runs tasks, which are generators: they yield a number (seconds to
 sleep) or an `Ask` (a request to the buffer) and get its answer, or `Unavailable` thrown in. Guarantees:
 1. all order comes from one heap and one `random.Random`: the same seed gives the same run;
-2. a request is sent again until it is answered or its deadline passes, with the same number, as `asyncrl.net.sockets` does;
+2. a request is sent again until it is answered or its deadline passes, with the same number, as `asyncrl.net.sockets`
+   does;
 3. messages are lost, doubled, flipped and delayed past later ones only while `World.faulty` says so, and each such
    fault is counted only where it changed what somebody saw;
 4. a process that is paused (SIGSTOP) gets everything that was meant for it when it goes on; a killed one nothing.

@@ -1,6 +1,6 @@
 """Many schedules, on several processes, and what they found: `python tests/simulator/sim_run.py --schedules 20000`.
 
-Called by the tests, `make chaos` and by hand. A schedule that breaks a promise is printed with its seed and the end of
+A schedule that breaks a promise is printed with its seed and the end of
 its trace; `--seed N` runs that one again, with its whole trace.
 """
 
@@ -80,8 +80,14 @@ def campaign(*, first: int, schedules: int, processes: int, part: int = 250) -> 
             failures += failed
     took = time.monotonic() - started
     faults = sum(number for kind, number in hits.items() if kind not in NOT_FAULTS)
-    return {"schedules": done, "faults": faults, "hits": hits, "seen": seen, "failures": sorted(failures),
-            "took_s": took}  # fmt: skip
+    return {
+        "schedules": done,
+        "faults": faults,
+        "hits": hits,
+        "seen": seen,
+        "failures": sorted(failures),
+        "took_s": took,
+    }
 
 
 def told(result: dict[str, Any]) -> str:

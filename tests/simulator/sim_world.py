@@ -1,6 +1,5 @@
 """One schedule: a whole run of the system under a fault plan, all of it from one seed.
 
-Called by `sim_run` and the tests: `run(seed)` gives what was hit, or raises `Violation`, the trace in `World.trace`.
 The service is the real one, opened by the real `buffers.main.open_service`, on the simulated disk of `sim_disk`; the
 processes around it are those of `sim_actors`; `sim_check` watches. Guarantees:
 1. virtual time only: nothing waits, nothing is read from or written to a disk;
@@ -81,10 +80,16 @@ class World:
         self.max_reuse = pick([1, 1, 1, 2])
         self.two_judges = random.Random(f"judges of {seed}").random() < 0.3  # the other schedules stay as they were
         self.config = config_of(
-            group_size=self.group_size, batch=self.batch_groups, eta=self.eta, depth=rng.randint(0, self.eta),
-            on_late=self.on_late, max_reuse=self.max_reuse, steps=self.steps, reissue=pick([1, 3]),
+            group_size=self.group_size,
+            batch=self.batch_groups,
+            eta=self.eta,
+            depth=rng.randint(0, self.eta),
+            on_late=self.on_late,
+            max_reuse=self.max_reuse,
+            steps=self.steps,
+            reissue=pick([1, 3]),
             judges=self.two_judges,
-        )  # fmt: skip
+        )
         self.may_exceed = self.on_late == "train"
         self.strict_places = self.max_reuse == 1
         self.bounds = {self.eta}
@@ -106,9 +111,11 @@ class World:
         self.odds = self._odds()
         hurry = rng.choice((0.5, 1.0, 1.5))
         self.net = Network(
-            self.clock, rng, encoded=0.1,
+            self.clock,
+            rng,
+            encoded=0.1,
             rates={"lost": 0.05 * hurry, "doubled": 0.07 * hurry, "delayed": 0.07 * hurry, "flipped": 0.02 * hurry},
-        )  # fmt: skip
+        )
         self.net.hits = self.hits
         self.net.note = self.note if keep_trace else None
         self.check = Checker(self)
@@ -135,9 +142,11 @@ class World:
     def _odds(self) -> dict[str, float]:
         rng = self.rng
         return {
-            "poison": rng.choice((0.0, 0.0, 0.02)), "reward_raised": rng.choice((0.0, 0.05)),
-            "quarantine": rng.choice((0.0, 0.0, 0.05)), "stale_tokens": rng.choice((0.0, 0.05)),
-        }  # fmt: skip
+            "poison": rng.choice((0.0, 0.0, 0.02)),
+            "reward_raised": rng.choice((0.0, 0.05)),
+            "quarantine": rng.choice((0.0, 0.0, 0.05)),
+            "stale_tokens": rng.choice((0.0, 0.05)),
+        }
 
     # ------------------------------------------------------------ small things
 
@@ -200,9 +209,15 @@ class World:
     @contextmanager
     def wired(self) -> Iterator[None]:
         """The real `open_service` on the simulated disk and clock."""
-        names = {"Segments": self._segments, "History": self._history, "time": self, "process_gone": self._gone,
-                 "BufferService": self._service, "write_atomic": self._write,
-                 "_last_epoch": self._last_epoch}  # fmt: skip
+        names = {
+            "Segments": self._segments,
+            "History": self._history,
+            "time": self,
+            "process_gone": self._gone,
+            "BufferService": self._service,
+            "write_atomic": self._write,
+            "_last_epoch": self._last_epoch,
+        }
         before = {name: getattr(server_module, name) for name in names}
         log = desk_module.MetricsLog
         for name, value in names.items():

@@ -45,8 +45,9 @@ def environment(rig: Rig) -> dict[str, str]:
 def tell(rig: Rig, folder: Path, points: list[tuple[int, dict[str, float]]]) -> str:
     """A process that makes the tracker, tells it and ends; what it printed."""
     command = [sys.executable, "-c", TELL, rig.name, str(folder), SECRET, json.dumps(points)]
-    done = subprocess.run(command, env=environment(rig), cwd=folder, capture_output=True, text=True, timeout=120,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        command, env=environment(rig), cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -65,8 +66,12 @@ def test_values_arrive_under_their_step_and_a_run_goes_on(rig: Rig, tmp_path: Pa
     score = "val-core/add/reward/mean@4"
     said = tell(rig, tmp_path, [(1, {"health/lag_mean": 0.5, score: 0.25}), (2, {"health/lag_mean": 1.5})])
     said += tell(rig, tmp_path, [(2, {"health/lag_mean": 1.75}), (3, {"health/lag_mean": 2.0})])
-    wanted = {("health/lag_mean", 1): 0.5, (name_there(rig, score), 1): 0.25, ("health/lag_mean", 2): 1.75,
-              ("health/lag_mean", 3): 2.0}  # fmt: skip
+    wanted = {
+        ("health/lag_mean", 1): 0.5,
+        (name_there(rig, score), 1): 0.25,
+        ("health/lag_mean", 2): 1.75,
+        ("health/lag_mean", 3): 2.0,
+    }
     if not REAL[rig.name]:
         assert standin_told(tmp_path) == wanted
         lines = standin_lines(tmp_path)

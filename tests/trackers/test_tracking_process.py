@@ -87,8 +87,9 @@ class Lab:
 
     def start(self) -> Tracking:
         following = Following(self.run, positions=positions_of(self.state))
-        return Tracking(following, make=self.server.make, name="t", state=self.state, say=self.said.append,
-                        clock=lambda: self.now)  # fmt: skip
+        return Tracking(
+            following, make=self.server.make, name="t", state=self.state, say=self.said.append, clock=lambda: self.now
+        )
 
 
 @pytest.fixture
@@ -112,9 +113,14 @@ def test_a_point_holds_what_everybody_said_when_its_step_ended(lab: Lab) -> None
     assert lab.tracking.look()
     assert lab.server.told == [1, 1]
     assert lab.server.values[0] == {
-        "health/lag_mean": 0.5, "learning/reward/exact": 0.25, "health/version": 1.0, "faults/dropped": 3.0,
-        "health/ready": 5.0, "speed/round_s": 0.25, "speed/producer/busy_share": 0.75,
-    }  # fmt: skip
+        "health/lag_mean": 0.5,
+        "learning/reward/exact": 0.25,
+        "health/version": 1.0,
+        "faults/dropped": 3.0,
+        "health/ready": 5.0,
+        "speed/round_s": 0.25,
+        "speed/producer/busy_share": 0.75,
+    }
     assert lab.server.values[1] == {"val-core/add/acc/pass@4/mean": 0.75, "faults/evaluation_missing": 1.0}
 
 
@@ -185,8 +191,9 @@ def test_the_identity_is_made_once_per_folder(tmp_path: Path) -> None:
 def start(run: RunDir, fails: Path) -> subprocess.Popen[str]:
     [plan] = onlookers(parse(run.config.read_text()), config_path=run.config)
     env = {**environment(RIGS[3]), "STANDIN_FAILS": str(fails), "PYTHONPATH": f"{STANDINS}:{ROOT}"}
-    return subprocess.Popen(plan.argv, env=env, cwd=run.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True)  # fmt: skip
+    return subprocess.Popen(
+        plan.argv, env=env, cwd=run.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_for(what: object, *, limit_s: float = 60.0) -> None:
@@ -232,13 +239,15 @@ def test_a_run_ends_well_with_trackers_that_hang_crash_or_are_missing(tmp_path: 
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(99)"
     )
     plans = [
-        plan("learner", "learner", "import time; time.sleep(4)"), plan("tracker", "tracker-hangs", hangs),
+        plan("learner", "learner", "import time; time.sleep(4)"),
+        plan("tracker", "tracker-hangs", hangs),
         plan("tracker", "tracker-crashes", "raise SystemExit(70)", restarts=1),
         plan("tracker", "tracker-missing", "raise SystemExit(2)", restarts=5),
-    ]  # fmt: skip
+    ]
     said: list[str] = []
-    outcome = Supervisor(plans, logs=tmp_path / "logs", say=lambda name, line: said.append(f"{name}: {line}"),
-                         grace=Grace(other_s=1.0)).run()  # fmt: skip
+    outcome = Supervisor(
+        plans, logs=tmp_path / "logs", say=lambda name, line: said.append(f"{name}: {line}"), grace=Grace(other_s=1.0)
+    ).run()
     assert (outcome.code, outcome.reason) == (0, "done")
     assert outcome.given_up == {"tracker-crashes": 70, "tracker-missing": 2}
     assert outcome.restarts == {"tracker-crashes": 1} and math.isfinite(outcome.wall_s)

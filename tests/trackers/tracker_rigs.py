@@ -38,9 +38,11 @@ def _trackio(folder: Path) -> Told:
 
 
 RIGS = [
-    Rig("wandb", None, "WANDB_API_KEY"), Rig("mlflow", _mlflow, "MLFLOW_TRACKING_TOKEN"),
-    Rig("swanlab", None, "SWANLAB_API_KEY"), Rig("trackio", _trackio, "HF_TOKEN"),
-]  # fmt: skip
+    Rig("wandb", None, "WANDB_API_KEY"),
+    Rig("mlflow", _mlflow, "MLFLOW_TRACKING_TOKEN"),
+    Rig("swanlab", None, "SWANLAB_API_KEY"),
+    Rig("trackio", _trackio, "HF_TOKEN"),
+]
 
 
 def is_real(name: str) -> bool:

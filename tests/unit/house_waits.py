@@ -16,9 +16,17 @@ LIMITS = {"timeout", "timeout_s", "timeout_ms", "socket_timeout"}
 BARE = {"join", "wait", "communicate", "get", "acquire", "recv", "recv_multipart", "recv_string", "accept", "readline"}
 #: Calls that need a limit by name, whatever else they are given.
 NAMED = {
-    "init_process_group", "new_group", "monitored_barrier", "TCPStore", "create_connection", "urlopen", "Redis",
-    "from_url", "UnixDomainSocketConnection", "StrictRedis",
-}  # fmt: skip
+    "init_process_group",
+    "new_group",
+    "monitored_barrier",
+    "TCPStore",
+    "create_connection",
+    "urlopen",
+    "Redis",
+    "from_url",
+    "UnixDomainSocketConnection",
+    "StrictRedis",
+}
 RUNS = {"run", "call", "check_call", "check_output"}
 FOREVER = {("signal", "pause"), ("signal", "sigwait"), ("os", "wait"), ("", "input")}
 
@@ -29,9 +37,10 @@ def unbounded(source: str) -> list[str]:
     finder = _Finder()
     finder.visit(ast.parse(source))
     return [
-        f"line {node.lineno}: {what}" for node, what in finder.found
+        f"line {node.lineno}: {what}"
+        for node, what in finder.found
         if not any(re.search(r"# .*bounded: \w", line) for line in _places(lines, node))
-    ]  # fmt: skip
+    ]
 
 
 def _places(lines: list[str], node: ast.expr) -> list[str]:

@@ -31,8 +31,9 @@ def pessimistic(ratio: float, gain: float, low: float, high: float) -> float:
     return max(-gain * ratio, -gain * clip(ratio, 1 - low, 1 + high))
 
 
-def ppo(row: Row, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
-        delta: float | None = None) -> list[float]:  # fmt: skip
+def ppo(
+    row: Row, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None, delta: float | None = None
+) -> list[float]:
     found = []
     for t in row:
         ratio = math.exp(t.now - t.proximal)
@@ -103,8 +104,9 @@ def gmpo(row: Row, clip_low: float = 0.4, clip_high: float = 0.4) -> list[float]
     return [-gain * math.exp(logs / len(row))] * len(row)
 
 
-def vespo(row: Row, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0,
-          lambda_neg: float = 2.0) -> list[float]:  # fmt: skip
+def vespo(
+    row: Row, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
+) -> list[float]:
     log_w = sum(t.still - t.proximal + math.log(t.weight) for t in row if t.weight)
     log_w = clip(log_w, math.log(1e-8), 20)
     found = []
@@ -121,8 +123,9 @@ def topr(row: Row) -> list[float]:
 
 
 def kl_cov(row: Row, ratio: float = 2e-4, coeff: float = 0.1) -> list[float]:
-    return [t.weight * (-t.gain * math.exp(t.now - t.proximal) + t.chosen * coeff * abs(t.now - t.proximal))
-            for t in row]  # fmt: skip
+    return [
+        t.weight * (-t.gain * math.exp(t.now - t.proximal) + t.chosen * coeff * abs(t.now - t.proximal)) for t in row
+    ]
 
 
 def clip_cov(row: Row, clip_low: float = 0.2, clip_high: float = 0.2) -> list[float]:
@@ -131,6 +134,20 @@ def clip_cov(row: Row, clip_low: float = 0.2, clip_high: float = 0.2) -> list[fl
 
 FORMULAS: dict[str, Formula] = {
     name: globals()[name]
-    for name in ("ppo", "reinforce", "cispo", "aipo", "sapo", "dppo_tv", "dppo_kl", "dro", "gspo", "gmpo", "vespo",
-                 "topr", "kl_cov", "clip_cov")
-}  # fmt: skip
+    for name in (
+        "ppo",
+        "reinforce",
+        "cispo",
+        "aipo",
+        "sapo",
+        "dppo_tv",
+        "dppo_kl",
+        "dro",
+        "gspo",
+        "gmpo",
+        "vespo",
+        "topr",
+        "kl_cov",
+        "clip_cov",
+    )
+}

@@ -1,6 +1,6 @@
 """Inputs of one case as tensors, in the type of the run and with NaN outside the mask where the run is poisoned.
 
-Called by the rows of `reference_table`. Example: `inputs.flat("log_prob")` is the `[S, T]` list of the case as `[N]`.
+Example: `inputs.flat("log_prob")` is the `[S, T]` list of the case as `[N]`.
 """
 
 from __future__ import annotations

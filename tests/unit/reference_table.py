@@ -1,6 +1,6 @@
 """From the id of a function in a case file to a call of ours: `(params, inputs) -> outputs by name`.
 
-Called by `test_reference_cases`. A row returns at least the outputs that the case expects, gradients included; shapes
+A row returns at least the outputs that the case expects, gradients included; shapes
 are compared after reshaping to the expected one.
 """
 
@@ -77,9 +77,12 @@ def length_adaptive_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 
 def vtrace_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     rollouts = rollouts_of(
-        inputs, values=inputs.real("values"), bootstrap=inputs.maybe("bootstrap_value"),
-        proximal=inputs.real("target_log_prob"), behaviour=inputs.real("behav_log_prob"),
-    )  # fmt: skip
+        inputs,
+        values=inputs.real("values"),
+        bootstrap=inputs.maybe("bootstrap_value"),
+        proximal=inputs.real("target_log_prob"),
+        behaviour=inputs.real("behav_log_prob"),
+    )
     found = gae.vtrace(rollouts, **params)
     return {"advantages": found.advantages, "value_targets": found.returns}
 
@@ -110,17 +113,23 @@ def controller_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 
 def kl_penalty_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     found = rewards.kl_penalty(
-        inputs.real("token_level_scores"), inputs.real("old_log_prob"), inputs.real("ref_log_prob"), inputs.mask(),
-        coeff=params["coef"], kind=params["kind"],
-    )  # fmt: skip
+        inputs.real("token_level_scores"),
+        inputs.real("old_log_prob"),
+        inputs.real("ref_log_prob"),
+        inputs.mask(),
+        coeff=params["coef"],
+        kind=params["kind"],
+    )
     return {"token_level_rewards": found.rewards, "current_kl": found.kl}
 
 
 def overlong_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
-    return {"penalty": [
-        rewards.overlong_penalty(torch.tensor([length]), max_len=limit, buffer_len=buffer, factor=factor)[0]
-        for length, limit, buffer, factor in inputs["length_maxlen_buffer_factor"]
-    ]}  # fmt: skip
+    return {
+        "penalty": [
+            rewards.overlong_penalty(torch.tensor([length]), max_len=limit, buffer_len=buffer, factor=factor)[0]
+            for length, limit, buffer, factor in inputs["length_maxlen_buffer_factor"]
+        ]
+    }
 
 
 ESTIMATORS: dict[str, Row] = {
@@ -179,9 +188,14 @@ def piece_of(
     """The share of some rows `[S, T]`; without a scale factor it is the padded width."""
     numbers = torch.arange(mask.shape[0])[:, None].expand(mask.shape).flatten()
     return aggregation.aggregate(
-        found.flatten(), mask.flatten(), numbers, mode=params.get("mode") or params["agg"], denominators=counts,
-        loss_scale_factor=params.get("loss_scale_factor") or mask.shape[1], ranks=ranks,
-    )  # fmt: skip
+        found.flatten(),
+        mask.flatten(),
+        numbers,
+        mode=params.get("mode") or params["agg"],
+        denominators=counts,
+        loss_scale_factor=params.get("loss_scale_factor") or mask.shape[1],
+        ranks=ranks,
+    )
 
 
 def whole(found: Tensor, params: Params, inputs: Inputs) -> Tensor:
@@ -194,8 +208,10 @@ def whole(found: Tensor, params: Params, inputs: Inputs) -> Tensor:
 def loss_inputs(inputs: Inputs) -> LossInputs:
     """Those of a loss: a policy that the case does not have is NaN."""
     current = inputs.flat("log_prob").requires_grad_()
-    others = (inputs.flat(name) if name in inputs else torch.full_like(current.detach(), torch.nan)
-              for name in ("old_log_prob", "behav_log_prob"))  # fmt: skip
+    others = (
+        inputs.flat(name) if name in inputs else torch.full_like(current.detach(), torch.nan)
+        for name in ("old_log_prob", "behav_log_prob")
+    )
     return LossInputs(current, *others, inputs.flat("advantages"), inputs.mask().flatten(), inputs.sequences())
 
 
@@ -209,12 +225,17 @@ def loss_row(function: Callable[..., TokenLoss], agg: str | None = None, **names
         loss = whole(found.loss, {"agg": agg or params["agg"]}, inputs)
         loss.backward()
         return {
-            "loss": loss, "grad_log_prob": seen.current.grad, "selected": found.clipped,
+            "loss": loss,
+            "grad_log_prob": seen.current.grad,
+            "selected": found.clipped,
             "clipfrac": tensors.masked_mean(found.clipped, seen.mask),
             "approx_kl": tensors.masked_mean(losses.approx_kl(seen), seen.mask),
-            **({} if found.dual_clipped is None
-               else {"clipfrac_lower": tensors.masked_mean(found.dual_clipped, seen.mask)}),
-        }  # fmt: skip
+            **(
+                {}
+                if found.dual_clipped is None
+                else {"clipfrac_lower": tensors.masked_mean(found.dual_clipped, seen.mask)}
+            ),
+        }
 
     return row
 
@@ -234,15 +255,18 @@ def aggregate_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 def distributed_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     found, mask, ranks = inputs.real("loss"), inputs.mask(), inputs["rank_microbatch_rows"]
     counts = aggregation.Denominators(int(params["batch_num_tokens"]), int(params["global_batch_size"]))
-    pieces = [[piece_of(found[rows], params, mask=mask[rows], counts=counts, ranks=params["dp_size"])
-               for rows in of_rank] for of_rank in ranks]  # fmt: skip
+    pieces = [
+        [piece_of(found[rows], params, mask=mask[rows], counts=counts, ranks=params["dp_size"]) for rows in of_rank]
+        for of_rank in ranks
+    ]
     return {"piece_losses": pieces, "mean_over_ranks_of_sum_over_microbatches": sum(map(sum, pieces)) / len(pieces)}
 
 
 def value_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     predictions, mask = inputs.real("vpreds").requires_grad_(), inputs.mask()
-    found = values.value_loss(predictions, inputs.real("values"), inputs.real("returns"), mask,
-                              cliprange=params["cliprange"])  # fmt: skip
+    found = values.value_loss(
+        predictions, inputs.real("values"), inputs.real("returns"), mask, cliprange=params["cliprange"]
+    )
     loss = whole(found.loss, params, inputs)
     loss.backward()
     return {"loss": loss, "grad_vpreds": predictions.grad, "clipfrac": tensors.masked_mean(found.clipped, mask)}
@@ -253,8 +277,9 @@ def from_logits(params: Params, inputs: Inputs) -> tuple[Tensor, Tensor]:
     logits = inputs.rows("logits")
     ids = inputs.whole("token_ids") if "token_ids" in inputs else torch.zeros(logits.shape[:-1], dtype=torch.int64)
     head = torch.eye(logits.shape[-1], dtype=logits.dtype)
-    return chunked_logprobs(logits.flatten(0, -2), head, ids.flatten(), temperature=params.get("temperature", 1.0),
-                            chunk_tokens=4)  # fmt: skip
+    return chunked_logprobs(
+        logits.flatten(0, -2), head, ids.flatten(), temperature=params.get("temperature", 1.0), chunk_tokens=4
+    )
 
 
 def positive_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
@@ -277,9 +302,13 @@ def of_pairs(found: preference.PairLoss, chosen: Tensor, rejected: Tensor) -> Ma
     loss = found.loss.mean()
     loss.backward()
     return {
-        "loss": loss, "grad_chosen": chosen.grad, "grad_rejected": rejected.grad, "reward_chosen": found.reward_chosen,
-        "reward_rejected": found.reward_rejected, "accuracy": found.correct.double().mean(),
-    }  # fmt: skip
+        "loss": loss,
+        "grad_chosen": chosen.grad,
+        "grad_rejected": rejected.grad,
+        "reward_chosen": found.reward_chosen,
+        "reward_rejected": found.reward_rejected,
+        "accuracy": found.correct.double().mean(),
+    }
 
 
 def dpo_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
@@ -302,8 +331,9 @@ def sppo_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     current, mask = inputs.flat("log_prob").requires_grad_(), inputs.mask()
     scores = inputs.rows("winrate" if "winrate" in inputs else "rewards")
     targets = preference.sppo_targets(scores, target=params["target"], softmean_beta=params["softmean_beta"])
-    rows = preference.sppo(current, inputs.flat("old_log_prob"), mask.flatten(), inputs.sequences(), targets,
-                           eta=params["eta"])  # fmt: skip
+    rows = preference.sppo(
+        current, inputs.flat("old_log_prob"), mask.flatten(), inputs.sequences(), targets, eta=params["eta"]
+    )
     loss = rows.sum() / mask.any(-1).sum()
     loss.backward()
     return {"loss": loss, "grad_log_prob": current.grad}
@@ -388,17 +418,24 @@ def rejection_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 def sequence_mask_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     mask = inputs.mask()
     keep = rejection.sequence_mask(
-        inputs.flat("log_prob"), inputs.flat("behav_log_prob"), inputs.per_token("seq_advantages"), mask.flatten(),
-        inputs.sequences(), delta=params["delta"],
-    )  # fmt: skip
+        inputs.flat("log_prob"),
+        inputs.flat("behav_log_prob"),
+        inputs.per_token("seq_advantages"),
+        mask.flatten(),
+        inputs.sequences(),
+        delta=params["delta"],
+    )
     return {"keep": (keep.reshape(mask.shape) == mask).all(-1)}
 
 
 def m2po_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     found = corrections.m2po(
-        inputs.flat("prox_log_prob"), inputs.flat("behav_log_prob"), inputs.mask().flatten(), inputs.sequences(),
+        inputs.flat("prox_log_prob"),
+        inputs.flat("behav_log_prob"),
+        inputs.mask().flatten(),
+        inputs.sequences(),
         threshold=params["threshold"],
-    )  # fmt: skip
+    )
     return {"mask": found.keep}
 
 
@@ -406,8 +443,12 @@ def offpolicy_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     seen = train_and_rollout(inputs)
     lags = torch.zeros(inputs.mask().shape[0], dtype=torch.int64)
     found = metrics.table_metrics(metrics.correction_table(*seen, lags=lags))
-    names = {"k3_kl": "kl_behaviour", "train_ppl": "proximal_ppl", "rollout_ppl": "behaviour_ppl",
-             "ess_token": "ess_ratio"}  # fmt: skip
+    names = {
+        "k3_kl": "kl_behaviour",
+        "train_ppl": "proximal_ppl",
+        "rollout_ppl": "behaviour_ppl",
+        "ess_token": "ess_ratio",
+    }
     return {**found, **{theirs: found[ours] for theirs, ours in names.items()}}
 
 
@@ -418,9 +459,12 @@ def ess_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
 
 def loglinear_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
     found = corrections.prox_loglinear(
-        inputs.flat("behav_log_prob"), inputs.flat("log_prob"), inputs.whole("versions").flatten(),
-        inputs.mask().flatten(), **params,
-    )  # fmt: skip
+        inputs.flat("behav_log_prob"),
+        inputs.flat("log_prob"),
+        inputs.whole("versions").flatten(),
+        inputs.mask().flatten(),
+        **params,
+    )
     return {"prox_log_prob": found}
 
 
@@ -453,8 +497,9 @@ def staleness_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:
         tokens = torch.tensor(versions)
         ages = staleness.staleness(tokens, tokens >= 0, torch.zeros_like(tokens), current_version=current)
         found.append((ages.newest, ages.oldest, ages.span))
-    return {name: list(column) for name, column in zip(("newest", "oldest", "span"), zip(*found, strict=True),
-                                                       strict=True)}  # fmt: skip
+    return {
+        name: list(column) for name, column in zip(("newest", "oldest", "span"), zip(*found, strict=True), strict=True)
+    }
 
 
 def staleness_weight_row(params: Params, inputs: Inputs) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ class ServiceLab:
         self.now = 1000.0
         config = parse(TOML.format(dir=folder / "run"))
         self.run = RunDir(config.run_dir).create()
-        clocked = lambda config, **parts: BufferService(config, clock=lambda: self.now, **parts)
+        clocked = lambda config, **parts: BufferService(config, clock=lambda: self.now, **parts)  # noqa: E731
         monkeypatch.setattr(server, "BufferService", clocked)
         self.service = server.open_service(config, server.open_store(config, lambda: False))
         self.ask(wire.Register("learner", 1, "h", 0, "", False, "", {0: "d0"}), request=1)

@@ -1,4 +1,5 @@
-"""A whole training step without a model: `learners.step.resilient_step` over a table of logits, on ranks that are threads.
+"""A whole training step without a model: `learners.step.resilient_step` over a table of logits, on ranks that are
+threads.
 
 Used by `test_step_invariance`. The policy is a bigram table plus a table of positions, so that a wrong row, a wrong
 position or a token of the neighbouring sequence changes the result; the critic is two tables of numbers. Both compute
@@ -50,12 +51,18 @@ def lab_batch(step: int, *, groups: int = 6, size: int = 4, greedy: bool = False
             mask = (rng.random(length) < (0.0 if rng.random() < 0.2 else 0.8)).astype(np.uint8)
             parts = {"exact": float(rng.integers(0, 3)) / 2, "form": float(rng.random())}
             old = int(rng.integers(0, length + 1))
-            samples.append(a_sample(
-                index, rng.integers(0, VOCABULARY, length), -2.5 + rng.normal(size=length).astype(np.float32) / 2,
-                sum(parts.values()), mask=mask, parts=parts,
-                runs=tuple((version, n) for version, n in ((step + 1, old), (step + 3, length - old)) if n),
-                finish="length" if rng.random() < 0.3 else "stop",
-            ))  # fmt: skip
+            samples.append(
+                a_sample(
+                    index,
+                    rng.integers(0, VOCABULARY, length),
+                    -2.5 + rng.normal(size=length).astype(np.float32) / 2,
+                    sum(parts.values()),
+                    mask=mask,
+                    parts=parts,
+                    runs=tuple((version, n) for version, n in ((step + 1, old), (step + 3, length - old)) if n),
+                    finish="length" if rng.random() < 0.3 else "stop",
+                )
+            )
         made.append(a_group(10 * step + number, rng.integers(0, VOCABULARY, int(rng.integers(1, 6))), samples))
     return a_batch(step, step + 3, made)
 
@@ -126,8 +133,9 @@ class Tables:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], *, gang: ThreadGang, dtype: torch.dtype, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
-        self.leaves = [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
-                       for shape in shapes]  # fmt: skip
+        self.leaves = [
+            torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes
+        ]
         self.seen: list[list[Tensor]] = []  # the gradients of every update
         self._gang = gang
 
@@ -314,8 +322,14 @@ def _rank(config: Config, batches: Sequence[ClaimedBatch], gang: ThreadGang, dty
     backend = LabBackend(gang, dtype=dtype, critic=known is not None and "critic" in known.needs)
     group_size = config.sampling.group_size if config.sampling.greedy_baseline else 0
     buried: list[str] = []
-    trial = Trial(config.learner, gang=gang, backend=backend, say=str, group_size=group_size,
-                  bury=lambda step, group, why: buried.append(why))  # type: ignore[arg-type]  # fmt: skip
+    trial = Trial(
+        config.learner,
+        gang=gang,
+        backend=backend,
+        say=str,
+        group_size=group_size,
+        bury=lambda step, group, why: buried.append(why),
+    )  # type: ignore[arg-type]
     metrics, weights = [], []
     for given in batches:
         batch: Any = given

@@ -25,12 +25,30 @@ def issue(group: int, *, version: int, bound: int = 2, samples: int = 2) -> list
     """A group from its issue to READY, made by one version."""
     events: list[Event] = [
         {"e": "issue", "g": group},
-        {"e": "lease", "g": group, "token": group + 1, "attempt": 0, "producer": "producer-0", "w": version,
-         "deadline": version + bound, "bound": bound},
-    ]  # fmt: skip
+        {
+            "e": "lease",
+            "g": group,
+            "token": group + 1,
+            "attempt": 0,
+            "producer": "producer-0",
+            "w": version,
+            "deadline": version + bound,
+            "bound": bound,
+        },
+    ]
     for index in range(samples):
-        events.append({"e": "sample", "g": group, "i": index, "token": group + 1, "producer": "producer-0", "length": 5,
-                       "runs": [[version, 5]], "digests": {str(version): digest_of(version)}})  # fmt: skip
+        events.append(
+            {
+                "e": "sample",
+                "g": group,
+                "i": index,
+                "token": group + 1,
+                "producer": "producer-0",
+                "length": 5,
+                "runs": [[version, 5]],
+                "digests": {str(version): digest_of(version)},
+            }
+        )
         events.append({"e": "score", "g": group, "i": index, "reward": 0.5, "worker": "reward-0"})
     return [*events, {"e": "unscored", "g": group}, {"e": "ready", "g": group}]
 
@@ -54,8 +72,11 @@ def good_history(steps: int = 4, batch: int = 2) -> list[Event]:
             events += issue(group, version=max(0, step - 2))
         events += train(step, groups)
     events += issue(number, version=0)
-    events += [{"e": "drop", "g": number, "reason": "late"}, {"e": "retire", "step": steps},
-               {"e": "end", "done": True, "reason": "all steps are done"}]  # fmt: skip
+    events += [
+        {"e": "drop", "g": number, "reason": "late"},
+        {"e": "retire", "step": steps},
+        {"e": "end", "done": True, "reason": "all steps are done"},
+    ]
     return events
 
 
@@ -104,17 +125,37 @@ def _write_learner(run: RunDir, steps: int, rng: random.Random) -> None:
     lines = []
     for step in range(1, steps + 1):
         rise = 1 - math.exp(-step / 20)
-        lines.append({
-            "t": START + step * 1.2, "step": step, "version": step,
-            "reward_mean": 0.2 + 0.6 * rise + rng.gauss(0, 0.03),
-            "reward_std": 0.4 - 0.1 * rise, "lag_mean": min(2, step - 1) * rng.uniform(0.6, 1), "bound_max": 2,
-            "lag_max": min(2, step - 1), "loss": rng.gauss(0, 0.01), "grad_norm": rng.uniform(0.2, 0.6),
-            "entropy": 0.4 - 0.2 * rise, "ess": rng.uniform(0.9, 1), "kl_behaviour": rng.uniform(0, 0.01),
-            "response_length_mean": 28 + rng.gauss(0, 2), "tokens_per_s": rng.uniform(1800, 2300), "step_s": 1.2,
-            "wait_s": rng.uniform(0, 0.2), "train_s": 0.9, "publish_s": 0.02, "checkpoint_s": 0.1 * (step % 10 == 0),
-            "fetch_s": 0.01, "assemble_s": 0.02, "proximal_s": 0.1, "commit_s": 0.01, "tflops_per_device": 212.5,
-            "mfu": 0.25, "mfu_step": 0.125,
-        })  # fmt: skip
+        lines.append(
+            {
+                "t": START + step * 1.2,
+                "step": step,
+                "version": step,
+                "reward_mean": 0.2 + 0.6 * rise + rng.gauss(0, 0.03),
+                "reward_std": 0.4 - 0.1 * rise,
+                "lag_mean": min(2, step - 1) * rng.uniform(0.6, 1),
+                "bound_max": 2,
+                "lag_max": min(2, step - 1),
+                "loss": rng.gauss(0, 0.01),
+                "grad_norm": rng.uniform(0.2, 0.6),
+                "entropy": 0.4 - 0.2 * rise,
+                "ess": rng.uniform(0.9, 1),
+                "kl_behaviour": rng.uniform(0, 0.01),
+                "response_length_mean": 28 + rng.gauss(0, 2),
+                "tokens_per_s": rng.uniform(1800, 2300),
+                "step_s": 1.2,
+                "wait_s": rng.uniform(0, 0.2),
+                "train_s": 0.9,
+                "publish_s": 0.02,
+                "checkpoint_s": 0.1 * (step % 10 == 0),
+                "fetch_s": 0.01,
+                "assemble_s": 0.02,
+                "proximal_s": 0.1,
+                "commit_s": 0.01,
+                "tflops_per_device": 212.5,
+                "mfu": 0.25,
+                "mfu_step": 0.125,
+            }
+        )
     run.metrics.joinpath("learner.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
@@ -124,28 +165,74 @@ def _write_services(run: RunDir, steps: int, rng: random.Random) -> None:
         t = START + second
         for name, role in (("producer-0", "producer"), ("producer-1", "producer"), ("reward-0", "reward")):
             share = rng.uniform(0.6, 1) if role == "producer" else rng.uniform(0, 0.2)
-            roles.append({"t": t, "role": role, "name": name, "pid": 11, "host": "here", "busy_share": share,
-                          "waiting_for": "" if share > 0.5 else "samples"})  # fmt: skip
+            roles.append(
+                {
+                    "t": t,
+                    "role": role,
+                    "name": name,
+                    "pid": 11,
+                    "host": "here",
+                    "busy_share": share,
+                    "waiting_for": "" if share > 0.5 else "samples",
+                }
+            )
         ready = rng.randint(0, 2)
-        queue.append({"t": t, "leased": rng.randint(0, 2), "unscored": 0, "ready": ready, "claimed": 2,
-                      "trained": second, "retired": 0, "dropped": 0, "dead": 0, "issued": second + 4})  # fmt: skip
+        queue.append(
+            {
+                "t": t,
+                "leased": rng.randint(0, 2),
+                "unscored": 0,
+                "ready": ready,
+                "claimed": 2,
+                "trained": second,
+                "retired": 0,
+                "dropped": 0,
+                "dead": 0,
+                "issued": second + 4,
+            }
+        )
     for version in range(steps + 1):
         digest = digest_of(version)
         members = {"producer-0": digest, "producer-1": digest}
-        rounds.append({"t": START + version * 1.2, "version": version, "digest": digest, "round": version + 1,
-                       "round_s": rng.uniform(0.02, 0.06), "members": members})  # fmt: skip
+        rounds.append(
+            {
+                "t": START + version * 1.2,
+                "version": version,
+                "digest": digest,
+                "round": version + 1,
+                "round_s": rng.uniform(0.02, 0.06),
+                "members": members,
+            }
+        )
     for name, lines in (("roles", roles), ("buffer", queue), ("weightsync", rounds)):
         run.metrics.joinpath(f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def _write_words(run: RunDir) -> None:
-    names = [("buffer", "buffer"), ("weightsync", "weightsync"), ("producer", "producer-0"), ("producer", "producer-1"),
-             ("reward", "reward-0"), ("learner", "learner")]  # fmt: skip
-    processes = [{"t": START, "role": role, "name": name, "pid": 10 + place, "host": "here"}
-                 for place, (role, name) in enumerate(names)]  # fmt: skip
+    names = [
+        ("buffer", "buffer"),
+        ("weightsync", "weightsync"),
+        ("producer", "producer-0"),
+        ("producer", "producer-1"),
+        ("reward", "reward-0"),
+        ("learner", "learner"),
+    ]
+    processes = [
+        {"t": START, "role": role, "name": name, "pid": 10 + place, "host": "here"}
+        for place, (role, name) in enumerate(names)
+    ]
     run.processes.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in processes))
-    samples = [{"step": step, "group": step, "lag": 1, "prompt": "a3b5=", "reward": float(step % 2),
-                "response": "<script>alert('from the model')</script>"} for step in range(1, 6)]  # fmt: skip
+    samples = [
+        {
+            "step": step,
+            "group": step,
+            "lag": 1,
+            "prompt": "a3b5=",
+            "reward": float(step % 2),
+            "response": "<script>alert('from the model')</script>",
+        }
+        for step in range(1, 6)
+    ]
     run.samples.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in samples))
     tokens = {
         "tokens": ["<b>", "4", "b", "?"],
@@ -167,6 +254,11 @@ def check_names(run: RunDir) -> None:
         log = MetricsLog(run.root / "catalogue-check.jsonl")
         for line in path.read_bytes().splitlines()[:3]:
             values = msgspec.json.decode(line)
-            log.write({key: value for key, value in values.items() if key != "t" and isinstance(value, int | float)
-                       and key != "pid"})  # fmt: skip
+            log.write(
+                {
+                    key: value
+                    for key, value in values.items()
+                    if key != "t" and isinstance(value, int | float) and key != "pid"
+                }
+            )
         log.close()

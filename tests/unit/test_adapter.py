@@ -83,9 +83,14 @@ def test_what_arrives_is_the_low_rank_update(scale: str) -> None:
 def test_the_configuration_is_pefts_in_one_form() -> None:
     text = config_text(CONFIG)
     assert json.loads(text) == {
-        "bias": "none", "lora_alpha": 6.0, "peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM", "use_rslora": False,
-    }  # fmt: skip
+        "bias": "none",
+        "lora_alpha": 6.0,
+        "peft_type": "LORA",
+        "r": 2,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_rslora": False,
+    }
     assert config_text(msgspec.structs.replace(CONFIG, target_modules=("q_proj", "v_proj", "q_proj"))) == text
     assert config_text(read_config(text)) == text
 

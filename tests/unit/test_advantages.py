@@ -58,11 +58,19 @@ def random_rollouts(seed: int, *, rows: int = 7, tokens: int = 6) -> Rollouts:
     mask = torch.rand(rows, tokens, generator=random) < 0.7
     rewards = normal(rows, tokens).round() / 2  # ties
     return Rollouts(
-        rewards=rewards, mask=mask, groups=torch.randint(0, 3, (rows,), generator=random) * 5 - 2,
-        values=normal(rows, tokens), bootstrap=normal(rows), baselines=normal(rows), parts=normal(2, rows),
-        proximal=-normal(rows, tokens).abs(), behaviour=-normal(rows, tokens).abs(),
-        square_sums=normal(rows, tokens).sigmoid(), lengths=mask.sum(-1), process=normal(rows, tokens) / 10,
-    )  # fmt: skip
+        rewards=rewards,
+        mask=mask,
+        groups=torch.randint(0, 3, (rows,), generator=random) * 5 - 2,
+        values=normal(rows, tokens),
+        bootstrap=normal(rows),
+        baselines=normal(rows),
+        parts=normal(2, rows),
+        proximal=-normal(rows, tokens).abs(),
+        behaviour=-normal(rows, tokens).abs(),
+        square_sums=normal(rows, tokens).sigmoid(),
+        lengths=mask.sum(-1),
+        process=normal(rows, tokens) / 10,
+    )
 
 
 def mapped(rollouts: Rollouts, rows: Callable[[Tensor], Tensor], tokens: Callable[[Tensor], Tensor]) -> Rollouts:
@@ -103,11 +111,15 @@ def test_order_padding_holes_and_garbage_change_nothing(name: str, seed: int) ->
         filler = torch.zeros(7, 1).bool() if values.dtype == torch.bool else torch.full((7, 1), torch.nan)
         return torch.cat((values, filler.to(values.dtype)), -1)[:, wider]
 
-    garbage = rollouts._replace(**{
-        field: torch.where(rollouts.mask, value, torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(2).double())
-        for field, value in rollouts._asdict().items()
-        if value is not None and value.dtype == torch.float64 and value.shape == rollouts.mask.shape
-    })  # fmt: skip
+    garbage = rollouts._replace(
+        **{
+            field: torch.where(
+                rollouts.mask, value, torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(2).double()
+            )
+            for field, value in rollouts._asdict().items()
+            if value is not None and value.dtype == torch.float64 and value.shape == rollouts.mask.shape
+        }
+    )
     got = function(mapped(garbage, lambda v: v, widen))
     same(got, wanted, lambda v: torch.cat((v, torch.zeros(7, 1)), -1)[:, wider])
     assert not bool(got.advantages[~widen(rollouts.mask)].any())
@@ -117,10 +129,13 @@ def test_order_padding_holes_and_garbage_change_nothing(name: str, seed: int) ->
 def test_nothing_has_a_gradient_and_nothing_is_changed(name: str) -> None:
     rollouts = random_rollouts(3)
     before = [None if value is None else value.clone() for value in rollouts]
-    leaves = rollouts._replace(**{
-        field: value.clone().requires_grad_() for field, value in rollouts._asdict().items()
-        if value is not None and value.dtype == torch.float64
-    })  # fmt: skip
+    leaves = rollouts._replace(
+        **{
+            field: value.clone().requires_grad_()
+            for field, value in rollouts._asdict().items()
+            if value is not None and value.dtype == torch.float64
+        }
+    )
     found = ALL[name](leaves)
     assert not found.advantages.requires_grad and (found.returns is None or not found.returns.requires_grad)
     ALL[name](rollouts)
@@ -153,8 +168,14 @@ def test_what_is_missing_is_named() -> None:
     bare = random_rollouts(0)._replace(
         values=None, baselines=None, parts=None, proximal=None, square_sums=None, process=None
     )
-    for name, field in (("gae", "values"), ("vtrace", "values"), ("remax", "baselines"), ("gdpo", "parts"),
-                        ("optimal_token_baseline", "proximal"), ("prime", "process")):  # fmt: skip
+    for name, field in (
+        ("gae", "values"),
+        ("vtrace", "values"),
+        ("remax", "baselines"),
+        ("gdpo", "parts"),
+        ("optimal_token_baseline", "proximal"),
+        ("prime", "process"),
+    ):
         with pytest.raises(ConfigError, match=field):
             ALL[name](bare)
 
@@ -163,8 +184,10 @@ def test_what_is_missing_is_named() -> None:
 
 
 def scores_of(rollouts: Rollouts) -> list[float]:
-    return [sum(float(r) for r, m in zip(row, keep, strict=True) if m)
-            for row, keep in zip(rollouts.rewards, rollouts.mask, strict=True)]  # fmt: skip
+    return [
+        sum(float(r) for r, m in zip(row, keep, strict=True) if m)
+        for row, keep in zip(rollouts.rewards, rollouts.mask, strict=True)
+    ]
 
 
 @settings(max_examples=25, deadline=None)
@@ -181,8 +204,11 @@ def test_baselines_of_groups_as_loops(seed: int) -> None:
         weighted = sum(lengths[mate] * scores[mate] for mate in mates) / tokens if tokens and others else 0
         mean = sum(scores[mate] for mate in mates) / len(mates)
         std = math.sqrt(sum((scores[mate] - mean) ** 2 for mate in mates) / len(others)) if others else 0
-        for name, wanted in (("rloo", loo), ("opo", scores[row] - weighted),
-                             ("grpo", (scores[row] - mean) / (std + 1e-6) if others else 0)):  # fmt: skip
+        for name, wanted in (
+            ("rloo", loo),
+            ("opo", scores[row] - weighted),
+            ("grpo", (scores[row] - mean) / (std + 1e-6) if others else 0),
+        ):
             got = ALL[name](rollouts).advantages[row]
             torch.testing.assert_close(got, torch.where(rollouts.mask[row], wanted, 0.0).double())
 

@@ -61,8 +61,15 @@ class Streaming(SayingEngine):
             for start in range(0, len(whole.token_ids), every):
                 ids = whole.token_ids[start : start + every]
                 last = start + every >= len(whole.token_ids)
-                yield GenDelta(whole.id, whole.index, ids, whole.logprobs[start : start + every],
-                               ((whole.runs[0][0], len(ids)),), whole.finish if last else "", start)  # fmt: skip
+                yield GenDelta(
+                    whole.id,
+                    whole.index,
+                    ids,
+                    whole.logprobs[start : start + every],
+                    ((whole.runs[0][0], len(ids)),),
+                    whole.finish if last else "",
+                    start,
+                )
 
 
 def settings(folder: Path, text: str = "", **more: Any) -> Config:
@@ -344,9 +351,15 @@ def test_what_cannot_be_given_is_refused(folder: Path, tokenizer: Tokenizer) -> 
     async def plays(client: Any, row: Any, endpoint: Connection) -> None:
         image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
         bad: list[dict[str, Any]] = [
-            {"n": 2}, {"messages": []}, {"messages": [{"content": "x"}]}, {"messages": [image]}, {"max_tokens": -1},
-            {"stop": ["a"] * 5}, {"logprobs": True, "top_logprobs": 3}, {"tools": ["x"]},
-        ]  # fmt: skip
+            {"n": 2},
+            {"messages": []},
+            {"messages": [{"content": "x"}]},
+            {"messages": [image]},
+            {"max_tokens": -1},
+            {"stop": ["a"] * 5},
+            {"logprobs": True, "top_logprobs": 3},
+            {"tools": ["x"]},
+        ]
         for change in bad:
             try:
                 await client.chat.completions.create(**{"model": "m", "messages": row["prompt"], **change})
@@ -364,9 +377,15 @@ def test_what_cannot_be_given_is_refused(folder: Path, tokenizer: Tokenizer) -> 
     (item,), _, failure = played(settings(folder), tokenizer, lambda *_: "six", plays=plays)
     assert failure is None and len(item.sample.token_ids) == 4
     assert refused == [
-        (400, "n"), (400, "messages"), (400, "messages"), (400, "messages"), (400, "max_tokens"), (400, "stop"),
-        (400, "top_logprobs"), (400, "tools"),
-    ]  # fmt: skip
+        (400, "n"),
+        (400, "messages"),
+        (400, "messages"),
+        (400, "messages"),
+        (400, "max_tokens"),
+        (400, "stop"),
+        (400, "top_logprobs"),
+        (400, "tools"),
+    ]
 
 
 def test_what_the_model_has_no_tokens_for_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
@@ -572,9 +591,14 @@ def test_ending_a_process_that_will_not_end_may_be_cancelled() -> None:
 
     async def run() -> int:
         made = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            sys.executable,
+            "-c",
+            code,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
         assert made.stdout is not None
         await made.stdout.readline()
         ending = asyncio.create_task(AgentProcess(made, grace_s=60.0).end())

@@ -117,9 +117,13 @@ def test_an_early_end_needs_a_warm_up() -> None:
 
 
 def test_weights_that_a_row_may_have_are_taken() -> None:
-    for overrides in (("loss=vespo", "correction=icepop"), ("loss=vespo", "correction=mis",
-                      "correction_options.level=geometric"), ("loss=gmpo", "correction=mis"),
-                      ("loss=gmpo", "correction=rejection"), ("loss=gspo", "correction=mis")):  # fmt: skip
+    for overrides in (
+        ("loss=vespo", "correction=icepop"),
+        ("loss=vespo", "correction=mis", "correction_options.level=geometric"),
+        ("loss=gmpo", "correction=mis"),
+        ("loss=gmpo", "correction=rejection"),
+        ("loss=gspo", "correction=mis"),
+    ):
         assert made(*map(key, overrides))
 
 
@@ -152,8 +156,22 @@ def test_surprises_are_noted() -> None:
 
 
 def test_presets_are_whole_and_read_back() -> None:
-    wanted = {"grpo", "dapo", "dr_grpo", "gspo", "rloo", "remax", "reinforce_pp", "ppo", "cispo", "opo",
-              "grpo_decoupled", "vapo", "luspo", "topr"}  # fmt: skip
+    wanted = {
+        "grpo",
+        "dapo",
+        "dr_grpo",
+        "gspo",
+        "rloo",
+        "remax",
+        "reinforce_pp",
+        "ppo",
+        "cispo",
+        "opo",
+        "grpo_decoupled",
+        "vapo",
+        "luspo",
+        "topr",
+    }
     assert wanted <= set(presets.names())
     for name in presets.names():
         named = made(text=f'learner.algorithm.preset = "{name}"')
@@ -240,14 +258,17 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_a_package_of_the_user_adds_names() -> None:
-    algorithm = made(key("advantage=mine"), key("advantage_options.scale=3"), key("loss=my_loss"),
-                     key("loss_options.power=2")).learner.algorithm  # fmt: skip
+    algorithm = made(
+        key("advantage=mine"), key("advantage_options.scale=3"), key("loss=my_loss"), key("loss_options.power=2")
+    ).learner.algorithm
     chosen = registry.choose(algorithm, "advantage")
     assert chosen.function.__name__ == "mine" and chosen.options == {"scale": 3.0}
     assert registry.choose(algorithm, "loss").options == {"power": 2}
     assert registry.needs_of(algorithm) == () and registry.chooser_of(algorithm) is None
-    for wrong, code in (({"advantage_options": {"scle": 1}}, "config.unknown_key"),
-                        ({"advantage_options": {"scale": "x"}}, "config.type")):  # fmt: skip
+    for wrong, code in (
+        ({"advantage_options": {"scle": 1}}, "config.unknown_key"),
+        ({"advantage_options": {"scale": "x"}}, "config.type"),
+    ):
         with pytest.raises(ConfigError) as caught:
             registry.choose(msgspec.structs.replace(algorithm, **wrong), "advantage")
         assert caught.value.code == code

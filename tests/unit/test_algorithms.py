@@ -39,18 +39,23 @@ def test_every_name_is_a_function_that_says_what_it_does(kind: str, name: str) -
 
 def test_unknown_names_are_errors_that_list_the_known() -> None:
     for build, wrong, known in (
-        (advantage_of, AlgorithmConfig(advantage="gea"), "grpo"), (loss_of, AlgorithmConfig(loss="pop"), "gspo"),
+        (advantage_of, AlgorithmConfig(advantage="gea"), "grpo"),
+        (loss_of, AlgorithmConfig(loss="pop"), "gspo"),
         (correction_of, AlgorithmConfig(correction="sit"), "tis"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=known) as caught:
             build(wrong)
         assert caught.value.code == "config.type"
 
 
-@pytest.mark.parametrize(("loss", "options", "code"), [
-    ("gspo", {"clip_hi": 0.2}, "config.unknown_key"), ("gspo", {"clip_high": "wide"}, "config.type"),
-    ("dro", {}, "config.missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "options", "code"),
+    [
+        ("gspo", {"clip_hi": 0.2}, "config.unknown_key"),
+        ("gspo", {"clip_high": "wide"}, "config.type"),
+        ("dro", {}, "config.missing"),
+    ],
+)
 def test_options_that_a_loss_does_not_have_are_errors(loss: str, options: dict[str, Any], code: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loss_of(AlgorithmConfig(loss=loss, loss_options=options))
@@ -62,9 +67,13 @@ def test_options_reach_the_loss_and_its_choice_of_tokens() -> None:
     choose = chooser_of(algorithm)
     current, count = torch.tensor([-1.0, -2.0, -3.0, -0.5]), 4
     inputs = LossInputs(
-        current, current - 1, current - 1, torch.tensor([1.0, 0.5, -1.0, 0.1]), torch.ones(count).bool(),
+        current,
+        current - 1,
+        current - 1,
+        torch.tensor([1.0, 0.5, -1.0, 0.1]),
+        torch.ones(count).bool(),
         torch.zeros(count).long(),
-    )  # fmt: skip
+    )
     assert choose is not None
     chosen = choose(inputs)
     assert int(chosen.sum()) == 2
@@ -104,8 +113,19 @@ def test_age_scales_the_loss_of_a_row_not_the_ratio_inside_it(name: str) -> None
     rows = torch.arange(2).repeat_interleave(tokens)
     gains = torch.tensor([1.0, -1.0, 0.5]).repeat(2)
     nothing = torch.zeros(2 * tokens, dtype=torch.int64)
-    micro = Micro(nothing[None], nothing[None], nothing, nothing, rows, behaviour, torch.ones(6).bool(), gains, nothing,
-                  torch.tensor([1.0, 0.25]), torch.zeros(2).bool())  # fmt: skip
+    micro = Micro(
+        nothing[None],
+        nothing[None],
+        nothing,
+        nothing,
+        rows,
+        behaviour,
+        torch.ones(6).bool(),
+        gains,
+        nothing,
+        torch.tensor([1.0, 0.25]),
+        torch.zeros(2).bool(),
+    )
     grads = {}
     for weight in ("off", "exp"):
         current = (behaviour + torch.tensor([0.1, -0.2, 0.05]).repeat(2)).requires_grad_()

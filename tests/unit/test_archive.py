@@ -21,21 +21,26 @@ from learners.batch.archive import Archive, recorded
 
 
 def make_config(root: Path, *, lr: float = 1e-3) -> Config:
-    return parse(f'model.path="m"\nrun.dir="{root}"\ndata.source="a:b"\nlearner.optim.lr={lr}\n'
-                 'log.archive=true\n[[reward]]\nfunction="a:b"')  # fmt: skip
+    return parse(
+        f'model.path="m"\nrun.dir="{root}"\ndata.source="a:b"\nlearner.optim.lr={lr}\n'
+        'log.archive=true\n[[reward]]\nfunction="a:b"'
+    )
 
 
-def make_claim(step: int = 3, *, groups: tuple[int, ...] = (7, 9, 4), replayed: bool = False, reward: float = 0.5,
-               tuning: str = "") -> ClaimedBatch:  # fmt: skip
+def make_claim(
+    step: int = 3, *, groups: tuple[int, ...] = (7, 9, 4), replayed: bool = False, reward: float = 0.5, tuning: str = ""
+) -> ClaimedBatch:
     heads, payloads = [], []
     for number in groups:
         rng = np.random.default_rng(number)
         lengths = [3, 5]
-        fields, payload = wire.pack_parts({
-            "prompt": ("i4", [np.arange(4, dtype=np.int32)]),
-            "response": ("i4", [rng.integers(0, 20, n).astype(np.int32) for n in lengths]),
-            "logprobs": ("f4", [-rng.random(n).astype(np.float32) for n in lengths]),
-        })  # fmt: skip
+        fields, payload = wire.pack_parts(
+            {
+                "prompt": ("i4", [np.arange(4, dtype=np.int32)]),
+                "response": ("i4", [rng.integers(0, 20, n).astype(np.int32) for n in lengths]),
+                "logprobs": ("f4", [-rng.random(n).astype(np.float32) for n in lengths]),
+            }
+        )
         samples = tuple(wire.SampleHead(i, n, "stop", ((step - 1, n),)) for i, n in enumerate(lengths))
         record = wire.Samples("producer-0", number, 77, samples, {step - 1: "d"}, fields, '{"a":1}', 4)
         heads.append(wire.GroupHead(number, 2, "", (wire.encode_header(record),), {0: reward, 1: 0.25}, {}))
@@ -46,9 +51,16 @@ def make_claim(step: int = 3, *, groups: tuple[int, ...] = (7, 9, 4), replayed: 
 
 
 def contents(batch: ClaimedBatch) -> Any:
-    return [(g.group, g.bound, g.row, g.prompt_ids.tolist(),
-             [(s.index, s.response.tolist(), s.logprobs.tobytes(), s.runs, s.reward) for s in g.samples])
-            for g in batch.groups]  # fmt: skip
+    return [
+        (
+            g.group,
+            g.bound,
+            g.row,
+            g.prompt_ids.tolist(),
+            [(s.index, s.response.tolist(), s.logprobs.tobytes(), s.runs, s.reward) for s in g.samples],
+        )
+        for g in batch.groups
+    ]
 
 
 @pytest.fixture

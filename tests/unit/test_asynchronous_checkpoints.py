@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner_loop import FakeBuffer, gang, make_batch, make_config, make_learner, model_dir, weights
+from test_learner_loop import FakeBuffer, gang, make_batch, make_config, make_learner, model_dir, weights  # noqa: F401
 
 from asyncrl.config import Config, dump, parse
 from asyncrl.errors import AsyncRLError, Fenced
@@ -69,9 +69,7 @@ def steps_said(buffer: FakeBuffer, *names: str) -> list[tuple[Any, ...]]:
     return [call[:2] for call in buffer.calls if call[0] in names]
 
 
-def test_it_holds_its_own_step_however_long_it_takes(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
-) -> None:  # fmt: skip
+def test_it_holds_its_own_step_however_long_it_takes(gang: Gang, model_dir: Path, tmp_path: Path, held: Any) -> None:
     whole = MOVING + "learner.checkpoint_keep = 3\n"
     plain, _, reference, services = make_learner(make_config(model_dir, tmp_path / "plain", steps=5, extra=whole), gang)
     plain.run()
@@ -106,7 +104,7 @@ def test_it_holds_its_own_step_however_long_it_takes(
     assert [("checkpoint_write_s" in line) for line in lines] == [False, False, False, False, True]
 
 
-def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
+def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811, RUF100
     """Weights, optimizer, schedule, KL controller, generator states, ledger and versions come back."""
     extra = ASYNC + MOVING
     whole, _, reference, services = make_learner(make_config(model_dir, tmp_path / "whole", steps=5, extra=extra), gang)
@@ -141,15 +139,16 @@ def test_a_restart_goes_on_bitwise_from_one(gang: Gang, model_dir: Path, tmp_pat
     assert (told["step"], told["ledger"]) == (2, '{"epoch": 1, "trained_to": 2}')
     assert {step: told["digests"][step] for step in versions} == versions and max(told["digests"]) == 2
     assert torch.equal(*drawn)
-    rates = [[line[name] for line in read_lines(RunDir(tmp_path / run).metrics / "learner.jsonl")]
-             for run in ("whole", "cut") for name in ("lr", "kl_coeff")]  # fmt: skip
+    rates = [
+        [line[name] for line in read_lines(RunDir(tmp_path / run).metrics / "learner.jsonl")]
+        for run in ("whole", "cut")
+        for name in ("lr", "kl_coeff")
+    ]
     assert rates[2][-3:] == rates[0][-3:] and rates[3][-3:] == rates[1][-3:]
     assert len(set(rates[0])) >= 4 and len(set(rates[1])) >= 4
 
 
-def test_one_is_under_way_and_the_end_waits_for_it(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
-) -> None:  # fmt: skip
+def test_one_is_under_way_and_the_end_waits_for_it(gang: Gang, model_dir: Path, tmp_path: Path, held: Any) -> None:
     """SIGTERM while one is written: it becomes durable, then that of the step under way; exit without an error."""
     stop = Stop()
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC)
@@ -167,14 +166,21 @@ def test_one_is_under_way_and_the_end_waits_for_it(
     services.close()
     assert checkpoint.steps_in(RunDir(config.run_dir).checkpoints) == [3, 2]
     assert steps_said(buffer, "commit", "checkpointed") == [
-        ("commit", 1), ("commit", 2), ("commit", 3), ("checkpointed", 2), ("checkpointed", 3),
-    ]  # fmt: skip
+        ("commit", 1),
+        ("commit", 2),
+        ("commit", 3),
+        ("checkpointed", 2),
+        ("checkpointed", 3),
+    ]
     assert ("goodbye", False) in buffer.calls
 
 
 def test_an_error_of_the_run_waits_for_the_one_under_way(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
-) -> None:  # fmt: skip
+    gang: Gang,
+    model_dir: Path,
+    tmp_path: Path,
+    held: Any,  # noqa: F811, RUF100
+) -> None:
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC)
     learner, buffer, _, services = make_learner(config, gang)
     door = held("learner.checkpoint_manifest")
@@ -195,9 +201,12 @@ def test_an_error_of_the_run_waits_for_the_one_under_way(
 
 
 def test_failures_are_counted_and_several_end_the_run(
-    gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    gang: Gang,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC + "learner.checkpoint_failures = 2\n")
     learner, buffer, _, services = make_learner(config, gang)
     full, passed = OSError(28, "No space left on device"), [0]
@@ -217,14 +226,14 @@ def test_failures_are_counted_and_several_end_the_run(
     assert capfd.readouterr().out.count("ERROR: checkpoint of step") == 2  # of 2 and 6; that of 8 ended the run
     root = RunDir(config.run_dir).checkpoints
     assert [path.name for path in root.iterdir()] == ["step_000004"]
-    failures = {line["step"]: line["checkpoint_failures"] for line in
-                read_lines(RunDir(config.run_dir).metrics / "learner.jsonl")}  # fmt: skip
+    failures = {
+        line["step"]: line["checkpoint_failures"]
+        for line in read_lines(RunDir(config.run_dir).metrics / "learner.jsonl")
+    }
     assert [failures[step] for step in (3, 5, 7, 8)] == [1, 0, 1, 1]
 
 
-def test_another_learner_fences_the_writer(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
-) -> None:  # fmt: skip
+def test_another_learner_fences_the_writer(gang: Gang, model_dir: Path, tmp_path: Path, held: Any) -> None:
     """Taken over while it writes: nothing becomes visible, and the main thread hears of it."""
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC)
     learner, buffer, _, services = make_learner(config, gang)
@@ -245,9 +254,7 @@ def test_another_learner_fences_the_writer(
     assert "checkpointed" not in buffer.names()
 
 
-def test_a_bug_in_the_writer_ends_the_run(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any
-) -> None:  # fmt: skip
+def test_a_bug_in_the_writer_ends_the_run(gang: Gang, model_dir: Path, tmp_path: Path, held: Any) -> None:
     learner, _, _, services = make_learner(make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC), gang)
     door = held("learner.checkpoint_state")
     door.error = KeyError("a bug")
@@ -258,8 +265,12 @@ def test_a_bug_in_the_writer_ends_the_run(
 
 
 def test_a_writer_that_hangs_is_a_hang(
-    gang: Gang, model_dir: Path, tmp_path: Path, held: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    gang: Gang,
+    model_dir: Path,
+    tmp_path: Path,
+    held: Any,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811, RUF100
+) -> None:
     monkeypatch.setattr(saving, "CLOSE_S", 0.01)
     config = make_config(model_dir, tmp_path / "run", steps=9, extra=ASYNC + "run.hang_timeout_s = 0.2\n")
     learner, _, _, services = make_learner(config, gang)
@@ -273,9 +284,7 @@ def test_a_writer_that_hangs_is_a_hang(
     assert caught.value.code == "hang"
 
 
-def test_the_copy_is_given_back(
-    gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_the_copy_is_given_back(gang: Gang, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one copy at a time, none between two checkpoints, also after one that failed."""
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most, failed = [0], list[str]()
@@ -324,9 +333,7 @@ def every_step(config: Config, *settings: str) -> Config:
 
 
 @pytest.mark.parametrize("extra", ["", ASYNC])
-def test_the_best_by_reward_stay_beside_the_last(
-    gang: Gang, model_dir: Path, tmp_path: Path, extra: str
-) -> None:  # fmt: skip
+def test_the_best_by_reward_stay_beside_the_last(gang: Gang, model_dir: Path, tmp_path: Path, extra: str) -> None:
     config = every_step(make_config(model_dir, tmp_path / "run", steps=6, extra=extra), "learner.checkpoint_best=2")
     rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: 0.3, 6: 0.0}
 
@@ -370,12 +377,15 @@ def test_the_best_by_reward_stay_beside_the_last(
     assert newest is not None and newest[0].step == 6  # the best are not what a run goes on from
 
 
-def test_the_best_by_an_evaluation_wait_for_it(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
+def test_the_best_by_an_evaluation_wait_for_it(gang: Gang, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811, RUF100
     name = "val-core/add/reward/mean@1"
     config = every_step(
-        make_config(model_dir, tmp_path / "run", steps=5), "learner.checkpoint_best=1", "evaluation.every=1",
-        f"learner.checkpoint_metric={name}", "evaluation.path=held_out.jsonl",
-    )  # fmt: skip
+        make_config(model_dir, tmp_path / "run", steps=5),
+        "learner.checkpoint_best=1",
+        "evaluation.every=1",
+        f"learner.checkpoint_metric={name}",
+        "evaluation.path=held_out.jsonl",
+    )
     learner, buffer, _, services = make_learner(config, gang)
     root = RunDir(config.run_dir).checkpoints
     seen: dict[int, list[int]] = {}

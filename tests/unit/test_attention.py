@@ -37,9 +37,16 @@ def qwen() -> torch.nn.Module:
 
 def mistral(window: int) -> torch.nn.Module:
     shape = MistralConfig(
-        vocab_size=21, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=window, use_cache=False,
-    )  # fmt: skip
+        vocab_size=21,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=window,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     return MistralForCausalLM._from_config(shape, attn_implementation="sdpa").double().train()
 
@@ -48,8 +55,10 @@ def outcome(model: torch.nn.Module, rows: list) -> dict[str, torch.Tensor]:  # t
     """Log-probs, entropies and every gradient, from one or several rows of the same sequences."""
     policy = PolicyModel(model, chunk_tokens=16)
     policy.zero_grad()
-    found = [policy(t.input_ids, t.position_ids, t.positions, t.targets)
-             for t in (to_device(row, torch.device("cpu")) for row in rows)]  # fmt: skip
+    found = [
+        policy(t.input_ids, t.position_ids, t.positions, t.targets)
+        for t in (to_device(row, torch.device("cpu")) for row in rows)
+    ]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
     ((logprobs * torch.linspace(-1, 1, logprobs.numel())).sum() + entropy.sum()).backward()
     grads = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
@@ -138,14 +147,20 @@ def test_the_kernel_of_torch_is_asked_for_every_sequence_of_a_row(
     """It has no code for a CPU: here one call of it is answered by what its documentation says it computes."""
     asked = []
 
-    def varlen(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]
+    def varlen(query, key, value, ends, other, most, most_too, **given):  # type: ignore[no-untyped-def]  # noqa: PLR0917
         assert ends is other and ends.dtype == torch.int32 and most == most_too == max(ends.diff().tolist())
         assert given["window_size"] == (-1, 0) and given["enable_gqa"] and all(t.is_contiguous() for t in (query, key))
         asked.append(ends.diff().tolist())
         parts = zip(*(one.split(ends.diff().tolist()) for one in (query, key, value)), strict=True)
-        found = [torch.nn.functional.scaled_dot_product_attention(
-            *(one.transpose(0, 1)[None] for one in part), is_causal=True, scale=given["scale"], enable_gqa=True,
-        )[0].transpose(0, 1) for part in parts]  # fmt: skip
+        found = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(one.transpose(0, 1)[None] for one in part),
+                is_causal=True,
+                scale=given["scale"],
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+            for part in parts
+        ]
         return torch.cat(found)
 
     made = samples()[:width]

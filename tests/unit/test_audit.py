@@ -160,9 +160,18 @@ def test_restart_takes_back_what_was_not_in_the_checkpoint() -> None:
     head = [event for event in good_history(steps=3) if event["e"] not in ("retire", "end", "drop")]
     found = audit([*head, register(2, 1)])
     assert found.ok and found.trained == 2 and found.in_flight == 5 and found.steps == 1
-    lost = audit([*head, register(2, 1), *issue(50, version=1), *issue(51, version=1), *train(2, [50, 51], epoch=2),
-                  *train(3, [4, 5], epoch=2), {"e": "drop", "g": 6, "reason": "late"},
-                  {"e": "end", "done": True, "reason": ""}])  # fmt: skip
+    lost = audit(
+        [
+            *head,
+            register(2, 1),
+            *issue(50, version=1),
+            *issue(51, version=1),
+            *train(2, [50, 51], epoch=2),
+            *train(3, [4, 5], epoch=2),
+            {"e": "drop", "g": 6, "reason": "late"},
+            {"e": "end", "done": True, "reason": ""},
+        ]
+    )
     assert not lost.ok and lost.lost == 2  # groups 2 and 3: trained once, taken back, never seen again
 
 
@@ -181,8 +190,12 @@ def test_store_that_was_lost_issues_again() -> None:
     again = [{"e": "service", "service_epoch": 2}, register(2, 1)]
     for group in (2, 3, 4, 5):
         again += issue(group, version=1)
-    again += [*train(2, [2, 3], epoch=2), *train(3, [4, 5], epoch=2), {"e": "retire", "step": 3},
-              {"e": "end", "done": True, "reason": ""}]  # fmt: skip
+    again += [
+        *train(2, [2, 3], epoch=2),
+        *train(3, [4, 5], epoch=2),
+        {"e": "retire", "step": 3},
+        {"e": "end", "done": True, "reason": ""},
+    ]
     found = audit([*head, *again])
     assert found.ok and found.trained == 6 and found.superseded == 1  # group 6 was forgotten with the store
 
@@ -357,8 +370,17 @@ def test_tuning_is_listed_with_the_lags_before_and_after() -> None:
     old = 1
     for number, (bound, steps) in enumerate(parts):
         if number:
-            events.append({"t": 5.0, "e": "tune", "n": number, "author": "me@here", "key": "buffer.max_staleness",
-                           "old": old, "new": bound})  # fmt: skip
+            events.append(
+                {
+                    "t": 5.0,
+                    "e": "tune",
+                    "n": number,
+                    "author": "me@here",
+                    "key": "buffer.max_staleness",
+                    "old": old,
+                    "new": bound,
+                }
+            )
         for step, version in steps:
             events += [*issue(step, version=version, bound=bound), *train(step, [step])]
         old = bound
@@ -375,8 +397,15 @@ def test_tuning_is_listed_with_the_lags_before_and_after() -> None:
 
 
 def test_one_change_of_several_settings_is_one_entry() -> None:
-    change: Event = {"t": 1.0, "e": "tune", "n": 3, "author": "me@here", "key": "buffer.on_late", "old": "wait",
-                     "new": "drop"}  # fmt: skip
+    change: Event = {
+        "t": 1.0,
+        "e": "tune",
+        "n": 3,
+        "author": "me@here",
+        "key": "buffer.on_late",
+        "old": "wait",
+        "new": "drop",
+    }
     events = [*good_history(), change, dict(change, key="buffer.batch_groups", old=4, new=8), dict(change, n=2)]
     found = audit(events)
     assert [change.n for change in found.tuned] == [3, 2] and kinds(found) == {"tune"}
@@ -412,6 +441,7 @@ def test_payloads_that_an_older_store_misses_after_their_step() -> None:
     assert audit([*events[: at + 1], lost, *events[at + 1 :]]).ok
     # Taken back by a learner that starts before it, it must be made again: the same commit is not believed then.
     again = register(2, 1)
-    found = audit([*events[: at + 1], lost, again, {**find(events, "claim", step=2), "epoch": 2},
-                   {**events[at], "epoch": 2}])  # fmt: skip
+    found = audit(
+        [*events[: at + 1], lost, again, {**find(events, "claim", step=2), "epoch": 2}, {**events[at], "epoch": 2}]
+    )
     assert "sample" in kinds(found)

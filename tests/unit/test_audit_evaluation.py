@@ -17,19 +17,48 @@ REWARDS = ((1.0, 0.0), (1.0, 1.0))
 
 def evaluation(step: int = 2, *, number: int = 900) -> list[Event]:
     """Two prompts, two samples each, all scored, made by version step + 1."""
-    events: list[Event] = [{"e": "eval_begin", "step": step, "round": number, "digest": digest_of(step), "prompts": 2,
-                            "samples": 2}]  # fmt: skip
+    events: list[Event] = [
+        {"e": "eval_begin", "step": step, "round": number, "digest": digest_of(step), "prompts": 2, "samples": 2}
+    ]
     for row, rewards in enumerate(REWARDS):
         group, token = group_of(step, row), number + 1 + row
         events.append({"e": "eval_lease", "g": group, "token": token, "attempt": 0, "producer": "p", "w": step})
         for index, reward in enumerate(rewards):
-            events.append({"e": "eval_sample", "g": group, "i": index, "token": token, "producer": "p", "length": 3,
-                           "runs": [[step + 1, 3]], "digests": {str(step + 1): digest_of(step + 1)}})  # fmt: skip
-            events.append({"e": "eval_score", "g": group, "i": index, "reward": reward, "answer": "x", "parts": {},
-                           "source": "a", "worker": "r"})  # fmt: skip
+            events.append(
+                {
+                    "e": "eval_sample",
+                    "g": group,
+                    "i": index,
+                    "token": token,
+                    "producer": "p",
+                    "length": 3,
+                    "runs": [[step + 1, 3]],
+                    "digests": {str(step + 1): digest_of(step + 1)},
+                }
+            )
+            events.append(
+                {
+                    "e": "eval_score",
+                    "g": group,
+                    "i": index,
+                    "reward": reward,
+                    "answer": "x",
+                    "parts": {},
+                    "source": "a",
+                    "worker": "r",
+                }
+            )
     found = figures([Outcome("a", rewards, ("x", "x")) for rewards in REWARDS], correct_above=0.5)
-    line = {"step": step, "round": number, "evaluation_prompts": 2, "evaluation_scored": 2, "evaluation_failed": 0,
-            "evaluation_missing": 0, "evaluation_samples": 2, **metric_names(found, k=2)}  # fmt: skip
+    line = {
+        "step": step,
+        "round": number,
+        "evaluation_prompts": 2,
+        "evaluation_scored": 2,
+        "evaluation_failed": 0,
+        "evaluation_missing": 0,
+        "evaluation_samples": 2,
+        **metric_names(found, k=2),
+    }
     return [*events, {"e": "eval_end", **line}]
 
 

@@ -69,8 +69,15 @@ def test_leases_have_a_bound_that_was_in_force() -> None:
 
 
 def test_bounds_of_tuned_settings_and_of_an_older_log() -> None:
-    tune: Event = {"t": 1.0, "e": "tune", "n": 1, "author": "me@here", "key": "buffer.max_staleness", "old": 2,
-                   "new": 4}  # fmt: skip
+    tune: Event = {
+        "t": 1.0,
+        "e": "tune",
+        "n": 1,
+        "author": "me@here",
+        "key": "buffer.max_staleness",
+        "old": 2,
+        "new": 4,
+    }
     head = with_setting([{"e": "service", "service_epoch": 1}, register(1, 0)], 2)
     tail = [*issue(0, version=0, bound=2), *issue(1, version=0, bound=4)]
     assert audit([*head, tune, *tail]).ok
@@ -91,8 +98,15 @@ def test_the_service_says_its_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", [0, 2, 5])
 def test_training_over_the_bound_is_allowed_from_the_change_on(when: int) -> None:
     """`on_late = train` of step 3 says nothing for step 2."""
-    tune: Event = {"t": 1.0, "e": "tune", "n": 1, "author": "me@here", "key": "buffer.on_late", "old": "wait",
-                   "new": "train"}  # fmt: skip
+    tune: Event = {
+        "t": 1.0,
+        "e": "tune",
+        "n": 1,
+        "author": "me@here",
+        "key": "buffer.on_late",
+        "old": "wait",
+        "new": "train",
+    }
     events: list[Event] = [{"e": "service", "service_epoch": 1}, register(1, 0)]
     for step in range(1, 7):
         events += [tune] if step == when + 1 else []
@@ -123,8 +137,28 @@ def test_end_of_the_log_is_missing(tmp_path: Path) -> None:
     assert audit_run(run.root).ok
 
 
-@pytest.mark.parametrize("event", ["service", "register", "tune", "issue", "lease", "lost", "cancel", "sample", "score",
-                                   "ready", "claim", "commit", "retire", "drop", "dead", "end", "fenced"])  # fmt: skip
+@pytest.mark.parametrize(
+    "event",
+    [
+        "service",
+        "register",
+        "tune",
+        "issue",
+        "lease",
+        "lost",
+        "cancel",
+        "sample",
+        "score",
+        "ready",
+        "claim",
+        "commit",
+        "retire",
+        "drop",
+        "dead",
+        "end",
+        "fenced",
+    ],
+)
 def test_no_garbled_event_ends_the_audit(event: str) -> None:
     events = good_history(steps=2)
     tune = {"t": 1.0, "e": "tune", "n": 1, "author": "me@here", "key": "buffer.on_late", "old": "wait", "new": "drop"}

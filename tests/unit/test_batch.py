@@ -35,11 +35,19 @@ def group(number: int, rewards: list[float], *, oldest: int = 0, bound: int = 4,
     samples = []
     for index, reward in enumerate(rewards):
         length = int(rng.integers(1, 20))
-        samples.append(SimpleNamespace(
-            index=index, response=rng.integers(3, 90, length).astype(np.int32),
-            logprobs=-rng.random(length).astype(np.float32), mask=None, runs=((oldest + index, length),),
-            finish="length" if index == 0 else "stop", reward=reward, parts={"exact": reward}, digests={},
-        ))  # fmt: skip
+        samples.append(
+            SimpleNamespace(
+                index=index,
+                response=rng.integers(3, 90, length).astype(np.int32),
+                logprobs=-rng.random(length).astype(np.float32),
+                mask=None,
+                runs=((oldest + index, length),),
+                finish="length" if index == 0 else "stop",
+                reward=reward,
+                parts={"exact": reward},
+                digests={},
+            )
+        )
     prompt = rng.integers(3, 90, rng.integers(1, 9)).astype(np.int32)
     return SimpleNamespace(group=number, bound=bound, row={}, prompt_ids=prompt, samples=tuple(samples), times={})
 
@@ -96,8 +104,10 @@ def test_every_sequence_is_trained_once_whatever_the_cut(packing: bool, ranks: i
 
 
 def test_packed_rows_start_their_positions_again() -> None:
-    samples = [Sample(np.arange(3, 3 + n, dtype=np.int32), 2, np.zeros(n - 2, "f4"), np.ones(n - 2, "u1"), 1.0)
-               for n in (5, 3, 4)]  # fmt: skip
+    samples = [
+        Sample(np.arange(3, 3 + n, dtype=np.int32), 2, np.zeros(n - 2, "f4"), np.ones(n - 2, "u1"), 1.0)
+        for n in (5, 3, 4)
+    ]
     row = packed_row(samples)
     assert row.width == 12 and row.cu_seqlens.tolist() == [0, 5, 8, 12]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
@@ -124,9 +134,7 @@ def test_a_small_batch_leaves_some_ranks_empty_rows() -> None:
     assert [len(share[0].micro) for share in nothing.shares] == [1, 1] and nothing.shares[0][0].tokens == 0
 
 
-@given(
-    lengths=st.lists(st.integers(1, 50), max_size=60), multiple=st.integers(1, 5), limit=st.integers(50, 120)
-)  # fmt: skip
+@given(lengths=st.lists(st.integers(1, 50), max_size=60), multiple=st.integers(1, 5), limit=st.integers(50, 120))
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_packing_places_every_item_once_within_the_limit(lengths: list[int], multiple: int, limit: int) -> None:
     for rows in (pack(lengths, limit=limit, multiple=multiple), pad(lengths, limit=limit)):
@@ -202,8 +210,17 @@ def test_a_share_survives_its_encoding(packing: bool) -> None:
             assert isinstance(got, Minibatch) and (got.tokens, got.sequences) == (wanted.tokens, wanted.sequences)
             for a, b in zip(got.micro, wanted.micro, strict=True):
                 assert a.width == b.width
-                for name in ("input_ids", "position_ids", "cu_seqlens", "positions", "targets", "sequences",
-                             "behaviour", "mask", "advantages"):  # fmt: skip
+                for name in (
+                    "input_ids",
+                    "position_ids",
+                    "cu_seqlens",
+                    "positions",
+                    "targets",
+                    "sequences",
+                    "behaviour",
+                    "mask",
+                    "advantages",
+                ):
                     left, right = getattr(a, name), getattr(b, name)
                     assert left.dtype == right.dtype and np.array_equal(left, right), name
     with pytest.raises(WireError):

@@ -25,8 +25,19 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_synthetic_figures(tmp_path: Path) -> None:
     results = tmp_path / "delta.json"
     results.write_text('{"trace": {"kept": true}}')
-    done = run("synthetic", "--gb", "0.01", "--tensors", "6", "--rounds", "1", "--bucket-bytes", str(1 << 20),
-               "--results", str(results))  # fmt: skip
+    done = run(
+        "synthetic",
+        "--gb",
+        "0.01",
+        "--tensors",
+        "6",
+        "--rounds",
+        "1",
+        "--bucket-bytes",
+        str(1 << 20),
+        "--results",
+        str(results),
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(results.read_text())
     assert report["trace"] == {"kept": True}, "what was not run keeps its place"

@@ -22,9 +22,11 @@ def give(value: Any) -> Any:
 def test_results_and_errors_come_out() -> None:
     assert asyncio.run(beside(give, 3)) == 3
     for error, kind in (
-        (ValueError("x"), ValueError), (SystemExit(3), RuntimeError), (StopIteration(), RuntimeError),
+        (ValueError("x"), ValueError),
+        (SystemExit(3), RuntimeError),
+        (StopIteration(), RuntimeError),
         (asyncio.CancelledError(), RuntimeError),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kind):
             asyncio.run(beside(give, error))
 

@@ -63,7 +63,9 @@ def test_all_mistakes_at_once(place: Path) -> None:
 
 def test_missing_model_folder_and_data(place: Path) -> None:
     assert codes(config(**{"model.path": "elsewhere", "data.path": "rows.jsonl,none.jsonl"})) == [
-        "config.model", "config.data"]  # fmt: skip
+        "config.model",
+        "config.data",
+    ]
 
 
 def test_missing_folder_of_the_critic(place: Path) -> None:

@@ -26,9 +26,13 @@ class Book:
 
     def __init__(self, **changes: Any) -> None:
         settings: dict[str, Any] = {
-            "group_size": 2, "batch_groups": 1, "max_staleness": 2, "depth": 2, "total_groups": 20,
+            "group_size": 2,
+            "batch_groups": 1,
+            "max_staleness": 2,
+            "depth": 2,
+            "total_groups": 20,
             "lease_timeout_s": 10.0,
-        }  # fmt: skip
+        }
         self.settings = Settings(**settings | changes)
         self.groups = Groups(self.settings)
         self.epoch = self.groups.register(**LEARNER, now=0.0)
@@ -48,18 +52,32 @@ class Book:
         return Record(1, self.records, 1, 1, self.records)
 
     def piece(
-        self, lease: wire.Lease, start: int, runs: Runs, *, index: int = 0, name: str = "p", wrong: str = "",
+        self,
+        lease: wire.Lease,
+        start: int,
+        runs: Runs,
+        *,
+        index: int = 0,
+        name: str = "p",
+        wrong: str = "",
         digests: dict[int, str] | None = None,
-    ) -> wire.PiecesReply:  # fmt: skip
+    ) -> wire.PiecesReply:
         item = wire.Piece(index, start, sum(count for _, count in runs), runs)
         head = wire.Pieces(name, lease.group, lease.token, (item,), digests or {}, ())
         return self.groups.pieces(head, invalid=lambda: wrong, keep=self.keep, now=0.0)
 
     def sample(self, lease: wire.Lease, index: int, version: int, name: str = "p") -> wire.SamplesReply:
         head = wire.Samples(
-            name, lease.group, lease.token, (wire.SampleHead(index, 1, "stop", ((version, 1),)),), {}, (), "", 1,
+            name,
+            lease.group,
+            lease.token,
+            (wire.SampleHead(index, 1, "stop", ((version, 1),)),),
+            {},
+            (),
+            "",
+            1,
             rewards={index: 1.0},
-        )  # fmt: skip
+        )
         self.records += 1
         mark = self.records
         return self.groups.samples(head, checksum=mark, invalid=str, keep=lambda: Record(1, mark, 1, 1, mark), now=0.0)
@@ -304,11 +322,14 @@ def pieces(*parts: tuple[int, int, int], version: int = 3, **arrays: Any) -> tup
     """A message of pieces (index, start, count), tokens counting up from their place in the sample."""
     data = [
         begun.PieceData(
-            index, start, np.arange(start, start + count, dtype=np.int32) + 100 * index,
-            np.full(count, -0.5, np.float32), ((version, count),),
+            index,
+            start,
+            np.arange(start, start + count, dtype=np.int32) + 100 * index,
+            np.full(count, -0.5, np.float32),
+            ((version, count),),
         )
         for index, start, count in parts
-    ]  # fmt: skip
+    ]
     if arrays:
         data = [begun.PieceData(0, 0, arrays["tokens"], arrays["logprobs"], ((version, len(arrays["tokens"])),))]
     return begun.packed("p", wire.Lease(7, 2, 0, (0, 1), 9, 4), data, {version: f"d{version}", 99: "unused"})
@@ -347,7 +368,7 @@ def test_bytes_come_back_joined_and_what_does_not_fit_or_is_damaged_is_left_out(
         head, payload = pieces(*parts, version=0)
         head = wire.Pieces("p", lease.group, lease.token, head.samples, head.digests, head.fields)
         arrays, wrong = checkpoints.checked(head, payload, group_size=2, max_tokens=10, newest_version=3)
-        keep = lambda item, head=head, arrays=arrays: checkpoints.stored(head, item, arrays, segments)
+        keep = lambda item, head=head, arrays=arrays: checkpoints.stored(head, item, arrays, segments)  # noqa: E731
         assert book.groups.pieces(head, invalid=lambda wrong=wrong: wrong, keep=keep, now=0.0).refused == {}
     segments.flush()
     heads, payloads, damaged = checkpoints.begun_of([lease], book.groups, segments, max_bytes=1 << 20)
@@ -377,10 +398,12 @@ def test_an_answer_whose_parts_disagree_is_refused() -> None:
     head = wire.Begun(7, 0, 4, ((0, 4),), {}, fields)
     assert len(begun.unpacked(wire.Leases((lease,), 0, begun=(head,)), [payload])[7, 2]) == 1
     for heads, payloads in (
-        ((head,), []), ((), [payload]), ((wire.Begun(8, 0, 4, ((0, 4),), {}, fields),), [payload]),
+        ((head,), []),
+        ((), [payload]),
+        ((wire.Begun(8, 0, 4, ((0, 4),), {}, fields),), [payload]),
         ((wire.Begun(7, 0, 5, ((0, 5),), {}, fields),), [payload]),
         ((wire.Begun(7, 0, 4, ((0, 4),), {}, fields[:1]),), [payload]),
-    ):  # fmt: skip
+    ):
         with pytest.raises(WireError):
             begun.unpacked(wire.Leases((lease,), 0, begun=heads), payloads)
 

@@ -38,8 +38,15 @@ HEAVY = {"torch", "redis", "transformers", "vllm", "sglang", "pyarrow", "rich"}
 
 def asyncrl(*words: str, cwd: Path = ROOT, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "asyncrl", *words], capture_output=True, text=True, timeout=timeout,
-                          cwd=cwd, env=env, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "asyncrl", *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=env,
+        check=False,
+    )
 
 
 def small(tmp_path: Path, **settings: str) -> Config:
@@ -136,19 +143,35 @@ def test_audit_report_and_status_of_a_folder(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_status_text() -> None:
-    state = {"run": "/r", "steps": 9, "launchers": [{"target": "all", "pid": 5}],
-             "last_step": {"step": 4, "reward_mean": 0.5}, "result": {},
-             "queue": {"leased": 3.0, "ready": 2}, "workers": {"producer-0": {"waiting_for": "a lease"}},
-             "buffer": {"error": "no answer"}, "weightsync": {"version": 4}}  # fmt: skip
-    state["weightsync"] = {"version": 4, "committed": 3, "members": {"producer-0": {"state": "stale", "version": 3,
-                                                                                     "why": "late"}}}  # fmt: skip
+    state = {
+        "run": "/r",
+        "steps": 9,
+        "launchers": [{"target": "all", "pid": 5}],
+        "last_step": {"step": 4, "reward_mean": 0.5},
+        "result": {},
+        "queue": {"leased": 3.0, "ready": 2},
+        "workers": {"producer-0": {"waiting_for": "a lease"}},
+        "buffer": {"error": "no answer"},
+        "weightsync": {"version": 4},
+    }
+    state["weightsync"] = {
+        "version": 4,
+        "committed": 3,
+        "members": {"producer-0": {"state": "stale", "version": 3, "why": "late"}},
+    }
     text = render(state)
     assert "/r (launched here: all pid 5)" in text
     assert "step        4 of 9  reward 0.500" in text and "queue       leased 3 · ready 2" in text
     assert "producer-0  waits: a lease" in text and "buffer      silent: no answer" in text
     assert "version 4, held by generators 3; producer-0 stale version 3 (late)" in text
-    state["buffer"] = {"store": "sqlite", "version": 4, "total_groups": 18, "ledger": {"leased": 3, "trained": 8},
-                       "waiting_for": "step 5 waits 2 s", "fault": {"code": "hang", "message": "x"}}  # fmt: skip
+    state["buffer"] = {
+        "store": "sqlite",
+        "version": 4,
+        "total_groups": 18,
+        "ledger": {"leased": 3, "trained": 8},
+        "waiting_for": "step 5 waits 2 s",
+        "fault": {"code": "hang", "message": "x"},
+    }
     text = render({**state, "last_step": {}})
     assert "18 groups in all: leased 3 · trained 8" in text and "step        none of 9 yet" in text
     assert "step 5 waits 2 s" in text and "ends the run: hang: x" in text
@@ -276,8 +299,9 @@ def test_the_quickstart_is_in_the_wheel(tmp_path: Path) -> None:
     assert packed == (ROOT / "configs" / "quickstart.toml").read_bytes()
     code = "from asyncrl.demo.demo import quickstart; print(quickstart())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True,
-                           timeout=30, check=True)  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=True
+    )
     assert Path(found.stdout.strip()) == tmp_path / "site" / "asyncrl" / "configs" / "quickstart.toml"
 
 
@@ -304,8 +328,15 @@ def test_plain_progress_prints_steps_and_loud_lines(tmp_path: Path, capsys: pyte
     progress.say("producer-0", "error[net.unreachable] no answer")
     progress.say("learner", "a line of the learner")
     progress.say("learner", '  File "/x/sockets.py", line 195 in _await')  # stacks are for the log
-    line = {"step": 3, "reward_mean": 0.5, "lag_mean": 1.0, "lag_max": 2, "bound_max": 2, "tokens_per_s": 800,
-            "step_s": 1}  # fmt: skip
+    line = {
+        "step": 3,
+        "reward_mean": 0.5,
+        "lag_mean": 1.0,
+        "lag_max": 2,
+        "bound_max": 2,
+        "tokens_per_s": 800,
+        "step_s": 1,
+    }
     (run.metrics / "learner.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     progress.tick()
     progress.close()
@@ -352,9 +383,13 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
     """A folder whose modules take the place of the roles, and of torchrun, in child processes."""
-    modules = {"buffers.main": ("buffer", 60), "weightsync.main": ("weightsync", 60),
-               "producers.main": ("producer", 60), "producers.rewards.main": ("reward", 60),
-               "learners.main": ("learner", 1.5)}  # fmt: skip
+    modules = {
+        "buffers.main": ("buffer", 60),
+        "weightsync.main": ("weightsync", 60),
+        "producers.main": ("producer", 60),
+        "producers.rewards.main": ("reward", 60),
+        "learners.main": ("learner", 1.5),
+    }
     for dotted, (role, seconds) in modules.items():
         path = tmp_path / Path(*dotted.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,8 +464,13 @@ def test_second_launcher_is_refused_and_stop_ends_the_first(stand_ins: Path) -> 
     path = stand_ins / "learners" / "main.py"
     path.write_text(path.read_text().replace("time.sleep(1.5)", "time.sleep(60)"))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    first = subprocess.Popen([sys.executable, "-m", "asyncrl", "launch", "all", "c.toml"], cwd=stand_ins, env=env,
-                             stdout=subprocess.PIPE, text=True)  # fmt: skip
+    first = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl", "launch", "all", "c.toml"],
+        cwd=stand_ins,
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     log = stand_ins / "run" / "logs" / "learner.log"
     deadline = time.monotonic() + 30
     while not (log.exists() and "up" in log.read_text()):
@@ -476,8 +516,11 @@ def test_producers_join_under_their_own_names(stand_ins: Path) -> None:
 def test_status_says_who_waits_since_when_and_who_is_silent(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=3)
     now = time.time()
-    for name, age, waits, since in (("producer-0", 0.0, "a lease", 12.0), ("producer-1", 0.0, "", 0.0),
-                                    ("reward-0", 30.0, "samples", 40.0)):  # fmt: skip
+    for name, age, waits, since in (
+        ("producer-0", 0.0, "a lease", 12.0),
+        ("producer-1", 0.0, "", 0.0),
+        ("reward-0", 30.0, "samples", 40.0),
+    ):
         sign = Sign(run.alive, role=name.split("-")[0], name=name, clock=lambda age=age: now - age)
         sign._since = now - since if since else 0.0
         sign.beat(waits)

@@ -73,10 +73,17 @@ def directives(text: str) -> dict[str, str]:
 
 def test_slurm_scripts_are_shell_and_say_what_they_need() -> None:
     settings: dict[str, Any] = {
-        "cluster__producers": 7, "cluster__producer_gpus": 2, "cluster__learner_gpus": 4, "cluster__partition": "long",
-        "cluster__account": "a1", "cluster__time_limit": "24:00:00", "cluster__options": ["--exclusive"],
-        "cluster__setup": ["module load cuda"], "cluster__grace_s": 120, "learner__ranks": 4,
-    }  # fmt: skip
+        "cluster__producers": 7,
+        "cluster__producer_gpus": 2,
+        "cluster__learner_gpus": 4,
+        "cluster__partition": "long",
+        "cluster__account": "a1",
+        "cluster__time_limit": "24:00:00",
+        "cluster__options": ["--exclusive"],
+        "cluster__setup": ["module load cuda"],
+        "cluster__grace_s": 120,
+        "learner__ranks": 4,
+    }
     files = made("slurm", **settings)
     for name, text in files.items():
         if name.endswith((".sh", ".sbatch")):
@@ -126,10 +133,15 @@ def objects(backend: str, name: str, **settings: Any) -> list[dict[str, Any]]:
 def test_kubernetes_manifests_fit_their_schemas(setup: list[str], prometheus: int) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="the schemas come with kubernetes-validate")
     settings: dict[str, Any] = {
-        "cluster__setup": setup, "cluster__producers": 3, "cluster__producer_gpus": 1, "cluster__learner_gpus": 8,
-        "cluster__preemptible_class": "spot", "learner__ranks": 8, "cluster__learner_hosts": 2,
+        "cluster__setup": setup,
+        "cluster__producers": 3,
+        "cluster__producer_gpus": 1,
+        "cluster__learner_gpus": 8,
+        "cluster__preemptible_class": "spot",
+        "learner__ranks": 8,
+        "cluster__learner_hosts": 2,
         "trackers__prometheus_port": prometheus,
-    }  # fmt: skip
+    }
     files = made("k8s", **settings)
     seen = []
     for name in (name for name in files if name.endswith(".yaml")):
@@ -137,10 +149,15 @@ def test_kubernetes_manifests_fit_their_schemas(setup: list[str], prometheus: in
             validate.validate(one, "1.31", strict=True)
             seen.append((one["kind"], one["metadata"]["name"]))
     assert sorted(seen) == [
-        ("ConfigMap", "my-run-3-config"), ("Deployment", "my-run-3-services"), ("Job", "my-run-3-learner"),
-        ("Job", "my-run-3-producers"), ("Job", "my-run-3-rewards"), ("NetworkPolicy", "my-run-3-network"),
-        ("Service", "my-run-3-learner"), ("Service", "my-run-3-services"),
-    ]  # fmt: skip
+        ("ConfigMap", "my-run-3-config"),
+        ("Deployment", "my-run-3-services"),
+        ("Job", "my-run-3-learner"),
+        ("Job", "my-run-3-producers"),
+        ("Job", "my-run-3-rewards"),
+        ("NetworkPolicy", "my-run-3-network"),
+        ("Service", "my-run-3-learner"),
+        ("Service", "my-run-3-services"),
+    ]
     broken = yaml.safe_load(files["config.yaml"]) | {"dat": {}}
     with pytest.raises(Exception, match="dat"):  # its own class of error, which is not exported by a stable name
         validate.validate(broken, "1.31", strict=True)
@@ -187,27 +204,44 @@ def test_the_driver_of_ray_is_python_and_asyncrl_needs_no_ray() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"a": [1, {"b": "x: y", "c": []}], "d": {}, "e": "yes", "f": "1", "g": "", "h": "#", "i": True, "j": None},
-     {"text": "one\n\n  two: 'x'\n# three\n", "lines": ["a\nb\n", " lead\n", "tab\t"], "n": [["x"], [{"y": "-"}]]},
-     [["a", "b"], {"c": {"d": [{"e": 1, "f": 2}, 3]}}], {"on": "off", "a b": "\u00fc", "0x1": "1e3", "~": "null"}],
-)  # fmt: skip
+    [
+        {"a": [1, {"b": "x: y", "c": []}], "d": {}, "e": "yes", "f": "1", "g": "", "h": "#", "i": True, "j": None},
+        {"text": "one\n\n  two: 'x'\n# three\n", "lines": ["a\nb\n", " lead\n", "tab\t"], "n": [["x"], [{"y": "-"}]]},
+        [["a", "b"], {"c": {"d": [{"e": 1, "f": 2}, 3]}}],
+        {"on": "off", "a b": "\u00fc", "0x1": "1e3", "~": "null"},
+    ],
+)
 def test_yaml_says_what_was_meant(value: Any) -> None:
     assert yaml.safe_load(document(value)) == value, document(value)
 
 
 def test_words_stay_words_in_a_shell() -> None:
     words = ["printf", "%s\\n", "--a", "it's $HOME", "--b", Shell('"$X"'), "; rm -rf /", "--", "`id`"]
-    done = subprocess.run(["bash", "-c", shell(words)], capture_output=True, text=True, timeout=20, check=True,
-                          env={**os.environ, "X": "x y"})  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", shell(words)],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+        env={**os.environ, "X": "x y"},
+    )
     assert done.stdout.splitlines() == ["--a", "it's $HOME", "--b", "x y", "; rm -rf /", "--", "`id`"]
 
 
 def test_names_are_of_dns_and_strange_settings_are_refused() -> None:
     assert name_of(config()) == "my-run-3" and name_of(config(run__name="___")) == "run"
     assert len(name_of(config(run__name="x-" * 60))) <= 40
-    for setting, value in (("name", "Upper"), ("partition", "a\n#SBATCH --x"), ("account", "a b"), ("memory", "1 G"),
-                           ("image", "x;y"), ("options", ["rm -rf /"]), ("options", ["--x\nrm"]),
-                           ("port", 80), ("learner_gpus", 1)):  # fmt: skip
+    for setting, value in (
+        ("name", "Upper"),
+        ("partition", "a\n#SBATCH --x"),
+        ("account", "a b"),
+        ("memory", "1 G"),
+        ("image", "x;y"),
+        ("options", ["rm -rf /"]),
+        ("options", ["--x\nrm"]),
+        ("port", 80),
+        ("learner_gpus", 1),
+    ):
         with pytest.raises(ConfigErrors):
             config(**{f"cluster__{setting}": value, "learner__ranks": 2})
     assert {field.name for field in msgspec.structs.fields(ClusterConfig)} >= {"devices", "producers", "learner_hosts"}
@@ -223,7 +257,7 @@ def test_the_command_writes_files_and_no_more(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "my.toml").write_text(
         '[model]\npath = "model"\n[data]\npath = "p.jsonl"\n[[reward]]\n'
         'function = "asyncrl.demo.tasks:running_sum_reward"\n'
-    )  # fmt: skip
+    )
     target = tmp_path / "jobs"
     target.mkdir()
     (target / "notes.txt").write_text("mine")
@@ -279,8 +313,10 @@ def test_pods_are_restricted_and_jobs_end_as_they_should() -> None:
                 pods.append(one["spec"]["template"]["spec"])
                 jobs[one["metadata"]["name"]] = one["spec"]
     assert [restricted(pod) for pod in pods] == [[]] * 4
-    assert all("securityContext" not in one["spec"]["template"]["spec"]
-               for one in objects("k8s", "producers.yaml", cluster__user=0))  # fmt: skip
+    assert all(
+        "securityContext" not in one["spec"]["template"]["spec"]
+        for one in objects("k8s", "producers.yaml", cluster__user=0)
+    )
     assert "completions" not in jobs["my-run-3-producers"], "a queue of work ends with the first pod that ends with 0"
     for name in ("learner", "producers", "rewards"):
         ignored, fatal = jobs[f"my-run-3-{name}"]["podFailurePolicy"]["rules"]

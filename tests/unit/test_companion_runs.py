@@ -21,8 +21,10 @@ from learners.gang.gang import Gang
 assert gang and model_dir  # fixtures
 
 PRIME = "learner.algorithm.advantage = 'prime'\nlearner.process_reward.lr = 1e-3\nlearner.process_reward.update = '{}'"
-WARM = "learner.algorithm.advantage = 'gae'\nlearner.critic.lr = 5e-3\nlearner.critic.critic_warmup = 50\n" \
-       "learner.critic.critic_warmup_until = 0.2"  # fmt: skip
+WARM = (
+    "learner.algorithm.advantage = 'gae'\nlearner.critic.lr = 5e-3\nlearner.critic.critic_warmup = 50\n"
+    "learner.critic.critic_warmup_until = 0.2"
+)
 
 
 def ran(gang: Gang, model: Path, place: Path, extra: str, *, steps: int, whole: int) -> tuple[Any, list[Any]]:
@@ -30,8 +32,9 @@ def ran(gang: Gang, model: Path, place: Path, extra: str, *, steps: int, whole: 
     config = make_config(model, place, steps=whole, extra=extra)
     stop = Stop()
     learner, buffer, backend, services = make_learner(config, gang, stop=stop)
-    buffer.batches.update({step: msgspec.structs.replace(make_batch(1), step=step, version=step - 1)
-                           for step in range(1, whole + 1)})  # fmt: skip
+    buffer.batches.update(
+        {step: msgspec.structs.replace(make_batch(1), step=step, version=step - 1) for step in range(1, whole + 1)}
+    )
     if steps < whole:
         buffer.on_claim = lambda step: stop.set("SIGTERM") if step == steps else None
     try:
@@ -44,7 +47,7 @@ def ran(gang: Gang, model: Path, place: Path, extra: str, *, steps: int, whole: 
 @pytest.mark.parametrize("order", ["after", "before"])
 def test_prime_resumes_from_a_checkpoint_to_the_same_bits(
     gang: Gang, model_dir: Path, tmp_path: Path, order: str
-) -> None:  # fmt: skip
+) -> None:
     wanted, lines = ran(gang, model_dir, tmp_path / "whole", PRIME.format(order), steps=5, whole=5)
     assert all(math.isfinite(line[name]) for line in lines for name in ("process_loss", "process_accuracy", "loss"))
     final = RunDir(tmp_path / "whole").export

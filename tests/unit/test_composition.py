@@ -90,7 +90,9 @@ def test_every_file_that_cannot_be_read_is_named(base: Path) -> None:
     latin.write_bytes(b'x = "\xe9"\n')
     assert wrong(base, Path("none.toml"), latin) == [("config.file", "none.toml"), ("config.file", "latin.toml")]
     assert wrong(base, broken, write("bad2.toml", "\n\nx = \n")) == [
-        ("config.file", "broken.toml:1"), ("config.file", "bad2.toml:3")]  # fmt: skip
+        ("config.file", "broken.toml:1"),
+        ("config.file", "bad2.toml:3"),
+    ]
 
 
 def test_a_table_in_one_file_and_a_value_in_the_other(base: Path) -> None:
@@ -108,6 +110,10 @@ def test_nearest_place() -> None:
     keys = ("learner.steps", "learner.optim.lr", "reward[1].weight", "reward[0].function", "reward", "run.dir")
     where = {key: places.where(path_of(key)) for key in keys}
     assert where == {
-        "learner.steps": "f.toml:2", "learner.optim.lr": "f.toml:1", "reward[1].weight": "f.toml:5",
-        "reward[0].function": "f.toml:4", "reward": "f.toml:3", "run.dir": "f.toml",
-    }  # fmt: skip
+        "learner.steps": "f.toml:2",
+        "learner.optim.lr": "f.toml:1",
+        "reward[1].weight": "f.toml:5",
+        "reward[0].function": "f.toml:4",
+        "reward": "f.toml:3",
+        "run.dir": "f.toml",
+    }

@@ -113,8 +113,12 @@ def test_every_setting_has_a_reader() -> None:
         if path.name not in ("config.py", "algorithm_config.py", "learner_config.py")
     ]
     text = "\n".join(sources)
-    derived = {"max_groups_in_flight": "groups_in_flight(", "pipeline_depth": ".depth", "name": ".label",
-               **dict.fromkeys(("advantage_options", "loss_options", "correction_options"), "_options")}  # fmt: skip
+    derived = {
+        "max_groups_in_flight": "groups_in_flight(",
+        "pipeline_depth": ".depth",
+        "name": ".label",
+        **dict.fromkeys(("advantage_options", "loss_options", "correction_options"), "_options"),
+    }
     unread = [
         key
         for key in config.all_keys()

@@ -44,8 +44,12 @@ class Rows(NamedTuple):
         """These rows alone, in this order, numbered anew."""
         places = [torch.nonzero(self.sequences == row)[:, 0] for row in rows]
         order = torch.cat([torch.zeros(0, dtype=torch.int64), *places])
-        numbers = torch.cat([torch.zeros(0, dtype=torch.int64),
-                             *(torch.full_like(place, number) for number, place in enumerate(places))])  # fmt: skip
+        numbers = torch.cat(
+            [
+                torch.zeros(0, dtype=torch.int64),
+                *(torch.full_like(place, number) for number, place in enumerate(places)),
+            ]
+        )
         return Rows(self.proximal[order], self.behaviour[order], self.mask[order], numbers)
 
 
@@ -148,8 +152,9 @@ def test_a_plugin_may_say_that_it_needs_the_whole_batch() -> None:
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=str)
 def test_no_gradient_and_no_tokens(name: str, options: dict[str, Any]) -> None:
     proximal = torch.tensor([0.1, -0.2, 0.4], requires_grad=True)
-    found = CORRECTIONS[name](proximal, torch.zeros(3, requires_grad=True), torch.ones(3).bool(),
-                              torch.tensor([0, 0, 1]), **options)  # fmt: skip
+    found = CORRECTIONS[name](
+        proximal, torch.zeros(3, requires_grad=True), torch.ones(3).bool(), torch.tensor([0, 0, 1]), **options
+    )
     assert not found.weights.requires_grad
     empty = torch.zeros(0)
     found = CORRECTIONS[name](empty, empty, empty.bool(), empty.long(), **options)
@@ -198,7 +203,7 @@ def weights_by_hand(rows: Rows, level: str, upper: float | None, lower: float | 
 @settings(max_examples=150, deadline=None)
 def test_weights_are_those_of_the_definition(
     batch: Rows, level: Any, upper: float | None, lower: float | None, norm: bool
-) -> None:  # fmt: skip
+) -> None:
     got = is_weights(*batch, level=level, upper=upper, lower=lower, batch_normalize=norm)
     wanted = torch.tensor(weights_by_hand(batch, level, upper, lower, norm=norm), dtype=torch.float64)
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
@@ -232,9 +237,15 @@ def test_the_clamp_kills_the_gradient_outside() -> None:
     torch.testing.assert_close(new.grad, torch.tensor([0.0, math.e, 0.0]))
 
 
-@pytest.mark.parametrize("options", [
-    {"level": "batch"}, {"upper": 0.5, "lower": 0.9}, {"floor": -1.0}, {"upper": 0.5, "floor": 0.9},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"level": "batch"},
+        {"upper": 0.5, "lower": 0.9},
+        {"floor": -1.0},
+        {"upper": 0.5, "floor": 0.9},
+    ],
+)
 def test_weights_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     one = torch.zeros(1)
     with pytest.raises(ConfigError, match=r"config\.type"):
@@ -283,10 +294,18 @@ def test_several_options_reject_together_and_one_number_is_a_ratio_interval() ->
     assert both.tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize(("options", "thresholds"), [
-    (["token_k4"], [1.0]), (["seq_max_k1"], [2.0]), (["token_k1"], []), (["token_k1"], [(2.0, 0.5)]),
-    (["token_k1"], [0.0]), (["token_k1"], [(1.0, 2.0, 3.0)]), (["token_k3"], [(0.1, 0.2)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "thresholds"),
+    [
+        (["token_k4"], [1.0]),
+        (["seq_max_k1"], [2.0]),
+        (["token_k1"], []),
+        (["token_k1"], [(2.0, 0.5)]),
+        (["token_k1"], [0.0]),
+        (["token_k1"], [(1.0, 2.0, 3.0)]),
+        (["token_k3"], [(0.1, 0.2)]),
+    ],
+)
 def test_rejection_that_cannot_be_is_refused(options: Any, thresholds: Any) -> None:
     one = torch.zeros(1)
     with pytest.raises(ConfigError, match=r"config\.type"):
@@ -296,8 +315,11 @@ def test_rejection_that_cannot_be_is_refused(options: Any, thresholds: Any) -> N
 @given(batch=batches(), threshold=st.sampled_from([0.001, 0.05, 0.3, 1e9]))
 @settings(max_examples=100, deadline=None)
 def test_m2po_removes_the_largest_until_the_mean_is_below(batch: Rows, threshold: float) -> None:
-    squares = {place: float(batch.behaviour[place] - batch.proximal[place]) ** 2
-               for places in rows_of(batch) for place in places}  # fmt: skip
+    squares = {
+        place: float(batch.behaviour[place] - batch.proximal[place]) ** 2
+        for places in rows_of(batch)
+        for place in places
+    }
     left = sorted(squares, key=lambda place: squares[place])
     while len(left) > 1 and sum(squares[place] for place in left) / len(left) >= threshold:
         left.pop()

@@ -27,10 +27,26 @@ from asyncrl.process_plan.plan import ProcessPlan
 from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = (["audit"], ["report"], ["status"], ["top", "--once", "--plain"], ["trace", "--step", "3"],
-           ["tune", "--list"], ["metrics"])  # fmt: skip
-FILES = ("history.jsonl", "result.json", "processes.jsonl", "samples.jsonl", "metrics/learner.jsonl",
-         "metrics/buffer.jsonl", "metrics/roles.jsonl", "metrics/weightsync.jsonl", "logs/launch.jsonl")  # fmt: skip
+READERS = (
+    ["audit"],
+    ["report"],
+    ["status"],
+    ["top", "--once", "--plain"],
+    ["trace", "--step", "3"],
+    ["tune", "--list"],
+    ["metrics"],
+)
+FILES = (
+    "history.jsonl",
+    "result.json",
+    "processes.jsonl",
+    "samples.jsonl",
+    "metrics/learner.jsonl",
+    "metrics/buffer.jsonl",
+    "metrics/roles.jsonl",
+    "metrics/weightsync.jsonl",
+    "logs/launch.jsonl",
+)
 ODD = (None, "x", -1, 1e300, [], {}, [None], [[1]], {"a": None})
 
 
@@ -166,8 +182,12 @@ def test_events_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> Non
 
 
 def test_a_child_that_cannot_be_killed_keeps_no_other_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [ProcessPlan(role="learner", name=name, argv=(sys.executable, "-c", "import time; time.sleep(60)"), env={},
-                         restarts=0) for name in ("held", "other")]  # fmt: skip
+    plans = [
+        ProcessPlan(
+            role="learner", name=name, argv=(sys.executable, "-c", "import time; time.sleep(60)"), env={}, restarts=0
+        )
+        for name in ("held", "other")
+    ]
     supervisor = Supervisor(plans, logs=tmp_path, say=lambda _name, _line: None)
     held, other = supervisor.children
     held.start()

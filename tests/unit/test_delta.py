@@ -277,8 +277,11 @@ def test_the_cases_above_are_one_step_from_a_good_one() -> None:
     held = np.zeros(BF16_BYTES, np.uint8)
     decode(blob_of(2000, GOOD, section(10, b"\0", b"\x01", b"\0")), memoryview(held), BF16)
     assert held.view(np.uint16)[[3, 8, 10]].tolist() == [1, 2, 1] and np.count_nonzero(held) == 3
-    decode(blob_of(2000, section(0, bytes(900), bytes(900), zstandard.compress(bytes(900)), changes=900)),
-           memoryview(held), BF16)  # fmt: skip
+    decode(
+        blob_of(2000, section(0, bytes(900), bytes(900), zstandard.compress(bytes(900)), changes=900)),
+        memoryview(held),
+        BF16,
+    )
 
 
 def test_a_good_section_before_a_bad_one_is_not_applied() -> None:
@@ -312,8 +315,12 @@ def test_a_bomb_takes_no_room() -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(seed=st.integers(0, 20), flips=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=4),
-       resealed=st.booleans(), cut=st.integers(0, 40))  # fmt: skip
+@given(
+    seed=st.integers(0, 20),
+    flips=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=4),
+    resealed=st.booleans(),
+    cut=st.integers(0, 40),
+)
 def test_flipped_bytes(seed: int, flips: list[tuple[int, int]], resealed: bool, cut: int) -> None:
     """A damaged blob is refused by its checksum; one that was damaged on purpose is refused or stays in the tensors."""
     placed, nbytes = layout(["BF16", "U8", "F32", "BF16"], [3000, 501, 300, 2000])
@@ -343,9 +350,12 @@ def test_flipped_bytes(seed: int, flips: list[tuple[int, int]], resealed: bool, 
 def test_a_layout_that_does_not_fit_is_the_callers_mistake_or_the_peers() -> None:
     data = np.zeros(16, np.uint8)
     tensors = [
-        [Tensor("a", "F32", (5,), 0, 0, 20)], [Tensor("a", "F32", (1,), 0, 2, 4)], [Tensor("a", "Q4", (4,), 0, 0, 4)],
-        [Tensor("a", "U8", (4,), 0, 0, 4), Tensor("b", "U8", (4,), 0, 3, 4)], [Tensor("a", "U8", (4,), 0, -4, 4)],
-    ]  # fmt: skip
+        [Tensor("a", "F32", (5,), 0, 0, 20)],
+        [Tensor("a", "F32", (1,), 0, 2, 4)],
+        [Tensor("a", "Q4", (4,), 0, 0, 4)],
+        [Tensor("a", "U8", (4,), 0, 0, 4), Tensor("b", "U8", (4,), 0, 3, 4)],
+        [Tensor("a", "U8", (4,), 0, -4, 4)],
+    ]
     for placed in tensors:
         with pytest.raises(ValueError):
             encode(data, data, placed)

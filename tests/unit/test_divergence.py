@@ -63,8 +63,12 @@ def test_full_divergence_is_that_of_the_tempered_distributions() -> None:
     mask = torch.tensor([True, True, False])
     found = kl_full(logits, reference, mask, temperature=0.7)
     for row in (0, 1):
-        terms = torch.nn.functional.kl_div((reference[row] / 0.7).log_softmax(-1), (logits[row] / 0.7).log_softmax(-1),
-                                           log_target=True, reduction="none")  # fmt: skip
+        terms = torch.nn.functional.kl_div(
+            (reference[row] / 0.7).log_softmax(-1),
+            (logits[row] / 0.7).log_softmax(-1),
+            log_target=True,
+            reduction="none",
+        )
         torch.testing.assert_close(found[row], terms.nan_to_num(0.0).sum())
     assert found[2] == 0
     found.sum().backward()

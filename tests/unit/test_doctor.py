@@ -75,8 +75,10 @@ def test_light_probes_of_this_machine(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_the_command_imports_nothing_heavy() -> None:
-    code = ("import sys, asyncrl.doctor.run, asyncrl.doctor.probe_process\n"
-            "print(' '.join(sorted({name.partition('.')[0] for name in sys.modules})))")  # fmt: skip
+    code = (
+        "import sys, asyncrl.doctor.run, asyncrl.doctor.probe_process\n"
+        "print(' '.join(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
@@ -108,12 +110,16 @@ def test_an_unknown_probe_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_probe_that_hangs_is_killed_with_its_children(made: Path) -> None:
     marker = made / "pid"
-    package(made, "torch", f"""
+    package(
+        made,
+        "torch",
+        f"""
         import pathlib, subprocess, time
         child = subprocess.Popen(["sleep", "600"])
         pathlib.Path({str(marker)!r}).write_text(str(child.pid))
         time.sleep(600)
-    """)  # fmt: skip
+    """,
+    )
     found = run.probe("torch", limit_s=4.0)
     assert found.state == WRONG and "no answer within 4 s" in found.says
     if marker.exists():  # else the machine was too slow to come so far
@@ -216,13 +222,19 @@ def test_engine_that_hangs_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("says", "state"),
     [
-        ("Redis server v=7.0.15 sha=0:0", WARN), ("Redis server v=7.2.10 sha=0:0", WARN),
-        ("Redis server v=7.2.11 sha=0:0", OK), ("Redis server v=7.4.5 sha=0:0", WARN),
-        ("Redis server v=7.4.6 sha=0:0", OK), ("Redis server v=8.0.4 sha=0:0", OK),
-        ("Redis server v=8.2.1 sha=0:0", WARN), ("Redis server v=8.2.2 sha=0:0", OK),
-        ("Redis server v=8.4.0 sha=0:0", OK), ("Valkey server v=8.1.4 sha=0:0", OK), ("hello", WARN),
+        ("Redis server v=7.0.15 sha=0:0", WARN),
+        ("Redis server v=7.2.10 sha=0:0", WARN),
+        ("Redis server v=7.2.11 sha=0:0", OK),
+        ("Redis server v=7.4.5 sha=0:0", WARN),
+        ("Redis server v=7.4.6 sha=0:0", OK),
+        ("Redis server v=8.0.4 sha=0:0", OK),
+        ("Redis server v=8.2.1 sha=0:0", WARN),
+        ("Redis server v=8.2.2 sha=0:0", OK),
+        ("Redis server v=8.4.0 sha=0:0", OK),
+        ("Valkey server v=8.1.4 sha=0:0", OK),
+        ("hello", WARN),
     ],
-)  # fmt: skip
+)
 def test_versions_of_redis(says: str, state: str, tmp_path: Path) -> None:
     program(tmp_path, "redis-server", f"echo '{says}'")
     found = software.redis(path=str(tmp_path))

@@ -88,15 +88,24 @@ def test_nothing_to_train_has_no_threshold() -> None:
 @pytest.mark.parametrize("loss", ["decoupled_ppo", "reinforce", "gspo", "gmpo", "vespo", "cispo"])
 def test_the_other_tokens_get_no_gradient(loss: str) -> None:
     rng = np.random.default_rng(0)
-    rows = [Sample(rng.integers(3, 20, 12).astype(np.int32), 4, -2 * rng.random(8).astype("f4"),
-                   np.ones(8, np.uint8), float(n) - 0.5, n) for n in range(2)]  # fmt: skip
+    rows = [
+        Sample(
+            rng.integers(3, 20, 12).astype(np.int32),
+            4,
+            -2 * rng.random(8).astype("f4"),
+            np.ones(8, np.uint8),
+            float(n) - 0.5,
+            n,
+        )
+        for n in range(2)
+    ]
     micro = to_device(packed_row(rows), torch.device("cpu"))
     high = torch.tensor([True, False] * 8)
     current = torch.full((16,), -1.0, requires_grad=True)
     terms = Terms(high=[high], proximal=[torch.full((16,), -1.0)])
     value, sums = loss_function(AlgorithmConfig(loss=loss), Denominators(16, 2), terms)(
         current, torch.zeros(16), micro, 0
-    )  # fmt: skip
+    )
     value.backward()  # type: ignore[no-untyped-call]
     assert current.grad is not None and (current.grad[high] != 0).all() and (current.grad[~high] == 0).all()
     assert float(sums["entropy_kept_sum"]) == 8
@@ -150,10 +159,14 @@ def test_the_bonus_is_paid_with_the_weight_of_the_step(gang: Gang, model_dir: Pa
     assert high == trained(gang, model_dir, tmp_path / "plain", "", steps=4)[1] != low
 
 
-ENTROPY = "learner.algorithm.entropy_target = 9.0\nlearner.algorithm.entropy_step = 0.02\n" \
-          "learner.algorithm.entropy_keep = 0.5"  # fmt: skip
-KL = 'learner.algorithm.kl = { where = "reward", controller = "adaptive", horizon = 20.0 }\n' \
-     'learner.algorithm.advantage = "reinforce_plus_plus"'  # fmt: skip
+ENTROPY = (
+    "learner.algorithm.entropy_target = 9.0\nlearner.algorithm.entropy_step = 0.02\n"
+    "learner.algorithm.entropy_keep = 0.5"
+)
+KL = (
+    'learner.algorithm.kl = { where = "reward", controller = "adaptive", horizon = 20.0 }\n'
+    'learner.algorithm.advantage = "reinforce_plus_plus"'
+)
 TUNED = {ENTROPY: '{"learner.algorithm.entropy_coeff": 0.1}', KL: '{"learner.algorithm.kl.coeff": 0.5}'}
 
 

@@ -126,15 +126,19 @@ def load_environment(**_: Any) -> Any:
 def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verifiers = pytest.importorskip("verifiers", reason="pip install 'verifiers>=0.1.14,<0.2'")
     try:
-        verifiers.MultiTurnEnv
+        verifiers.MultiTurnEnv  # noqa: B018 - the package imports it here
     except AttributeError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(
         verifiers, "load_environment", lambda _id, **options: load_environment(**options), raising=False
     )
     said = ["yes", "no", "yes!"]
-    done, engine = played(tmp_path, 'name = "verifiers"\nargs = {id = "three"}\n', lambda _i, turn, _c: said[turn],
-                          {**ROW, "answer": "x", "example_id": 0})  # fmt: skip
+    done, engine = played(
+        tmp_path,
+        'name = "verifiers"\nargs = {id = "three"}\n',
+        lambda _i, turn, _c: said[turn],
+        {**ROW, "answer": "x", "example_id": 0},
+    )
     assert done.reward == 2.0 and done.parts["yes"] == 2.0
     assert done.rows == () and len(engine.asked) == 3  # one row: what was said stayed as it was
     assert "again 2" in whole(tmp_path, done)

@@ -137,9 +137,14 @@ def test_the_command(tmp_path: Path) -> None:
 
     def command(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "asyncrl", "test-env", f"test_environment_contract:{name}", *words], cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "asyncrl", "test-env", f"test_environment_contract:{name}", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
 
     done = command("Counter", "--say", "a")
     assert done.returncode == 0, done.stdout + done.stderr

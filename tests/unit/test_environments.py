@@ -38,9 +38,14 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def played(
-    config: Config, tokenizer: Tokenizer, script: Callable[[int, int, str], Any], row: dict[str, Any] = ROW,
-    *, samples: int = 1, rollout: Any = None,
-) -> tuple[list[Finished], SayingEngine, EnvironmentFailure | None]:  # fmt: skip
+    config: Config,
+    tokenizer: Tokenizer,
+    script: Callable[[int, int, str], Any],
+    row: dict[str, Any] = ROW,
+    *,
+    samples: int = 1,
+    rollout: Any = None,
+) -> tuple[list[Finished], SayingEngine, EnvironmentFailure | None]:
     """The finished samples of a group, by index, the engine, and the failure that came out at the end."""
     environment = Turns(config, tokenizer, rollout or rollout_of(config))
     engine = SayingEngine(tokenizer, script)
@@ -167,9 +172,12 @@ def test_nothing_that_was_said_is_ever_made_of_text_again(tmp_path: Path) -> Non
 def test_unreadable_calls_unknown_tools_and_bad_arguments_are_answered(folder: Path, tokenizer: Tokenizer) -> None:
     config = config_of(folder, 'name = "tools"\ntools = ["calculator"]\nmax_turns = 6\n', room=900)
     said = [
-        "<tool_call>{oops}</tool_call>", '<tool_call>{"name": "none", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "calculator", "arguments": {"number": 3}}</tool_call>', call("1/0"), "I give up",
-    ]  # fmt: skip
+        "<tool_call>{oops}</tool_call>",
+        '<tool_call>{"name": "none", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"number": 3}}</tool_call>',
+        call("1/0"),
+        "I give up",
+    ]
     (done,), _, failure = played(config, tokenizer, lambda _i, turn, _c: said[turn])
     shown = text_of(tokenizer, done, 0)
     assert failure is None

@@ -106,12 +106,22 @@ def test_names() -> None:
     names = metric_names(figures(outcomes, correct_above=0.5), k=4)
     core = {name for name in names if name.startswith("val-core/")}
     assert core == {
-        "val-core/openai/gsm8k/reward/mean@4", "val-core/openai/gsm8k/reward/best@4/mean",
-        "val-core/openai/gsm8k/reward/maj@4/mean", "val-core/openai/gsm8k/acc/pass@4/mean",
-    }  # fmt: skip
-    assert {"val-aux/openai/gsm8k/reward/best@2/mean", "val-aux/openai/gsm8k/acc/pass@1/mean",
-            "val-aux/openai/gsm8k/reward/mean@4/se", "val-aux/openai/gsm8k/acc/pass@4/se"} <= set(names)  # fmt: skip
+        "val-core/openai/gsm8k/reward/mean@4",
+        "val-core/openai/gsm8k/reward/best@4/mean",
+        "val-core/openai/gsm8k/reward/maj@4/mean",
+        "val-core/openai/gsm8k/acc/pass@4/mean",
+    }
+    assert {
+        "val-aux/openai/gsm8k/reward/best@2/mean",
+        "val-aux/openai/gsm8k/acc/pass@1/mean",
+        "val-aux/openai/gsm8k/reward/mean@4/se",
+        "val-aux/openai/gsm8k/acc/pass@4/se",
+    } <= set(names)
     assert sizes(1) == [1] and sizes(8) == [1, 2, 4, 8] and sizes(5) == [1, 2, 4, 5]
     only = metric_names(figures([Outcome("a", (1.0,), ("x",))], correct_above=0.5), k=1)
-    assert set(only) == {"val-core/a/reward/mean@1", "val-aux/a/reward/mean@1/se", "val-core/a/acc/pass@1/mean",
-                         "val-aux/a/acc/pass@1/se"}  # fmt: skip
+    assert set(only) == {
+        "val-core/a/reward/mean@1",
+        "val-aux/a/reward/mean@1/se",
+        "val-core/a/acc/pass@1/mean",
+        "val-aux/a/acc/pass@1/se",
+    }

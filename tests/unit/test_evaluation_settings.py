@@ -51,13 +51,15 @@ def test_off_by_default() -> None:
         (["evaluation.every=2"], "evaluation.every is set without"),
         (["evaluation.at_start=true"], "evaluation.at_start is set without"),
         (["evaluation.path=a.jsonl", "evaluation.source=m:f"], "at most one of"),
-        (["evaluation.path=a.jsonl", "producers.engine=dataset", "learner.mode=sft", "sampling.group_size=1"],
-         "generates nothing"),
+        (
+            ["evaluation.path=a.jsonl", "producers.engine=dataset", "learner.mode=sft", "sampling.group_size=1"],
+            "generates nothing",
+        ),
         (["evaluation.path=a.jsonl", "evaluation.top_k=5"], "greedy"),
         (["evaluation.path=a.jsonl", "evaluation.share=0"], "share"),
         (["evaluation.path=a.jsonl", "evaluation.samples=0"], "samples"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_said(settings: list[str], words: str) -> None:
     assert any(words in text for text in codes("", *settings))
 
@@ -76,8 +78,16 @@ def test_sampling_is_its_own() -> None:
     greedy = sampling_of(made(ON, *base))
     assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.asked_samples) == (1.0, 1, 1.0, 1)
     assert greedy.max_new_tokens == 16
-    warm = sampling_of(made(ON, *base, "evaluation.samples=4", "evaluation.temperature=0.6", "evaluation.top_k=20",
-                            "evaluation.max_new_tokens=99"))  # fmt: skip
+    warm = sampling_of(
+        made(
+            ON,
+            *base,
+            "evaluation.samples=4",
+            "evaluation.temperature=0.6",
+            "evaluation.top_k=20",
+            "evaluation.max_new_tokens=99",
+        )
+    )
     assert (warm.temperature, warm.top_k, warm.asked_samples, warm.max_new_tokens) == (0.6, 20, 4, 99)
 
 

@@ -67,10 +67,17 @@ def test_the_summary_tells_the_first_and_the_last(tmp_path: Path) -> None:
 
 def test_status_says_what_runs() -> None:
     answer = {
-        "ledger": {"issued": 2}, "store": "sqlite", "version": 20, "total_groups": 8,
-        "evaluation": {"running": "of step 20: 5 of 8 prompts are over, 4 s of 600 s", "failed": 1,
-                       "left": {"is being generated": 2}, "last": {}},
-    }  # fmt: skip
+        "ledger": {"issued": 2},
+        "store": "sqlite",
+        "version": 20,
+        "total_groups": 8,
+        "evaluation": {
+            "running": "of step 20: 5 of 8 prompts are over, 4 s of 600 s",
+            "failed": 1,
+            "left": {"is being generated": 2},
+            "last": {},
+        },
+    }
     text = render({"buffer": answer})
     assert "evaluation of step 20: 5 of 8 prompts are over, 4 s of 600 s (failed 1; left: is being generated 2)" in text
     assert "evaluation" not in render({"buffer": {**answer, "evaluation": {"running": "", "last": {}}}})
@@ -113,9 +120,12 @@ def watch(buffer: Buffer, *overrides: str) -> tuple[LastEvaluations, list[tuple[
     seen: list[tuple[int, dict[str, float]]] = []
     clock = Clock()
     found = LastEvaluations(
-        config(*overrides), ask=buffer.evaluations, clock=clock, sleep=clock.sleep,
+        config(*overrides),
+        ask=buffer.evaluations,
+        clock=clock,
+        sleep=clock.sleep,
         track=lambda values, step: seen.append((step, values)),
-    )  # fmt: skip
+    )
     return found, seen, clock
 
 
@@ -166,8 +176,9 @@ def test_without_evaluations_nothing_is_asked() -> None:
 def test_its_words() -> None:
     text = told(LINE)
     assert text.startswith("evaluation of step 20: add mean@4 0.500 (se 0.125), all mean@4 0.400 (se 0.100)")
-    assert text.endswith("5 of 8 prompts, versions 20 to 22, 4.2 s; failed: reward_failed 1; missing: is being "
-                         "generated 2")  # fmt: skip
+    assert text.endswith(
+        "5 of 8 prompts, versions 20 to 22, 4.2 s; failed: reward_failed 1; missing: is being generated 2"
+    )
     assert told({**LINE, "why": "time"}).endswith("(ended early: time)")
     assert "digest" not in numbers(LINE) and numbers(LINE)["evaluation_missing"] == 2.0
 
@@ -179,8 +190,7 @@ def test_waiting_for_the_last_evaluation_is_no_hang(tmp_path: Path) -> None:
     now = [0.0]
     status = {"version": 4, "evaluation": {"running": "of step 4: 1 of 8"}, "waiting_for": "nobody"}
     limits = config("run.hang_timeout_s=10", "run.start_timeout_s=10")
-    hang = HangWatch(RunDir(tmp_path).create(), limits, clock=lambda: now[0],
-                     ask=lambda _: status)  # fmt: skip
+    hang = HangWatch(RunDir(tmp_path).create(), limits, clock=lambda: now[0], ask=lambda _: status)
     now[0] = 11
     assert hang.look() == "" and hang.look() == ""
     now[0] = 22

@@ -78,12 +78,30 @@ class Lab:
         self.settle()
         return list(leases)
 
-    def answer(self, lease: Lease, *, version: int = 0, indices: tuple[int, ...] | None = None, producer: str = "p",
-               digest: str = "", invalid: str = "", source: str = "a") -> SamplesReply:  # fmt: skip
-        heads = tuple(SampleHead(index, 3, "stop", ((version, 3),)) for index in
-                      (lease.missing if indices is None else indices))  # fmt: skip
-        head = Samples(producer, lease.group, lease.token, heads, {version: digest} if digest else {}, (),
-                       f'{{"data_source":"{source}"}}', 1)  # fmt: skip
+    def answer(
+        self,
+        lease: Lease,
+        *,
+        version: int = 0,
+        indices: tuple[int, ...] | None = None,
+        producer: str = "p",
+        digest: str = "",
+        invalid: str = "",
+        source: str = "a",
+    ) -> SamplesReply:
+        heads = tuple(
+            SampleHead(index, 3, "stop", ((version, 3),)) for index in (lease.missing if indices is None else indices)
+        )
+        head = Samples(
+            producer,
+            lease.group,
+            lease.token,
+            heads,
+            {version: digest} if digest else {},
+            (),
+            f'{{"data_source":"{source}"}}',
+            1,
+        )
         record = Record(0, lease.token, 1, 1, lease.token)
         reply = self.e.samples(head, checksum=lease.token, invalid=lambda: invalid, keep=lambda: record, now=self.now)
         self.settle()
@@ -95,8 +113,10 @@ class Lab:
         self.request += 1
         items = self.e.reward_lease(worker, max_samples=len(rewards), request=self.request, now=self.now)
         words = answers or tuple("x" for _ in rewards)
-        scores = tuple(Score(item.group, item.index, item.token, reward, {"f": reward}, word)
-                       for item, reward, word in zip(items, rewards, words, strict=False))  # fmt: skip
+        scores = tuple(
+            Score(item.group, item.index, item.token, reward, {"f": reward}, word)
+            for item, reward, word in zip(items, rewards, words, strict=False)
+        )
         taken = self.e.scores(Scores(worker, scores), now=self.now)
         self.settle()
         return taken
@@ -136,8 +156,11 @@ def test_every_prompt_is_leased_sampled_scored_and_told() -> None:
     assert lab.e.prompts == {} and lab.e.meta.round is None and len(lab.freed) == 2
     assert lab.names().count("score") == 4 and lab.names()[-1] == "end"
     assert [(one["row"], one["index"], one["reward"]) for one in lab.lines] == [
-        (0, 0, 1.0), (0, 1, 0.0), (1, 0, 1.0), (1, 1, 1.0)
-    ]  # fmt: skip
+        (0, 0, 1.0),
+        (0, 1, 0.0),
+        (1, 0, 1.0),
+        (1, 1, 1.0),
+    ]
 
 
 def test_groups_of_training_know_nothing_of_it() -> None:

@@ -36,7 +36,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     return found
 
 
@@ -46,10 +46,15 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("sizes", "limit", "files"),
     [
-        ([3, 3, 5], 5, 3), ([3, 3, 5], 6, 2), ([3, 3, 5], 11, 1), ([9, 1, 1], 4, 2), ([1], 1, 1), ([], 1, 1),
+        ([3, 3, 5], 5, 3),
+        ([3, 3, 5], 6, 2),
+        ([3, 3, 5], 11, 1),
+        ([9, 1, 1], 4, 2),
+        ([1], 1, 1),
+        ([], 1, 1),
         ([0, 2], 2, 1),
     ],
-)  # fmt: skip
+)
 def test_files_are_as_large_as_they_may_be(tmp_path: Path, sizes: list[int], limit: int, files: int) -> None:
     given = {f"t{place}": torch.full((size, 256), float(place)) for place, size in enumerate(sizes)}
     writer = ShardFiles(tmp_path, max_bytes=limit * 1024)
@@ -69,7 +74,7 @@ def test_files_are_as_large_as_they_may_be(tmp_path: Path, sizes: list[int], lim
         assert index["metadata"]["total_size"] == sum(sizes) * 1024
         for name, place in index["weight_map"].items():
             with safe_open(tmp_path / place, framework="pt") as file:
-                assert name in file.keys()
+                assert name in file.keys()  # noqa: SIM118
 
 
 def test_an_earlier_export_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -99,28 +104,55 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- names
 
 TINY = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-LATENT = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
-          "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 12, "kv_lora_rank": 8,
-          "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}  # fmt: skip
+LATENT = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
 
 
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS), ("mixtral", {"num_local_experts": 4}),
-     ("deepseek_v3", LATENT)],
-)  # fmt: skip
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_moe", EXPERTS),
+        ("mixtral", {"num_local_experts": 4}),
+        ("deepseek_v3", LATENT),
+    ],
+)
 def test_names_are_those_of_save_pretrained(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(TINY | more)))
     for name, buffer in model.named_buffers():
         if "bias" in name:
             buffer.uniform_()  # of DeepSeek's router: stored with the weights, not a parameter
     model.save_pretrained(tmp_path / "wanted")
-    writer = FolderWriter(tmp_path / "got", AutoConfig.from_pretrained(tmp_path / "wanted"), dtype=torch.float32,
-                          source=tmp_path / "wanted", max_bytes=20_000)  # fmt: skip
+    writer = FolderWriter(
+        tmp_path / "got",
+        AutoConfig.from_pretrained(tmp_path / "wanted"),
+        dtype=torch.float32,
+        source=tmp_path / "wanted",
+        max_bytes=20_000,
+    )
     for name, parameter in model.named_parameters():
         writer.add(name, parameter.detach())
     assert len(writer.close()) > 3
@@ -185,7 +217,7 @@ def test_an_export_in_files_is_the_model_that_was_trained(made: Any, tmp_path: P
 
 def test_it_is_what_the_learner_writes_and_what_its_backend_would(
     made: Any, gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     config, _ = made
     final, said = RunDir(config.run_dir).export, list[str]()
     streamed = export(config, out=tmp_path / "streamed", step=2)
@@ -240,7 +272,7 @@ def test_a_full_disk_leaves_no_half_of_a_folder(made: Any, tmp_path: Path, monke
 
 def test_the_command_refuses_before_anything_starts(
     made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     run = str(RunDir(made[0].run_dir).root)
 
     def refused(*words: str) -> str:

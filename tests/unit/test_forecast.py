@@ -104,18 +104,35 @@ def test_the_state_machine_holds_whatever_is_played(seed: int) -> None:
     eta = rng.randint(0, 4)
     size = rng.randint(1, 4)
     scenario = Scenario(
-        steps=rng.randint(3, 12), producers=rng.randint(1, 4), slots=rng.choice((2, 8, 64)), group_size=size,
-        asked_samples=size + rng.choice((0, 0, 2)), batch_groups=rng.randint(1, 9), max_staleness=eta,
-        depth=rng.randint(0, eta), on_late=rng.choice(("wait", "wait", "drop")), late_timeout_s=20.0,
-        auto_depth=rng.random() < 0.2, max_groups_in_flight=rng.choice((0, 0, 2)), reward_workers=rng.randint(1, 2),
-        checkpoint_every=rng.choice((0, 3)), seed=seed,
-    )  # fmt: skip
+        steps=rng.randint(3, 12),
+        producers=rng.randint(1, 4),
+        slots=rng.choice((2, 8, 64)),
+        group_size=size,
+        asked_samples=size + rng.choice((0, 0, 2)),
+        batch_groups=rng.randint(1, 9),
+        max_staleness=eta,
+        depth=rng.randint(0, eta),
+        on_late=rng.choice(("wait", "wait", "drop")),
+        late_timeout_s=20.0,
+        auto_depth=rng.random() < 0.2,
+        max_groups_in_flight=rng.choice((0, 0, 2)),
+        reward_workers=rng.randint(1, 2),
+        checkpoint_every=rng.choice((0, 3)),
+        seed=seed,
+    )
     lengths = tuple(tuple(rng.randint(1, 300) for _ in range(6)) for _ in range(50))
     plant = Plant(
-        rng.uniform(0.001, 0.02), rng.uniform(0, 0.001), rng.uniform(0.01, 1), 1e-5, lengths,
-        swap_s=rng.choice((0, 0.3)), cores=rng.choice((0, 0, 2.0)), reward_s=rng.choice((0, 0.01)), checkpoint_s=0.5,
+        rng.uniform(0.001, 0.02),
+        rng.uniform(0, 0.001),
+        rng.uniform(0.01, 1),
+        1e-5,
+        lengths,
+        swap_s=rng.choice((0, 0.3)),
+        cores=rng.choice((0, 0, 2.0)),
+        reward_s=rng.choice((0, 0.01)),
+        checkpoint_s=0.5,
         train_noise=(0.5, 1.0, 1.5),
-    )  # fmt: skip
+    )
     simulation = Simulation(plant, scenario)
     got = simulation.run()
     simulation.groups.check()

@@ -68,12 +68,24 @@ def simulated_run(root: Path, plant: Plant) -> tuple[RunDir, Simulation]:
     for number, step in enumerate(simulation.steps, start=1):
         trained = step.ended - plant.commit_s - plant.publish_s
         train = trained - step.claimed - plant.fetch_s
-        lines.append({
-            "t": step.ended, "step": number, "wait_s": step.claimed - step.asked, "fetch_s": plant.fetch_s,
-            "assemble_s": 0.0, "proximal_s": 0.0, "train_s": train, "publish_s": plant.publish_s, "tokens": step.tokens,
-            "commit_s": plant.commit_s, "checkpoint_s": 0.0, "step_s": step.ended - step.asked, "groups": 8,
-            "lag_mean": sum(step.lags) / len(step.lags),
-        })  # fmt: skip
+        lines.append(
+            {
+                "t": step.ended,
+                "step": number,
+                "wait_s": step.claimed - step.asked,
+                "fetch_s": plant.fetch_s,
+                "assemble_s": 0.0,
+                "proximal_s": 0.0,
+                "train_s": train,
+                "publish_s": plant.publish_s,
+                "tokens": step.tokens,
+                "commit_s": plant.commit_s,
+                "checkpoint_s": 0.0,
+                "step_s": step.ended - step.asked,
+                "groups": 8,
+                "lag_mean": sum(step.lags) / len(step.lags),
+            }
+        )
     write(run.metrics / "learner.jsonl", lines)
     write(run.metrics / "weightsync.jsonl", [{"t": line["t"], "round_s": plant.sync_s[0]} for line in lines])
     return run, simulation
@@ -91,9 +103,18 @@ def lengths(seed: int = 0) -> tuple[tuple[int, ...], ...]:
 @pytest.mark.parametrize("cores", [0.0, 2.0])
 def test_a_run_gives_back_what_its_machines_do(tmp_path: Path, cores: float) -> None:
     plant = Plant(
-        0.004, 0.0003, 0.3, 0.0003, lengths(), sync_s=(0.06,), fetch_s=0.02, publish_s=0.01, commit_s=0.01,
-        cores=cores, other_demand=0.15 if cores else 0.0,
-    )  # fmt: skip
+        0.004,
+        0.0003,
+        0.3,
+        0.0003,
+        lengths(),
+        sync_s=(0.06,),
+        fetch_s=0.02,
+        publish_s=0.01,
+        commit_s=0.01,
+        cores=cores,
+        other_demand=0.15 if cores else 0.0,
+    )
     run, _ = simulated_run(tmp_path / "run", plant)
     found, did, config = measure(run, cores=cores)
     per_step = [one.decode_s + one.decode_sample_s * 12 for one in (plant, found)]
@@ -118,8 +139,14 @@ def test_what_was_decoded_at_once_follows_from_leases_and_arrivals() -> None:
     def sample(t: float, g: int, token: int, i: int) -> dict[str, Any]:
         return {"e": "sample", "t": t, "g": g, "token": token, "i": i, "producer": "p", "length": 10}
 
-    events = [lease(0, 0, 1), lease(0, 1, 2), sample(3, 0, 1, 0), sample(5, 0, 1, 1), sample(9, 1, 2, 1),
-              {"e": "lost", "t": 10, "g": 1, "token": 2, "producer": "p", "why": "silent"}]  # fmt: skip
+    events = [
+        lease(0, 0, 1),
+        lease(0, 1, 2),
+        sample(3, 0, 1, 0),
+        sample(5, 0, 1, 1),
+        sample(9, 1, 2, 1),
+        {"e": "lost", "t": 10, "g": 1, "token": 2, "producer": "p", "why": "silent"},
+    ]
     found = decoded_samples(events, slots=2, asked=2, evaluated=1)
     assert [(one.start, one.end) for one in found] == [(0, 3), (0, 5), (5, 9)]
     curve = Curve([(one.start, 1.0) for one in found] + [(one.end, -1.0) for one in found])
@@ -144,8 +171,10 @@ def test_a_short_run_is_refused(tmp_path: Path) -> None:
 def test_steps_that_were_trained_again_count_once() -> None:
     lines = [{"step": 1, "t": 1}, {"step": 2, "t": 2}, {"step": 2, "t": 5}, {"step": 3, "t": 6, "replayed": 1}]
     assert [line["t"] for line in by_step(lines)] == [1, 5]
-    even = [{"step": n, "t": float(n), "step_s": 1.0, "groups": 2, "tokens": 10, "lag_mean": 1.0, "wait_s": 0.25}
-            for n in range(1, 13)]  # fmt: skip
+    even = [
+        {"step": n, "t": float(n), "step_s": 1.0, "groups": 2, "tokens": 10, "lag_mean": 1.0, "wait_s": 0.25}
+        for n in range(1, 13)
+    ]
     did = observed(even)
     assert (did.steps_s, did.lag_mean, did.learner_wait_share, did.tokens_s) == (1.0, 1.0, 0.25, 10.0)
 
@@ -160,8 +189,20 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def test_the_command_from_numbers(tmp_path: Path) -> None:
-    words = ["--assume", "engine_tokens_s=4000", "--assume", "train_token_s=1e-4", "--assume", "length_mean=60",
-             "--cores", "0", "--steps", "4", "--gpus", "1,16"]  # fmt: skip
+    words = [
+        "--assume",
+        "engine_tokens_s=4000",
+        "--assume",
+        "train_token_s=1e-4",
+        "--assume",
+        "length_mean=60",
+        "--cores",
+        "0",
+        "--steps",
+        "4",
+        "--gpus",
+        "1,16",
+    ]
     command = [sys.executable, "-m", "asyncrl", "plan", str(config_file(tmp_path)), *words]
     done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     plan = json.loads(done.stdout)
@@ -189,11 +230,16 @@ def test_the_command_from_a_run(tmp_path: Path) -> None:
     assert "suggested" in text and "check     the run itself" in text and "one buffer is enough" in text
 
 
-@pytest.mark.parametrize(("words", "what"), [
-    ([], "decode_sample_s or engine_tokens_s, train_token_s, length_mean"),
-    (["--assume", "speed=3"], "'speed' is none of"), (["--assume", "reward_s=-1"], "at least 0"),
-    (["--from", "/nowhere"], "no config.toml in it"), (["--gpus", "0"], "1 to 1000000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([], "decode_sample_s or engine_tokens_s, train_token_s, length_mean"),
+        (["--assume", "speed=3"], "'speed' is none of"),
+        (["--assume", "reward_s=-1"], "at least 0"),
+        (["--from", "/nowhere"], "no config.toml in it"),
+        (["--gpus", "0"], "1 to 1000000"),
+    ],
+)
 def test_mistakes_are_said(tmp_path: Path, words: list[str], what: str) -> None:
     command = [sys.executable, "-m", "asyncrl", "plan", str(config_file(tmp_path)), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

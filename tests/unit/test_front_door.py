@@ -57,8 +57,15 @@ def test_commands_import_little(words: list[str], most: int, place: Path) -> Non
         "print('modules:', *sys.modules, file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=place,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     modules = done.stderr.split("modules:")[1].split()
     heavy = {"torch", "redis", "transformers", "vllm", "sglang", "pyarrow", "rich", "aiohttp", "sympy", "hypothesis"}
     assert heavy & {name.partition(".")[0] for name in modules} == set()

@@ -38,8 +38,15 @@ def random_rollouts(seed: int) -> Rollouts:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
     mask = torch.rand(5, 7, generator=random) < 0.7
-    return Rollouts(normal(5, 7), mask, torch.zeros(5).long(), values=normal(5, 7), bootstrap=normal(5),
-                    proximal=normal(5, 7), behaviour=normal(5, 7))  # fmt: skip
+    return Rollouts(
+        normal(5, 7),
+        mask,
+        torch.zeros(5).long(),
+        values=normal(5, 7),
+        bootstrap=normal(5),
+        proximal=normal(5, 7),
+        behaviour=normal(5, 7),
+    )
 
 
 def rows_of(rollouts: Rollouts) -> list[tuple[list[int], list[float], list[float], float]]:

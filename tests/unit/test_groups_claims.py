@@ -314,8 +314,11 @@ def test_the_batch_row_says_that_its_groups_are_claimed_or_trained() -> None:
     fresh.load(reversed(rows.items()))  # whatever the order
     fresh.check()
     assert [(group.state, group.step) for _, group in sorted(fresh.groups.items())] == [
-        (State.TRAINED, 1), (State.TRAINED, 1), (State.CLAIMED, 2), (State.CLAIMED, 2)
-    ]  # fmt: skip
+        (State.TRAINED, 1),
+        (State.TRAINED, 1),
+        (State.CLAIMED, 2),
+        (State.CLAIMED, 2),
+    ]
     assert msgspec.to_builtins(fresh.groups) == msgspec.to_builtins(run.g.groups)
 
 

@@ -36,9 +36,16 @@ class Filtered(Run):
         for index, reward in enumerate(rewards):
             token = self.g.groups[number].token
             head = Samples(
-                "p", number, token, (SampleHead(index, 3 + index, "stop", ((version, 3 + index),)),), {}, (), "", 1,
+                "p",
+                number,
+                token,
+                (SampleHead(index, 3 + index, "stop", ((version, 3 + index),)),),
+                {},
+                (),
+                "",
+                1,
                 rewards={index: reward},
-            )  # fmt: skip
+            )
             checksum = 100 * number + index
             self.g.samples(
                 head, checksum=checksum, invalid=str, keep=lambda at=checksum: Record(1, at, 1, 1, at), now=self.now
@@ -118,8 +125,9 @@ def test_a_filter_that_fails_is_a_dead_group_and_has_a_budget() -> None:
 
 
 def test_a_run_that_filters_everything_ends_by_name() -> None:
-    run = Filtered(("zero_variance", zero_variance), batch_groups=4, max_staleness=0, filter_window=8,
-                   max_filtered_rate=0.75)  # fmt: skip
+    run = Filtered(
+        ("zero_variance", zero_variance), batch_groups=4, max_staleness=0, filter_window=8, max_filtered_rate=0.75
+    )
     dropped = 0
     while run.g.fault is None:
         [number] = run.lease(0)
@@ -133,8 +141,14 @@ def test_a_run_that_filters_everything_ends_by_name() -> None:
 
 
 def test_filters_below_the_rate_let_the_run_go_on() -> None:
-    run = Filtered(("zero_variance", zero_variance), batch_groups=1, max_staleness=0, filter_window=8,
-                   max_filtered_rate=0.8, total_groups=40)  # fmt: skip
+    run = Filtered(
+        ("zero_variance", zero_variance),
+        batch_groups=1,
+        max_staleness=0,
+        filter_window=8,
+        max_filtered_rate=0.8,
+        total_groups=40,
+    )
     for step in range(1, 20):
         for _ in range(2):  # 2 of 3 are dropped
             [number] = run.lease(step - 1)

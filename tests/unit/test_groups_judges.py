@@ -30,8 +30,9 @@ class Judges(Run):
         text = f'{{"data_source":"{source}"}}' if row is None else row
         heads = tuple(SampleHead(index, 1, "stop", ((0, 1),)) for index in indices)
         head = Samples("p", 0, self.g.groups[0].token, heads, {}, (), text, 1)
-        taken = self.g.samples(head, checksum=checksum, invalid=str, keep=lambda: Record(0, 0, 0, 0, checksum),
-                               now=self.now)  # fmt: skip
+        taken = self.g.samples(
+            head, checksum=checksum, invalid=str, keep=lambda: Record(0, 0, 0, 0, checksum), now=self.now
+        )
         assert taken.accepted == indices
 
     def work(self, judge: str = "", name: str = "", count: int = 9) -> list[int]:
@@ -259,8 +260,17 @@ def test_the_status_and_the_diagnosis_name_judges() -> None:
     run.score(0, 1.0, name="a")
     run.fail(1, name="a")
     told = {one["judge"]: one for one in run.g.judges_now(0.0)}
-    assert told["default"] == {"judge": "default", "workers": 1, "waiting": 1, "leased": 0, "scored": 1, "late": 0,
-                               "failures": 1, "refused": {}, "call_s": 0.25}  # fmt: skip
+    assert told["default"] == {
+        "judge": "default",
+        "workers": 1,
+        "waiting": 1,
+        "leased": 0,
+        "scored": 1,
+        "late": 0,
+        "failures": 1,
+        "refused": {},
+        "call_s": 0.25,
+    }
     assert (told["deep"]["waiting"], told["deep"]["workers"], told["deep"]["call_s"]) == (2, 0, None)
     run.g.claim(epoch=run.epoch, step=1, version=0, now=0.0)
     assert "2 samples wait for judge deep, of which no worker is alive" in run.g.diagnosis(0.0)

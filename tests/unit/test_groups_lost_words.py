@@ -18,8 +18,13 @@ LEARNER: dict[str, Any] = {"name": "l", "pid": 1, "host": "h", "step": 0, "ledge
 
 def started(**changes: Any) -> tuple[Groups, int]:
     settings: dict[str, Any] = {
-        "group_size": 2, "batch_groups": 1, "max_staleness": 2, "depth": 2, "total_groups": 9, "lease_timeout_s": 10.0,
-    }  # fmt: skip
+        "group_size": 2,
+        "batch_groups": 1,
+        "max_staleness": 2,
+        "depth": 2,
+        "total_groups": 9,
+        "lease_timeout_s": 10.0,
+    }
     groups = Groups(Settings(**settings | changes))
     return groups, groups.register(**LEARNER, now=0.0)
 
@@ -71,9 +76,12 @@ def test_a_sample_that_its_reward_worker_never_got_is_scored_again() -> None:
     (number, token), *_ = leased(groups)
     heads = tuple(SampleHead(index, 1, "stop", ((0, 1),)) for index in range(2))
     groups.samples(
-        Samples("p", number, token, heads, {}, (), "", 1), checksum=1, invalid=str, keep=lambda: Record(0, 0, 0, 0, 1),
+        Samples("p", number, token, heads, {}, (), "", 1),
+        checksum=1,
+        invalid=str,
+        keep=lambda: Record(0, 0, 0, 0, 1),
         now=0.0,
-    )  # fmt: skip
+    )
     work = groups.reward_lease("p", max_samples=2, request=1, now=0.0)
     for now in (1.0, 12.0):
         beat(groups, now, (number, work[0].token), role="reward")

@@ -285,8 +285,15 @@ def test_a_draw_is_the_same_for_the_same_seed_and_without_replacement() -> None:
 def test_priority_over_everything_keeps_the_bound() -> None:
     """fresh_first off: the draw may leave fresh groups, but never one that is due."""
     for seed in range(40):
-        run = reuse(max_reuse=5, max_staleness=1, replay_order="priority", fresh_first=False, seed=seed,
-                    priority_exponent=2.0, total_groups=60)  # fmt: skip
+        run = reuse(
+            max_reuse=5,
+            max_staleness=1,
+            replay_order="priority",
+            fresh_first=False,
+            seed=seed,
+            priority_exponent=2.0,
+            total_groups=60,
+        )
         for step in range(1, 12):
             for number in run.lease(step - 1, 4):
                 run.finish(number)

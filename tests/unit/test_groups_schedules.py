@@ -35,12 +35,25 @@ class World:
         pick = self.rng.choice
         eta = pick([0, 1, 2, 3])
         self.settings = Settings(
-            group_size=pick([1, 2]), batch_groups=pick([1, 2, 3]), max_staleness=eta, depth=self.rng.randint(0, eta),
-            total_groups=24, on_late=pick(["wait", "drop"]), late_timeout_s=pick([3.0, 20.0]), max_reissue=pick([1, 3]),
-            lease_timeout_s=6.0, reward_retries=1, max_failed_groups=1000, max_poison_rate=1.0, filter_window=10_000,
-            over_issue=pick([0, 0, 1, 2]), max_reuse=pick([1, 1, 2, 4]), fresh_first=pick([True, False]),
-            replay_order=pick(["deadline", "priority"]), seed=seed,
-        )  # fmt: skip
+            group_size=pick([1, 2]),
+            batch_groups=pick([1, 2, 3]),
+            max_staleness=eta,
+            depth=self.rng.randint(0, eta),
+            total_groups=24,
+            on_late=pick(["wait", "drop"]),
+            late_timeout_s=pick([3.0, 20.0]),
+            max_reissue=pick([1, 3]),
+            lease_timeout_s=6.0,
+            reward_retries=1,
+            max_failed_groups=1000,
+            max_poison_rate=1.0,
+            filter_window=10_000,
+            over_issue=pick([0, 0, 1, 2]),
+            max_reuse=pick([1, 1, 2, 4]),
+            fresh_first=pick([True, False]),
+            replay_order=pick(["deadline", "priority"]),
+            seed=seed,
+        )
         self.filters = pick([[], [("m:sometimes", sometimes)]])
         self.eta = eta
         self.groups = Groups(self.settings, filters=self.filters)
@@ -202,10 +215,12 @@ class World:
         eta = self.rng.randint(0, 3)
         pick = self.rng.choice
         changes: dict[str, Any] = {
-            "max_staleness": eta, "pipeline_depth": pick([self.rng.randint(0, eta), "max", "auto"]),
-            "max_reuse": pick([1, self.settings.max_reuse]), "on_late": pick(["wait", "drop"]),
+            "max_staleness": eta,
+            "pipeline_depth": pick([self.rng.randint(0, eta), "max", "auto"]),
+            "max_reuse": pick([1, self.settings.max_reuse]),
+            "on_late": pick(["wait", "drop"]),
             "max_groups_in_flight": pick([0, 0, 2]),
-        }  # fmt: skip
+        }
         if self.rng.random() < 0.5:
             changes["batch_groups"] = self.rng.randint(1, 4)
         number = self.groups.tuning.number
@@ -314,8 +329,18 @@ def test_random_schedules(block: int) -> None:
         except (AssertionError, AsyncRLError, KeyError) as error:
             raise AssertionError(f"seed {seed}, {world.settings}: {error}") from error
         seen += world.seen
-    kinds = ("crash", "restart", "register", "retune", "lost", "duplicate", "refused", "reused", "filtered",
-             "filter_failed")  # fmt: skip
+    kinds = (
+        "crash",
+        "restart",
+        "register",
+        "retune",
+        "lost",
+        "duplicate",
+        "refused",
+        "reused",
+        "filtered",
+        "filter_failed",
+    )
     for kind in kinds:
         assert seen[kind] > 20, (kind, seen)  # the paths were really taken
 

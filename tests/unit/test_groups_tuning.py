@@ -45,8 +45,10 @@ def test_a_change_is_numbered_told_and_in_force() -> None:
     number, changed, note = tune(run, max_staleness=2, on_late="drop", late_timeout_s=5)
     assert number == 1 and "keep their bound" in note
     assert changed == {
-        "buffer.late_timeout_s": (120.0, 5.0), "buffer.max_staleness": (4, 2), "buffer.on_late": ("wait", "drop"),
-    }  # fmt: skip
+        "buffer.late_timeout_s": (120.0, 5.0),
+        "buffer.max_staleness": (4, 2),
+        "buffer.on_late": ("wait", "drop"),
+    }
     assert (run.g.settings.max_staleness, run.g.settings.on_late, run.g.settings.late_timeout_s) == (2, "drop", 5.0)
     told = events(run, "tune")
     assert [event["key"] for event in told] == sorted(changed)
@@ -295,8 +297,9 @@ def test_auto_depth_is_fed_by_the_claims_and_told_as_changes() -> None:
         run.commit(step)
     told = events(run, "tune")
     assert [(event["author"], event["key"], event["old"], event["new"]) for event in told] == [
-        ("auto", "buffer.pipeline_depth", 1, 2), ("auto", "buffer.pipeline_depth", 2, 3),
-    ]  # fmt: skip
+        ("auto", "buffer.pipeline_depth", 1, 2),
+        ("auto", "buffer.pipeline_depth", 2, 3),
+    ]
     assert run.g.settings.depth == 3 and run.g.tuned()["buffer.pipeline_depth"] == "auto"
     run.reload()
     assert run.g.settings.depth == 3  # what was found is kept

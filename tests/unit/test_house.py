@@ -13,9 +13,17 @@ PACKAGES = ("asyncrl", "buffers", "weightsync", "producers", "learners")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "ray"}
 FORBIDDEN_CALLS = {
-    "eval", "exec", "recv_pyobj", "send_pyobj", "broadcast_object_list", "all_gather_object", "gather_object",
-    "scatter_object_list", "send_object_list", "recv_object_list",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "recv_pyobj",
+    "send_pyobj",
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
 CONTRACTS = [
     "errors",
     "versions",

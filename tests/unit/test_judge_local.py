@@ -53,8 +53,9 @@ def ids_of(text: str) -> list[int]:
 
 
 def sample(text: str, prompt: str = "2+2=", **row: Any) -> RewardSample:
-    return RewardSample.of(row, prompt=prompt, response=text, prompt_ids=ids_of(prompt),
-                           response_ids=[*ids_of(text), 2], finish="stop")  # fmt: skip
+    return RewardSample.of(
+        row, prompt=prompt, response=text, prompt_ids=ids_of(prompt), response_ids=[*ids_of(text), 2], finish="stop"
+    )
 
 
 def scores(model: Model, samples: list[RewardSample]) -> list[Outcome]:

@@ -29,9 +29,13 @@ name = "grader"
 """
 URL = BASE + 'kind = "url"\nurl = "http://h/v1"\nmodel = "big"\nprompt = "{response}"\n'
 SAMPLE = RewardSample.of(
-    {"answer": "4", "level": 3, "tags": ["a"]}, prompt="2+2=", response="it is {prompt} 4", prompt_ids=[1],
-    response_ids=[2], finish="stop",
-)  # fmt: skip
+    {"answer": "4", "level": 3, "tags": ["a"]},
+    prompt="2+2=",
+    response="it is {prompt} 4",
+    prompt_ids=[1],
+    response_ids=[2],
+    finish="stop",
+)
 
 
 def table(**changes: Any) -> JudgeConfig:
@@ -77,12 +81,14 @@ def test_a_reward_of_a_model_needs_no_function() -> None:
         (URL + 'api_key_env = "A"\napi_key_file = "b"', "at most one"),
         (BASE + 'kind = "classifier"', "a folder is needed"),
         (BASE + 'kind = "classifier"\nmodel = "m"\nurl = "http://h"', "are for kind = 'url'"),
-        (BASE + 'kind = "generative"\nmodel = "m"\nprompt = "{response}"\nanswer = "yes_no"\nengine = "vllm"',
-         "reads probabilities"),
+        (
+            BASE + 'kind = "generative"\nmodel = "m"\nprompt = "{response}"\nanswer = "yes_no"\nengine = "vllm"',
+            "reads probabilities",
+        ),
         (URL.replace("//h", "//me:secret@h"), "a secret in the address would stand in logs"),
         (BASE + 'model = "m"', "are for classifier, generative or url"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_named(text: str, wanted: str) -> None:
     assert wanted in refused(text)
 

@@ -56,7 +56,13 @@ def test_a_judge_inherits_what_its_table_leaves_out() -> None:
     slow = judge_of(parse(TWO + own), "slow")
     assert slow is not None
     assert (slow.count, slow.restarts, slow.timeout_s, slow.retries, slow.batch_samples, slow.memory_bytes) == (
-        1, 0, 90.0, 0, 2, 8)  # fmt: skip
+        1,
+        0,
+        90.0,
+        0,
+        2,
+        8,
+    )
 
 
 def test_a_judge_without_rewards_of_the_default_one_stands_alone() -> None:
@@ -93,7 +99,7 @@ def test_sources_of_a_judge_are_those_of_all_of_its_rewards() -> None:
         (TWO + '[[judge]]\nname = "default"\n', "is not 'default'"),
         (TWO + "timeout_s = -1\n", ">= 0"),
     ],
-)  # fmt: skip
+)
 def test_what_contradicts_itself_is_refused(text: str, words: str) -> None:
     found = refused(text)
     assert any(words in line and "<toml>:" in line for line in found), found

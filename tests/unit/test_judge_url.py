@@ -99,9 +99,12 @@ def test_every_sample_is_asked_and_its_number_is_read() -> None:
     outcomes, server, remote = judge(good, ["a", "bb", "ccc"], system="Be strict.", max_new_tokens=9)
     assert [outcome.value for outcome in outcomes if isinstance(outcome, Verdict)] == [7, 8, 9]
     assert server.bodies[0] == {
-        "model": "big", "temperature": 0.0, "n": 1, "max_tokens": 9,
+        "model": "big",
+        "temperature": 0.0,
+        "n": 1,
+        "max_tokens": 9,
         "messages": [{"role": "system", "content": "Be strict."}, {"role": "user", "content": "Grade a"}],
-    }  # fmt: skip
+    }
     assert server.keys == [None] * 3 and remote.requests == 3 and len(remote.version()) == 16
 
 

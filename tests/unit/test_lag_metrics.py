@@ -70,8 +70,9 @@ def test_every_lag_has_its_line_and_shares_are_of_its_own_tokens() -> None:
     count = len(LAGS)
     proximal = torch.linspace(-0.5, 0.5, count, dtype=torch.float64)
     tokens = (proximal, torch.zeros(count), torch.ones(count).bool(), torch.arange(count))
-    table = correction_table(*tokens, lags=torch.tensor(LAGS), correction=tis(*tokens, upper=1.2),
-                             clipped=proximal > 0.3)  # fmt: skip
+    table = correction_table(
+        *tokens, lags=torch.tensor(LAGS), correction=tis(*tokens, upper=1.2), clipped=proximal > 0.3
+    )
     assert table.shape == (len(LAG_BUCKETS), len(COLUMNS) + BINS)
     assert table[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
     metrics = table_metrics(table)
@@ -118,8 +119,9 @@ def test_how_far_the_policy_moved_and_what_the_dual_clip_bounded() -> None:
     current = torch.tensor([-1.5, -1.0, -1.0, math.nan], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([True, True, True, False])
     tokens = (proximal, torch.zeros(4), mask, torch.tensor([0, 0, 1, 1]))
-    table = correction_table(*tokens, lags=torch.tensor([0, 3]), current=current,
-                             dual_clipped=torch.tensor([False, True, False, True]))  # fmt: skip
+    table = correction_table(
+        *tokens, lags=torch.tensor([0, 3]), current=current, dual_clipped=torch.tensor([False, True, False, True])
+    )
     metrics = table_metrics(table)
     assert not table.requires_grad
     assert metrics["approx_kl"] == pytest.approx((0.5 + 0.0 - 1.0) / 3)
@@ -195,8 +197,13 @@ def test_ages_are_those_of_the_trained_tokens(versions: list[list[int]], data: s
     flat = [version for row in versions for version in row]
     masks = data.draw(st.lists(st.booleans(), min_size=len(flat), max_size=len(flat)))
     numbers = [number for number, row in enumerate(versions) for _ in row]
-    found = staleness(torch.tensor(flat).long(), torch.tensor(masks).bool(), torch.tensor(numbers).long(),
-                      current_version=9, count=len(versions))  # fmt: skip
+    found = staleness(
+        torch.tensor(flat).long(),
+        torch.tensor(masks).bool(),
+        torch.tensor(numbers).long(),
+        current_version=9,
+        count=len(versions),
+    )
     for row in range(len(versions)):
         ages = [9 - flat[place] for place, number in enumerate(numbers) if number == row and masks[place]] or [0]
         got = [int(found.newest[row]), int(found.oldest[row]), int(found.span[row])]

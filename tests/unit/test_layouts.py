@@ -72,10 +72,14 @@ def test_a_bucket_is_complete_as_soon_as_its_last_unit_came(bucket_bytes: int) -
 # ---------------------------------------------------------------- shards
 
 SPECS = [
-    TensorSpec("embed", "BF16", (8, 6)), TensorSpec("norm", "F32", (6,)), TensorSpec("column", "BF16", (8, 6)),
-    TensorSpec("row", "BF16", (4, 8)), TensorSpec("experts", "BF16", (4, 6, 2)), TensorSpec("scale", "F32", ()),
+    TensorSpec("embed", "BF16", (8, 6)),
+    TensorSpec("norm", "F32", (6,)),
+    TensorSpec("column", "BF16", (8, 6)),
+    TensorSpec("row", "BF16", (4, 8)),
+    TensorSpec("experts", "BF16", (4, 6, 2)),
+    TensorSpec("scale", "F32", ()),
     TensorSpec("none", "F32", (0, 3)),
-]  # fmt: skip
+]
 #: tensor -> the axis that tensor parallelism cuts; experts by their first
 AXES = {"embed": 0, "column": 0, "row": 1, "experts": 0}
 

@@ -39,10 +39,16 @@ def make_batch(step: int, *, groups: int = 3, replayed: bool = False, invalid: d
         samples = []
         for index in range(4):
             length = int(rng.integers(1, 12))
-            samples.append(a_sample(
-                index, rng.integers(3, 20, length), -rng.random(length), index % 2,
-                runs=((max(step - 2, 0), length),), parts={"exact": float(index % 2)},
-            ))  # fmt: skip
+            samples.append(
+                a_sample(
+                    index,
+                    rng.integers(3, 20, length),
+                    -rng.random(length),
+                    index % 2,
+                    runs=((max(step - 2, 0), length),),
+                    parts={"exact": float(index % 2)},
+                )
+            )
         made.append(a_group(step * 100 + number, prompt, samples, bound=2))
     return a_batch(step, step - 1, made, replayed=replayed, invalid=invalid)
 
@@ -167,9 +173,12 @@ def make_learner(
     buffer = FakeBuffer(replay_to=replay_to)
     specs = [TensorSpec(*spec) for spec in backend.weight_specs()]
     services = Services(
-        config, buffer=buffer, publisher=FakePublisher(buffer, committed=committed),
-        plan=plan_buckets(specs, bucket_bytes=1 << 16), stop=stop or Stop(),
-    )  # fmt: skip
+        config,
+        buffer=buffer,
+        publisher=FakePublisher(buffer, committed=committed),
+        plan=plan_buckets(specs, bucket_bytes=1 << 16),
+        stop=stop or Stop(),
+    )
     return Learner(config, gang=gang, backend=backend, services=services), buffer, backend, services
 
 
@@ -177,9 +186,7 @@ def weights(backend: FSDP2Backend) -> dict[str, bytes]:
     return {name: data.tobytes() for name, data in backend.iter_hf_weights()}
 
 
-def test_a_whole_run_in_order(
-    gang: Gang, model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+def test_a_whole_run_in_order(gang: Gang, model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = make_config(model_dir, tmp_path / "run", extra="log.samples_per_step = 2")
     learner, buffer, backend, services = make_learner(config, gang)
     before = weights(backend)
@@ -188,12 +195,27 @@ def test_a_whole_run_in_order(
     # The log-probs of the batches are invented: at lag 0 (version 0 in step 1) they cannot be those of the model.
     assert capfd.readouterr().out.count("WARNING: engine and learner differ by") == 1
     assert buffer.names() == [
-        "register", "start", "publish",
-        "claim", "publish", "commit",
-        "claim", "publish", "commit", "ledger", "checkpointed",
-        "claim", "publish", "commit", "ledger", "checkpointed",
-        "ledger", "goodbye", "unpublish", "close",
-    ]  # fmt: skip
+        "register",
+        "start",
+        "publish",
+        "claim",
+        "publish",
+        "commit",
+        "claim",
+        "publish",
+        "commit",
+        "ledger",
+        "checkpointed",
+        "claim",
+        "publish",
+        "commit",
+        "ledger",
+        "checkpointed",
+        "ledger",
+        "goodbye",
+        "unpublish",
+        "close",
+    ]
     assert [call[1:3] for call in buffer.calls if call[0] == "claim"] == [(1, 0), (2, 1), (3, 2)]
     assert [call[1:] for call in buffer.calls if call[0] == "publish"] == [(0,), (1,), (2,), (3,)]
     assert all(len(call[3]) == 32 for call in buffer.calls if call[0] == "commit")
@@ -296,10 +318,13 @@ def test_bad_groups_are_quarantined_and_an_empty_batch_changes_nothing(
     batch = make_batch(1, groups=2, invalid={7: "logprobs: not finite"})
     bad = msgspec.structs.replace(batch.groups[0].samples[0], reward=float("nan"))
     long = msgspec.structs.replace(batch.groups[1].samples[0], response=np.ones(80, np.int32))
-    buffer.batches[1] = msgspec.structs.replace(batch, groups=(
-        msgspec.structs.replace(batch.groups[0], samples=(bad,)),
-        msgspec.structs.replace(batch.groups[1], samples=(long,)),
-    ))  # fmt: skip
+    buffer.batches[1] = msgspec.structs.replace(
+        batch,
+        groups=(
+            msgspec.structs.replace(batch.groups[0], samples=(bad,)),
+            msgspec.structs.replace(batch.groups[1], samples=(long,)),
+        ),
+    )
     before = weights(backend)
     learner.run()
     services.close()
@@ -376,8 +401,9 @@ def test_a_crash_at_any_stage_of_writing_leaves_the_earlier_checkpoint(
         elif stage == "rename":
             patch.setattr(checkpoint.os, "replace", fail)
         else:
-            patch.setattr(checkpoint, "write_atomic",
-                          lambda path, data: fail() if path.stem == stage else write(path, data))  # fmt: skip
+            patch.setattr(
+                checkpoint, "write_atomic", lambda path, data: fail() if path.stem == stage else write(path, data)
+            )
         with pytest.raises(AsyncRLError) as caught:
             checkpoint.save(root, checkpoint.State(step=2, ledger="two"), step=2, backend=backend, gang=gang, keep=2)
     assert caught.value.code == "disk.full"
@@ -393,8 +419,12 @@ def test_a_rank_without_progress_ends_with_its_diagnosis(capfd: pytest.CaptureFi
     codes: list[int] = []
     ended = threading.Event()
     now = 0.0
-    dog = Watchdog(10.0, diagnosis=lambda: "rank 1 waits for rank 0",
-                   end=lambda code: (codes.append(code), ended.set()), clock=lambda: now)  # fmt: skip
+    dog = Watchdog(
+        10.0,
+        diagnosis=lambda: "rank 1 waits for rank 0",
+        end=lambda code: (codes.append(code), ended.set()),
+        clock=lambda: now,
+    )
     now = 9.0
     dog.progress()
     now = 18.0
@@ -439,5 +469,7 @@ def test_tracker_groups_name_metrics_of_the_catalogue() -> None:
     known = CATALOGUE.keys() | {name.rpartition("/")[2] for name in CATALOGUE}
     assert known >= HEALTH | SPEED | FAULTS
     assert (tag_of("lag_max"), tag_of("step_s"), tag_of("reward/exact")) == (
-        "health/lag_max", "speed/step_s", "learning/reward/exact",
-    )  # fmt: skip
+        "health/lag_max",
+        "speed/step_s",
+        "learning/reward/exact",
+    )

@@ -67,8 +67,10 @@ def test_samples_without_a_known_length_are_told() -> None:
 
 def test_what_is_under_way_is_no_bias() -> None:
     """The long ones of a run that goes on are not lost: they come later."""
-    waiting = [msgspec.structs.replace(story, fate="in_flight") if story.fate == "dropped" else story
-               for story in stories(drop=100)]  # fmt: skip
+    waiting = [
+        msgspec.structs.replace(story, fate="in_flight") if story.fate == "dropped" else story
+        for story in stories(drop=100)
+    ]
     assert compare(waiting).alarm == ""
 
 

@@ -41,9 +41,13 @@ def test_a_key_or_an_interrupt_leaves_and_restores_the_terminal(tmp_path: Path, 
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
     before = termios.tcgetattr(slave)
     child = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl", "top", str(run.root), "--every", "0.2"], stdin=slave, stdout=slave,
-        stderr=slave, env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "asyncrl", "top", str(run.root), "--every", "0.2"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+        start_new_session=True,
+    )
     try:
         shown = read_until(master, b"advice")
         assert b"\x1b[?1049h" in shown and b"step 20 of 20" in shown  # a screen of its own

@@ -31,32 +31,70 @@ NOW = START + 100
 def running() -> Observed:
     """What a look at a running system finds: two producers, one of them late with its weights."""
     beats = {
-        name: [{"t": NOW - 10 + second, "role": "producer", "name": name, "pid": 11, "busy_share": 0.5,
-                "generated_tokens": 200.0 * second, "engine_version": 7.0 - place, "samples_in_flight": 12.0}
-               for second in range(10)]
+        name: [
+            {
+                "t": NOW - 10 + second,
+                "role": "producer",
+                "name": name,
+                "pid": 11,
+                "busy_share": 0.5,
+                "generated_tokens": 200.0 * second,
+                "engine_version": 7.0 - place,
+                "samples_in_flight": 12.0,
+            }
+            for second in range(10)
+        ]
         for place, name in enumerate(("producer-0", "producer-1"))
-    }  # fmt: skip
+    }
     workers = [Worker(name, 11, "gpu1", 0.4, stats={"engine_version": 7.0 - place}) for place, name in enumerate(beats)]
-    steps = [{"t": NOW - 8 + 2 * number, "step": number + 1, "reward_mean": 0.1 * number, "lag_mean": 1.5, "lag_max": 2,
-              "bound_max": 2, "step_s": 2.0, "wait_s": 0.8, "fetch_s": 0.0, "publish_s": 0.1, "commit_s": 0.0,
-              "checkpoint_s": 0.1, "tokens_per_s": 500.0, "reward/exact": 0.25} for number in range(5)]  # fmt: skip
+    steps = [
+        {
+            "t": NOW - 8 + 2 * number,
+            "step": number + 1,
+            "reward_mean": 0.1 * number,
+            "lag_mean": 1.5,
+            "lag_max": 2,
+            "bound_max": 2,
+            "step_s": 2.0,
+            "wait_s": 0.8,
+            "fetch_s": 0.0,
+            "publish_s": 0.1,
+            "commit_s": 0.0,
+            "checkpoint_s": 0.1,
+            "tokens_per_s": 500.0,
+            "reward/exact": 0.25,
+        }
+        for number in range(5)
+    ]
     buffer = Buffer(
         ledger={"issued": 40, "leased": 3, "unscored": 1, "ready": 2, "claimed": 4, "trained": 30, "dropped": 2},
-        version=5, producers=workers, tuning=Tuning(depth=2, batch_groups=4),
+        version=5,
+        producers=workers,
+        tuning=Tuning(depth=2, batch_groups=4),
         rewards=[Worker("reward-0", 12, "gpu1", 0.2, stats={"scored_samples": 50.0, "reward_call_s": 0.004})],
         learner=Worker("learner", 13, "gpu2", 0.3, waiting_for="step 6: 2 of 4 groups are ready", waiting_s=3.0),
         waiting_for="step 6 waits for 2 groups",
         judges=[Judge("slow", workers=1, waiting=3, leased=2, scored=50, failures=1, call_s=0.25)],
-    )  # fmt: skip
-    sync = WeightSync(version=7, committed=7, members={"producer-0": Member("serving", 7),
-                                                       "producer-1": Member("stale", 6, why="late")})  # fmt: skip
+    )
+    sync = WeightSync(
+        version=7,
+        committed=7,
+        members={"producer-0": Member("serving", 7), "producer-1": Member("stale", 6, why="late")},
+    )
     return Observed(
-        at=NOW, status=Status(run="/runs/my", name="my", steps=50, buffer=buffer, weightsync=sync), steps=steps,
-        beats=beats, capacity=12, max_staleness=2, slots=64,
-        events=[{"t": NOW - 50, "event": "exit", "name": "producer-1", "code": 137},
-                {"t": NOW - 49, "event": "restart", "name": "producer-1", "wait_s": 0.5, "code": 137},
-                {"t": NOW - 40, "event": "exit", "name": "reward-1", "code": 0}],
-    )  # fmt: skip
+        at=NOW,
+        status=Status(run="/runs/my", name="my", steps=50, buffer=buffer, weightsync=sync),
+        steps=steps,
+        beats=beats,
+        capacity=12,
+        max_staleness=2,
+        slots=64,
+        events=[
+            {"t": NOW - 50, "event": "exit", "name": "producer-1", "code": 137},
+            {"t": NOW - 49, "event": "restart", "name": "producer-1", "wait_s": 0.5, "code": 137},
+            {"t": NOW - 40, "event": "exit", "name": "reward-1", "code": 0},
+        ],
+    )
 
 
 def test_a_running_system_in_numbers() -> None:
@@ -71,8 +109,9 @@ def test_a_running_system_in_numbers() -> None:
     seldom.steps[1]["reward/code"], seldom.steps[3]["reward/code"] = 0.1, 0.5  # batches with rows of its data source
     assert snapshot(seldom).parts == {"exact": 0.25, "code": 0.5}
     assert [(one.what, one.text) for one in seen.troubles] == [
-        ("restart", "producer-1 in 0.5 s"), ("exit", "producer-1 code 137"),
-    ]  # fmt: skip
+        ("restart", "producer-1 in 0.5 s"),
+        ("exit", "producer-1 code 137"),
+    ]
 
 
 def test_lines_and_picture_say_the_same() -> None:
@@ -81,12 +120,17 @@ def test_lines_and_picture_say_the_same() -> None:
     text = "\n".join(lines)
     out = io.StringIO()
     Console(file=out, width=200).print(screen(seen))
-    for words in ("my  running  step 5 of 50", "10 of 12 under way: leased 3 · unscored 1 · ready 2 · claimed 4",
-                  "mean 1.50, max 2 of 2", "producers generate 50 % | learner trains 50 %, waits 40 %",
-                  "step 6 waits for 2 groups", "exact 0.250",
-                  "slow: 3 waiting, 2 with 1 workers, 50 scored, 1 failures, 250.0 ms a call",
-                  "version 7, held by generators 7; producer-1 stale at 6",
-                  "learner (40%) and producers (50%) wait for each other"):  # fmt: skip
+    for words in (
+        "my  running  step 5 of 50",
+        "10 of 12 under way: leased 3 · unscored 1 · ready 2 · claimed 4",
+        "mean 1.50, max 2 of 2",
+        "producers generate 50 % | learner trains 50 %, waits 40 %",
+        "step 6 waits for 2 groups",
+        "exact 0.250",
+        "slow: 3 waiting, 2 with 1 workers, 50 scored, 1 failures, 250.0 ms a call",
+        "version 7, held by generators 7; producer-1 stale at 6",
+        "learner (40%) and producers (50%) wait for each other",
+    ):
         assert words in text, words
         assert words in out.getvalue(), words
     assert any(line.startswith("producer-0") and "200 tok/s" in line and "gpu1" in line for line in lines)

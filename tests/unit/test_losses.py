@@ -80,8 +80,12 @@ def places_of(inputs: LossInputs, rows: list[int]) -> Tensor:
 @st.composite
 def batches(draw: st.DrawFn) -> LossInputs:
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-    return batch(lengths, draw(st.integers(0, 2**31)), apart=draw(st.sampled_from([0.01, 0.4, 5.0])),
-                 valid=draw(st.sampled_from([0.0, 0.5, 1.0])))  # fmt: skip
+    return batch(
+        lengths,
+        draw(st.integers(0, 2**31)),
+        apart=draw(st.sampled_from([0.01, 0.4, 5.0])),
+        valid=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
 
 
 # ---------------------------------------------------------------- values and gradients
@@ -95,8 +99,12 @@ def spelled_out(name: str, options: dict[str, Any], inputs: LossInputs, *, moved
     for row in inputs.sequences.unique().tolist():
         places = torch.nonzero((inputs.sequences == row) & inputs.mask)[:, 0].tolist()
         if places:
-            tokens = [Token(still[p] + by * (p == moved), still[p], *(column[p] for column in columns),
-                            bool(inputs.chosen[p])) for p in places]  # fmt: skip
+            tokens = [
+                Token(
+                    still[p] + by * (p == moved), still[p], *(column[p] for column in columns), bool(inputs.chosen[p])
+                )
+                for p in places
+            ]
             found[places] = torch.tensor(FORMULAS[name](tokens, **options), dtype=torch.float64)
     return found
 
@@ -143,8 +151,14 @@ def test_aggregated_gradients_are_those_of_the_aggregated_formula(
     inputs = batch([3, 4], 5)
 
     def reduce(values: Tensor) -> Tensor:
-        return aggregate(values, inputs.mask, inputs.sequences, mode=mode, loss_scale_factor=7.0,
-                         denominators=count(inputs.mask, inputs.sequences))  # fmt: skip
+        return aggregate(
+            values,
+            inputs.mask,
+            inputs.sequences,
+            mode=mode,
+            loss_scale_factor=7.0,
+            denominators=count(inputs.mask, inputs.sequences),
+        )
 
     (gradient,) = torch.autograd.grad(reduce(call(name, inputs, options).loss), inputs.current)
     for place in range(7):
@@ -203,8 +217,15 @@ def test_the_cut_into_ranks_and_pieces_does_not_matter(
     counts = count(inputs.mask, inputs.sequences)
 
     def share(part: LossInputs, ranks: int) -> Tensor:
-        return aggregate(call(name, part, options).loss, part.mask, part.sequences, mode=mode, denominators=counts,
-                         loss_scale_factor=7.0, ranks=ranks)  # fmt: skip
+        return aggregate(
+            call(name, part, options).loss,
+            part.mask,
+            part.sequences,
+            mode=mode,
+            denominators=counts,
+            loss_scale_factor=7.0,
+            ranks=ranks,
+        )
 
     whole = share(inputs, 1)
     (wanted,) = torch.autograd.grad(whole, inputs.current)
@@ -227,8 +248,14 @@ def test_no_tokens_is_zero_and_still_connected(name: str, options: dict[str, Any
     masked_out = batch([2, 3], 0)._replace(mask=torch.zeros(5, dtype=torch.bool))
     for inputs in (nothing, masked_out, nothing._replace(chosen=None), masked_out._replace(chosen=None, weights=None)):
         found = call(name, inputs, options)
-        value = aggregate(found.loss, inputs.mask, inputs.sequences, mode=mode, loss_scale_factor=7.0,
-                          denominators=count(inputs.mask, inputs.sequences))  # fmt: skip
+        value = aggregate(
+            found.loss,
+            inputs.mask,
+            inputs.sequences,
+            mode=mode,
+            loss_scale_factor=7.0,
+            denominators=count(inputs.mask, inputs.sequences),
+        )
         (gradient,) = torch.autograd.grad(value, inputs.current)
         assert float(value.detach()) == 0 and not gradient.any() and not found.clipped.any()
 
@@ -246,8 +273,9 @@ def test_extreme_ratios_stay_finite_and_half_precision_is_widened(name: str, opt
     other = torch.tensor([-200.0, -1.0, -1.0, 0.0], dtype=torch.bfloat16)
     for gain in (1.0, -1.0):
         current = torch.tensor([-1.0, -90.0, -1.0, 0.0], dtype=torch.bfloat16, requires_grad=True)
-        inputs = LossInputs(current, other, other, torch.full((4,), gain), torch.ones(4, dtype=torch.bool),
-                            torch.tensor([0, 1, 2, 3]))  # fmt: skip
+        inputs = LossInputs(
+            current, other, other, torch.full((4,), gain), torch.ones(4, dtype=torch.bool), torch.tensor([0, 1, 2, 3])
+        )
         found = call(name, inputs, options)
         found.loss.sum().backward()
         assert found.loss.dtype == torch.float32 and bool(found.loss.isfinite().all())
@@ -262,8 +290,14 @@ def inputs_of(gaps: list[float], gains: list[float], **more: Any) -> LossInputs:
     proximal = torch.full((len(gaps),), -1.0, dtype=torch.float64)
     current = (proximal + torch.tensor(gaps, dtype=torch.float64)).requires_grad_()
     sequences = torch.zeros(len(gaps), dtype=torch.int64)
-    return LossInputs(current, proximal, proximal, torch.tensor(gains, dtype=torch.float64),
-                      torch.ones(len(gaps), dtype=torch.bool), sequences)._replace(**more)  # fmt: skip
+    return LossInputs(
+        current,
+        proximal,
+        proximal,
+        torch.tensor(gains, dtype=torch.float64),
+        torch.ones(len(gaps), dtype=torch.bool),
+        sequences,
+    )._replace(**more)
 
 
 def test_ppo_says_what_was_clipped_and_what_the_dual_clip_did() -> None:
@@ -370,13 +404,23 @@ def test_clip_cov_draws_eligible_tokens_by_seed() -> None:
 # ---------------------------------------------------------------- options
 
 
-@pytest.mark.parametrize(("name", "options", "said"), [
-    ("ppo", {"clip_low": -0.1}, "clip_low"), ("ppo", {"dual_clip": 1.0}, "above 1"), ("ppo", {"delta": 1.1}, "delta"),
-    ("cispo", {"clip_high": -1.0}, "clip_high"), ("aipo", {"rho": 0.0}, "rho"), ("sapo", {"tau_neg": 0.0}, "tau_neg"),
-    ("dro", {"beta": 0.0}, "beta"), ("gspo", {"clip_low": 2.0}, "clip_low"), ("gmpo", {"clip_low": -1.0}, "clip_low"),
-    ("kl_cov", {"ratio": 2.0}, "share"), ("clip_cov", {"ratio": -1.0}, "share"),
-    ("clip_cov", {"clip_low": 3.0}, "clip_high"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("ppo", {"clip_low": -0.1}, "clip_low"),
+        ("ppo", {"dual_clip": 1.0}, "above 1"),
+        ("ppo", {"delta": 1.1}, "delta"),
+        ("cispo", {"clip_high": -1.0}, "clip_high"),
+        ("aipo", {"rho": 0.0}, "rho"),
+        ("sapo", {"tau_neg": 0.0}, "tau_neg"),
+        ("dro", {"beta": 0.0}, "beta"),
+        ("gspo", {"clip_low": 2.0}, "clip_low"),
+        ("gmpo", {"clip_low": -1.0}, "clip_low"),
+        ("kl_cov", {"ratio": 2.0}, "share"),
+        ("clip_cov", {"ratio": -1.0}, "share"),
+        ("clip_cov", {"clip_low": 3.0}, "clip_high"),
+    ],
+)
 def test_options_that_make_no_sense_are_errors(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         call(name, batch([3], 0)._replace(chosen=None), options)
@@ -387,8 +431,10 @@ def test_aggregations_by_hand_and_their_errors() -> None:
     values, mask, rows = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1])
     counts = count(mask, rows)
     wanted = dict(zip(MODES, (2.0, 6.0, 2.25, 3.0, 0.75), strict=True))
-    found = {mode: float(aggregate(values, mask, rows, mode=mode, denominators=counts, loss_scale_factor=4.0))
-             for mode in MODES}  # fmt: skip
+    found = {
+        mode: float(aggregate(values, mask, rows, mode=mode, denominators=counts, loss_scale_factor=4.0))
+        for mode in MODES
+    }
     assert found == wanted
     with pytest.raises(ConfigError, match="token-mean"):
         aggregate(values, mask, rows, mode="mean", denominators=counts)

@@ -89,10 +89,11 @@ def test_every_element_comes_in_and_goes_out_once(name: str, place: tuple[int, i
         plan,
         (
             Shard(tensor, one.part.box, held[one.rank][one.parameter][slices(one.part.local)].contiguous().numpy())
-            for tensor, parts in sources.items() for one in parts
+            for tensor, parts in sources.items()
+            for one in parts
         ),
         buckets,
-    )  # fmt: skip
+    )
     for planned in plan.tensors:
         data = buckets[planned.bucket][planned.offset : planned.offset + planned.nbytes]
         assert np.array_equal(np.frombuffer(data, np.float32), start[planned.name].flatten().numpy()), planned.name
@@ -121,8 +122,10 @@ def test_query_key_and_value_heads_interleave_by_group() -> None:
     assert said == [("q_proj", (16, 32), (0, 16)), ("k_proj", (8, 16), (16, 24)), ("v_proj", (8, 16), (24, 32))]
     wide = next(one for one in locals_of(facts, topology((1, 1, 1))) if one.name.endswith("linear_qkv.weight"))
     assert [(name.split(".")[-2], box[0]) for name, box, _ in joined(wide)] == [
-        ("q_proj", (0, 32)), ("k_proj", (0, 16)), ("v_proj", (0, 16)),
-    ]  # fmt: skip
+        ("q_proj", (0, 32)),
+        ("k_proj", (0, 16)),
+        ("v_proj", (0, 16)),
+    ]
 
 
 def test_stages_may_have_unequal_numbers_of_layers() -> None:
@@ -186,9 +189,16 @@ def test_boxes() -> None:
 
 
 JSON = {
-    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "vocab_size": 100, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
 
 
 def test_facts_of_a_config() -> None:

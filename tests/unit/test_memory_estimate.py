@@ -13,13 +13,27 @@ from asyncrl.process_plan.plan import TARGETS
 
 GIB = 1 << 30
 QWEN_05B = {
-    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "vocab_size": 151936,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 TINY = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
@@ -42,8 +56,11 @@ def made(**settings: object) -> Config:
 
 
 def parts(config: Config, role: str, place: str, model: dict[str, Any], *, accelerator: bool = True) -> dict[str, int]:
-    [one] = [one for one in estimate(config, model, TARGETS["all"], accelerator=accelerator)
-             if (one.role, one.place) == (role, place)]  # fmt: skip
+    [one] = [
+        one
+        for one in estimate(config, model, TARGETS["all"], accelerator=accelerator)
+        if (one.role, one.place) == (role, place)
+    ]
     assert one.total_bytes == sum(part.bytes for part in one.parts)
     return {part.name: part.bytes for part in one.parts}
 
@@ -73,10 +90,13 @@ def test_the_example_of_the_module() -> None:
 
 def test_what_settings_change() -> None:
     plain = parts(made(), "learner", "device", QWEN_05B)
-    assert parts(made(**{"learner.gradient_checkpointing": "true"}), "learner", "device", QWEN_05B)[
-        "activations"] < 0.2 * plain["activations"]  # fmt: skip
+    assert (
+        parts(made(**{"learner.gradient_checkpointing": "true"}), "learner", "device", QWEN_05B)["activations"]
+        < 0.2 * plain["activations"]
+    )
     assert parts(made(**{"learner.optim.name": '"adamw_8bit"'}), "learner", "device", QWEN_05B)["optimizer"] < (
-        0.3 * plain["optimizer"])  # fmt: skip
+        0.3 * plain["optimizer"]
+    )
     adapters = parts(made(**{"learner.lora.rank": 8}), "learner", "device", QWEN_05B)
     assert adapters["weights"] == plain["weights"] and adapters["optimizer"] < 0.02 * plain["optimizer"]
     critic = parts(made(**{"learner.algorithm.advantage": '"gae"'}), "learner", "device", QWEN_05B)
@@ -107,7 +127,8 @@ def test_what_the_machine_lacks() -> None:
     assert list(missing(made(), TARGETS["all"], large, memory)) == []
     wanted = made(**{"learner.device": '"npu"'})
     assert list(missing(wanted, TARGETS["all"], large, [])) == [
-        "learner.device = 'npu': this machine shows no npu devices"]  # fmt: skip
+        "learner.device = 'npu': this machine shows no npu devices"
+    ]
 
 
 def test_this_machine_is_read_from_files(tmp_path: Any) -> None:

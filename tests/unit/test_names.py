@@ -22,10 +22,18 @@ from weightsync.plan.names import (
 )
 
 SIZE = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "rms_norm_eps": 1e-6,
-}  # fmt: skip
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZE, head_dim=8),
@@ -53,7 +61,7 @@ def saved(model: nn.Module, folder: Path) -> Weights:
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return found
 
 

@@ -126,13 +126,16 @@ def walk(optimizer: Optimizers, wide: Wide, steps: range) -> None:
 
 def state_of(wide: Wide, optimizer: Optimizers) -> dict[str, torch.Tensor]:
     optimizer.prime()
-    return {f"{key}/{name}": value for name, one in wide.named_parameters()
-            for key, value in (("model", one.data), *optimizer.states(one).items())}  # fmt: skip
+    return {
+        f"{key}/{name}": value
+        for name, one in wide.named_parameters()
+        for key, value in (("model", one.data), *optimizer.states(one).items())
+    }
 
 
 def wide_with(name: str) -> tuple[Wide, Optimizers]:
     if name == "adamw_8bit":
-        import aside
+        import aside  # noqa: F401 - where torchao is
 
         pytest.importorskip("torchao", reason="the extra optim-8bit is not installed")
     wide = Wide()

@@ -65,8 +65,9 @@ def held(data: bytes) -> tuple[str, Any]:
         return name, dict(held(entry) for entry in one[11])
     [(number, [value])] = one.items() or [(11, [{}])]
     signed = value - 2**64 if number == 4 and value >= 2**63 else value
-    return name, {2: bool, 4: lambda _: signed, 5: lambda raw: struct.unpack("<d", raw)[0], 6: bytes.decode,
-                  11: dict}[number](value)  # fmt: skip
+    return name, {2: bool, 4: lambda _: signed, 5: lambda raw: struct.unpack("<d", raw)[0], 6: bytes.decode, 11: dict}[
+        number
+    ](value)
 
 
 def read(path: Path) -> list[Event]:
@@ -85,13 +86,19 @@ def read(path: Path) -> list[Event]:
             continue
         event = fields(packet[11][0])
         [kind], [uuid] = event[9], event[11]
-        events.append({
-            "kind": {1: "begin", 2: "end", 3: "mark", 4: "count"}[kind], "at": packet[8][0] // 1000, "lane": uuid,
-            "role": tracks[uuid][0], "track": tracks[uuid][1], "name": b"".join(event[23]).decode(),
-            "flows": [int.from_bytes(flow, "little") for flow in event[47]],
-            "args": dict(held(data) for data in event[4]),
-            "value": struct.unpack("<d", event[44][0])[0] if 44 in event else None,
-        })  # fmt: skip
+        events.append(
+            {
+                "kind": {1: "begin", 2: "end", 3: "mark", 4: "count"}[kind],
+                "at": packet[8][0] // 1000,
+                "lane": uuid,
+                "role": tracks[uuid][0],
+                "track": tracks[uuid][1],
+                "name": b"".join(event[23]).decode(),
+                "flows": [int.from_bytes(flow, "little") for flow in event[47]],
+                "args": dict(held(data) for data in event[4]),
+                "value": struct.unpack("<d", event[44][0])[0] if 44 in event else None,
+            }
+        )
     return events
 
 
@@ -147,12 +154,22 @@ def test_a_whole_run(tmp_path: Path) -> None:
     write_trace(run, target)
     events = read(target)
     check_format(events)
-    assert {event["role"] for event in events} == {"buffer", "producer-0", "reward-0", "learner", "weightsync",
-                                                   "producer-1", "launch"}  # fmt: skip
+    assert {event["role"] for event in events} == {
+        "buffer",
+        "producer-0",
+        "reward-0",
+        "learner",
+        "weightsync",
+        "producer-1",
+        "launch",
+    }
     assert stages(events, group_flow(3)) == [
-        ("producer-0", "group 3"), ("reward-0", "score 3"), ("buffer", "unscored 3"), ("buffer", "ready 3"),
+        ("producer-0", "group 3"),
+        ("reward-0", "score 3"),
+        ("buffer", "unscored 3"),
+        ("buffer", "ready 3"),
         ("learner", "train"),
-    ]  # fmt: skip
+    ]
     assert stages(events, weights_flow(1)) == [("learner", "publish"), ("weightsync", "version 1")]
     trained = {flow for event in events if event["name"] == "train" for flow in event["flows"]}
     assert trained == {group_flow(group) for group in range(12)}
@@ -178,8 +195,10 @@ def test_faults_leave_the_format_whole(tmp_path: Path) -> None:
     """A lost lease and its second attempt, a dead group, a learner that restarts and trains a step again, a log that
     ends while groups are under way."""
     lost = [*issue(1, version=0)[:3], {"e": "lost", "g": 1, "token": 2, "producer": "producer-0", "why": "silent"}]
-    again = [{"e": "lease", "g": 1, "token": 9, "attempt": 1, "producer": "producer-1", "w": 0, "deadline": 2,
-              "bound": 2}, *issue(1, version=0)[2:]]  # fmt: skip
+    again = [
+        {"e": "lease", "g": 1, "token": 9, "attempt": 1, "producer": "producer-1", "w": 0, "deadline": 2, "bound": 2},
+        *issue(1, version=0)[2:],
+    ]
     history = [
         {"e": "service", "service_epoch": 1}, register(1, 0), *issue(0, version=0), *lost,
         *issue(2, version=0)[:2], {"e": "dead", "g": 2, "reason": "prompt", "detail": "too long"}, *again,

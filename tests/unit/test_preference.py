@@ -78,9 +78,11 @@ def test_no_loss_of_these_modules_is_left_out() -> None:
         name.removesuffix("_loss").removesuffix("_lm")
         for module in (supervised, preference, values)
         for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and name[0] != "_"
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and name[0] != "_"
         and name not in helpers
-    }  # fmt: skip
+    }
     assert public == {name.split()[0] for name in SMOOTH}
     kinds = typing.get_args(typing.get_type_hints(PreferenceConfig)["loss"])
     assert set(kinds) == set(typing.get_args(preference.DPOKind))
@@ -112,10 +114,15 @@ def test_explained_variance() -> None:
     def found(returns: list[float], values: list[float]) -> float:
         goal = torch.tensor(returns, dtype=torch.float64)
         left = goal - torch.tensor(values, dtype=torch.float64)
-        return explained_variance({
-            "tokens_sum": float(goal.numel()), "return_sum": float(goal.sum()), "left_sum": float(left.sum()),
-            "return_square_sum": float((goal**2).sum()), "left_square_sum": float((left**2).sum()),
-        })  # fmt: skip
+        return explained_variance(
+            {
+                "tokens_sum": float(goal.numel()),
+                "return_sum": float(goal.sum()),
+                "left_sum": float(left.sum()),
+                "return_square_sum": float((goal**2).sum()),
+                "left_square_sum": float((left**2).sum()),
+            }
+        )
 
     returns = [1.0, 2.0, 6.0]
     assert found(returns, returns) == 1

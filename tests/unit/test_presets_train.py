@@ -29,10 +29,15 @@ def batch_of(step: int, *, greedy: bool = False) -> Any:
         for sample in group.samples:
             size = sample.response.size
             runs = ((max(step - 3, 0), size // 2), (step - 1, size - size // 2)) if size > 1 else ((step - 1, 1),)
-            samples.append(msgspec.structs.replace(
-                sample, reward=float(rng.integers(0, 3)) / 2, runs=runs, logprobs=sample.logprobs - 2.5,
-                finish="length" if sample.index == 3 else "stop",
-            ))  # fmt: skip
+            samples.append(
+                msgspec.structs.replace(
+                    sample,
+                    reward=float(rng.integers(0, 3)) / 2,
+                    runs=runs,
+                    logprobs=sample.logprobs - 2.5,
+                    finish="length" if sample.index == 3 else "stop",
+                )
+            )
         if greedy:
             samples.append(msgspec.structs.replace(samples[0], index=4, reward=0.25, parts={"exact": 0.25}))
         groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
@@ -68,8 +73,10 @@ def test_a_preset_trains(gang: Gang, model_dir: Path, tmp_path: Path, name: str)
 
 
 def test_the_metrics_say_what_mini_batches_and_the_dual_clip_did(gang: Gang, model_dir: Path, tmp_path: Path) -> None:
-    text = "learner.algorithm.loss = 'ppo'\nlearner.algorithm.loss_options = {{ dual_clip = 1.0001 }}\n" \
-           "learner.algorithm.minibatches = {}"  # fmt: skip
+    text = (
+        "learner.algorithm.loss = 'ppo'\nlearner.algorithm.loss_options = {{ dual_clip = 1.0001 }}\n"
+        "learner.algorithm.minibatches = {}"
+    )
     _, _, one = trained(gang, model_dir, tmp_path / "one", text.format(1))
     _, _, three = trained(gang, model_dir, tmp_path / "three", text.format(3))
     assert all(line["approx_kl"] == line["dual_clip_share"] == 0 for line in one)

@@ -73,10 +73,17 @@ def test_every_metric_of_the_catalogue_can_be_shown_with_its_meaning() -> None:
 
 def test_labels_and_open_families() -> None:
     newest = {
-        ("learner", "learner"): heard(**{"reward/exact": 0.5, "lag/2/ess": 0.9, "pass_at/4": 1.0,
-                                         "val-core/add/acc/pass@4/mean": 0.25, "reward_mean": 0.75}),
+        ("learner", "learner"): heard(
+            **{
+                "reward/exact": 0.5,
+                "lag/2/ess": 0.9,
+                "pass_at/4": 1.0,
+                "val-core/add/acc/pass@4/mean": 0.25,
+                "reward_mean": 0.75,
+            }
+        ),
         ("producer", 'bad"name\\\n'): heard(busy_share=0.5),
-    }  # fmt: skip
+    }
     found = parsed(text_of(newest, run="my run", now=100.0))
     who = {"run": "my run", "role": "learner", "name": "learner"}
     assert found["asyncrl_reward"] == [({**who, "part": "exact"}, 0.5)]
@@ -171,10 +178,17 @@ def test_a_page_that_rebinds_its_name_is_refused(server: Server, host: str) -> N
     assert answer.status == 403 and "asyncrl_" not in answer.body  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("method", "path", "code"), [
-    ("POST", "/metrics", 405), ("OPTIONS", "/metrics", 405), ("HEAD", "/metrics", 405), ("DELETE", "/", 405),
-    ("GET", "/", 404), ("GET", "/../../etc/passwd", 404),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("POST", "/metrics", 405),
+        ("OPTIONS", "/metrics", 405),
+        ("HEAD", "/metrics", 405),
+        ("DELETE", "/", 405),
+        ("GET", "/", 404),
+        ("GET", "/../../etc/passwd", 404),
+    ],
+)
 def test_everything_else_is_refused(server: Server, method: str, path: str, code: int) -> None:
     assert ask(server, method, path).status == code
 
@@ -195,8 +209,9 @@ def test_the_command_prints_and_serves(tmp_path: Path) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/metrics")
         assert connection.getresponse().status == 200
-        taken = subprocess.run([*command, "--port", str(port)], cwd=ROOT, capture_output=True, text=True, timeout=60,
-                               check=False)  # fmt: skip
+        taken = subprocess.run(
+            [*command, "--port", str(port)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
         assert taken.returncode == 2 and "net.port_in_use" in taken.stderr
         serving.send_signal(signal.SIGINT)
         assert serving.wait(timeout=30) == 0
@@ -206,8 +221,10 @@ def test_it_is_a_process_beside_the_learner(tmp_path: Path) -> None:
     from asyncrl.config import parse
 
     text = (tmp_path / "run").as_posix()
-    config = parse(f'run.dir = "{text}"\nmodel.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
-                   "[trackers]\nuse = ['wandb']\nprometheus_port = 9464\n")  # fmt: skip
+    config = parse(
+        f'run.dir = "{text}"\nmodel.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n'
+        "[trackers]\nuse = ['wandb']\nprometheus_port = 9464\n"
+    )
     plans = {one.name: one for one in plan(config, TARGETS["all"], config_path=Path("c.toml"))}
     assert [name for name in plans if name.startswith("tracker")] == ["tracker-wandb", "tracker-prometheus"]
     assert plans["tracker-prometheus"].argv[2] == "asyncrl.monitor.prometheus"

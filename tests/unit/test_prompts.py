@@ -28,12 +28,14 @@ VOCABULARY = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eo
 def verl_rows(count: int) -> list[dict[str, Any]]:
     return [
         {
-            "data_source": "gsm", "prompt": [{"role": "user", "content": f"q{number}"}], "ability": "math",
+            "data_source": "gsm",
+            "prompt": [{"role": "user", "content": f"q{number}"}],
+            "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(number)},
             "extra_info": {"index": number, "split": "train"},
         }
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def text_rows(count: int) -> list[dict[str, Any]]:
@@ -95,10 +97,15 @@ def test_several_files_are_one_data_set(tmp_path: Path) -> None:
 
 
 def test_parquet_values_become_json(tmp_path: Path) -> None:
-    table = pyarrow.table({
-        "prompt": ["x"], "score": [float("nan")], "image": pyarrow.array([b"\x00\x01"]),
-        "when": pyarrow.array([0], type=pyarrow.timestamp("s")), "vector": [[1.0, 2.0]],
-    })  # fmt: skip
+    table = pyarrow.table(
+        {
+            "prompt": ["x"],
+            "score": [float("nan")],
+            "image": pyarrow.array([b"\x00\x01"]),
+            "when": pyarrow.array([0], type=pyarrow.timestamp("s")),
+            "vector": [[1.0, 2.0]],
+        }
+    )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     row = Prompts(DataConfig(path=str(tmp_path / "a.parquet")), seed=0).row_of(0)
     assert row == {"prompt": "x", "score": None, "when": "1970-01-01 00:00:00", "vector": [1.0, 2.0]}
@@ -107,12 +114,17 @@ def test_parquet_values_become_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
-    [("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2"), ("a.json", '{"prompt": "x"}', "not a list"),
-     ("a.jsonl", "", "no rows"), ("a.jsonl", '{"question": "x", "answer": "y"}\n', "answer, question"),
-     ("a.jsonl", '"text"\n', "row 0 is a str"), ("a.csv", "prompt\nx\n", ".csv"),
-     ("a.parquet", "not parquet", "a.parquet"),
-     ("a.json", "[1", "a.json")],
-)  # fmt: skip
+    [
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2"),
+        ("a.json", '{"prompt": "x"}', "not a list"),
+        ("a.jsonl", "", "no rows"),
+        ("a.jsonl", '{"question": "x", "answer": "y"}\n', "answer, question"),
+        ("a.jsonl", '"text"\n', "row 0 is a str"),
+        ("a.csv", "prompt\nx\n", ".csv"),
+        ("a.parquet", "not parquet", "a.parquet"),
+        ("a.json", "[1", "a.json"),
+    ],
+)
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -201,9 +213,13 @@ def test_a_source_with_a_length_is_permuted_from_the_start() -> None:
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [("test_prompts:nothing", "no rows"), ("test_prompts:number", "int"), ("test_prompts:absent", "absent"),
-     ("no_such_module:f", "no_such_module")],
-)  # fmt: skip
+    [
+        ("test_prompts:nothing", "no rows"),
+        ("test_prompts:number", "int"),
+        ("test_prompts:absent", "absent"),
+        ("no_such_module:f", "no_such_module"),
+    ],
+)
 def test_what_is_wrong_with_a_source_is_named(source: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Prompts(DataConfig(source=source), seed=0)
@@ -226,8 +242,10 @@ def test_a_bos_comes_only_where_the_tokenizer_adds_one_and_an_eos_never(tmp_path
     assert with_bos.encode("1+") == with_both.encode("1+") == [1, *ids_of("1+")]
 
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}" \
-           "{% if add_generation_prompt %}<assistant>{% endif %}"  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def test_chat_messages_go_through_the_template(tmp_path: Path) -> None:
@@ -294,10 +312,13 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path
         ("2+2", {"as_chat": True, "system_prompt": "Be brief."}, ["system", "user"]),
         ("2+2", {"system_prompt": "Be brief."}, None),  # a plain text has no messages
         ([{"role": "user", "content": "2+2"}], {"system_prompt": "Be brief."}, ["system", "user"]),
-        ([{"role": "system", "content": "x"}, {"role": "user", "content": "q"}], {"system_prompt": "y"},
-         ["system", "user"]),
+        (
+            [{"role": "system", "content": "x"}, {"role": "user", "content": "q"}],
+            {"system_prompt": "y"},
+            ["system", "user"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_texts_become_chats_and_get_a_system_prompt(
     tmp_path: Path, prompt: Any, settings: dict[str, Any], roles: list[str] | None
 ) -> None:

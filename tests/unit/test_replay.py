@@ -36,11 +36,16 @@ def write_checkpoint(run: RunDir, step: int) -> Path:
     folder = run.checkpoints / f"step_{step:06d}"
     folder.mkdir(parents=True)
     (folder / "shard_00000.safetensors").write_bytes(bytes(range(256)) * 9000)
-    (folder / "state.json").write_bytes(msgspec.json.encode(
-        {"step": step, "ledger": "", "digests": {str(step): digest_of(step)}}))  # fmt: skip
-    entries = {path.name: {"bytes": path.stat().st_size,
-                           "blake2b": hashlib.blake2b(path.read_bytes(), digest_size=32).hexdigest()}
-               for path in folder.iterdir()}  # fmt: skip
+    (folder / "state.json").write_bytes(
+        msgspec.json.encode({"step": step, "ledger": "", "digests": {str(step): digest_of(step)}})
+    )
+    entries = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "blake2b": hashlib.blake2b(path.read_bytes(), digest_size=32).hexdigest(),
+        }
+        for path in folder.iterdir()
+    }
     (folder / "manifest.json").write_bytes(msgspec.json.encode(entries))
     return folder
 
@@ -205,8 +210,12 @@ def test_a_damaged_checkpoint_makes_no_fork(run: RunDir, tmp_path: Path, name: s
 def test_a_fork_is_refused_where_it_would_do_harm(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    for target, step, part in ((tmp_path / "full", 4, "not empty"), (run.root / "inside", 4, "outside of its parent"),
-                               (run.root, 4, "outside"), (tmp_path / "new", 3, "there are: 2, 4")):  # fmt: skip
+    for target, step, part in (
+        (tmp_path / "full", 4, "not empty"),
+        (run.root / "inside", 4, "outside of its parent"),
+        (run.root, 4, "outside"),
+        (tmp_path / "new", 3, "there are: 2, 4"),
+    ):
         with pytest.raises(AsyncRLError) as error:
             fork(run.root, target, step=step)
         assert part in error.value.message

@@ -66,8 +66,19 @@ def test_report_is_whole_and_self_contained(tmp_path: Path) -> None:
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
     assert "synthetic &lt;run&gt;" in text
     words = " ".join(tree.texts)
-    for title in ("Reward", "Staleness by step", "Who worked when", "Queue", "Weight sync", "Ledger", "Processes",
-                  "Faults and restarts", "Samples", "Configuration", "Versions"):  # fmt: skip
+    for title in (
+        "Reward",
+        "Staleness by step",
+        "Who worked when",
+        "Queue",
+        "Weight sync",
+        "Ledger",
+        "Processes",
+        "Faults and restarts",
+        "Samples",
+        "Configuration",
+        "Versions",
+    ):
         assert title in words, title
     assert "complete" in words and "nothing lost" in words
     assert tree.tags.count("svg") >= 12
@@ -155,11 +166,14 @@ def test_drawings() -> None:
     assert ticks(3, 3) == [3]
     assert short(12345) == "12.3k" and short(0.00012) == "1.2e-04" and short(0) == "0"
     assert len(thin([(n, n) for n in range(10_000)])) == 400
-    for text in (line_chart([Line("a", [(1, 1.0)])]), line_chart([Line("a<b", [(1, 0.0), (2, 0.0)])]),
-                 stacked_chart([Line("a", [(0, 1), (1, 2)]), Line("b", [(0, 1), (1, 0)])]),
-                 bar_chart([("0", 3), ("1", 0)], mark=1, mark_text="bound"),
-                 lanes([Lane("p<", [(0, 1, [(0.5, "s1")])], [(1, "s6", "x<y")], ["a&b"])], start=0, end=2),
-                 flow("issued", [Share("trained", 5, "s3"), Share("dropped: <late>", 0, "s2")])):  # fmt: skip
+    for text in (
+        line_chart([Line("a", [(1, 1.0)])]),
+        line_chart([Line("a<b", [(1, 0.0), (2, 0.0)])]),
+        stacked_chart([Line("a", [(0, 1), (1, 2)]), Line("b", [(0, 1), (1, 0)])]),
+        bar_chart([("0", 3), ("1", 0)], mark=1, mark_text="bound"),
+        lanes([Lane("p<", [(0, 1, [(0.5, "s1")])], [(1, "s6", "x<y")], ["a&b"])], start=0, end=2),
+        flow("issued", [Share("trained", 5, "s3"), Share("dropped: <late>", 0, "s2")]),
+    ):
         parsed(text)
         assert "nan" not in text
     assert "nothing was measured" in line_chart([]) and "nothing was measured" in bar_chart([])

@@ -52,8 +52,15 @@ def test_words_hold_the_numbers_of_the_audit(made: tuple[RunDir, str]) -> None:
     run, text = made
     data, words = load_run(run), words_of(text)
     early, late = data.reward_ends()
-    for said in (f"{early:.3f} → {late:.3f}", "issued 121", "trained 120 (99.2%)", "dropped: late 1 (0.8%)",
-                 "122 deliveries with the right digest", "60 / 60", f"{data.audit.lag_mean:.2f}"):  # fmt: skip
+    for said in (
+        f"{early:.3f} → {late:.3f}",
+        "issued 121",
+        "trained 120 (99.2%)",
+        "dropped: late 1 (0.8%)",
+        "122 deliveries with the right digest",
+        "60 / 60",
+        f"{data.audit.lag_mean:.2f}",
+    ):
         assert said in words, said
     assert charts(text)["median lag, 90 %, bound"]["lines"][2]["points"][-1] == [60, 2]
 
@@ -80,7 +87,11 @@ def test_a_lane_per_process_and_marks_of_its_ends(made: tuple[RunDir, str]) -> N
     _, text = made
     lanes = text[text.index("Who worked when") : text.index("Queue</h3>")]
     assert set(re.findall(r'<text class="tick end"[^>]*>([^<]+)<', lanes)) == {
-        "learner", "producer-0", "producer-1", "reward-0"}  # fmt: skip
+        "learner",
+        "producer-0",
+        "producer-1",
+        "reward-0",
+    }
     assert "producer-1 ended with code 137" in lanes
     assert len(re.findall(r"learner at [\d.]+ s: training \d+%", lanes)) > 50
 
@@ -94,8 +105,15 @@ def test_a_large_run_stays_a_small_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- samples
 
 
-SAMPLE = {"step": 1, "group": 2, "index": 0, "length": 4, "tokens": ["<b>", "4", "b", "?"],
-          "engine": [-0.5, -1.0, None, -0.001], "learner": [-0.5, -1.3, None, -3.0]}  # fmt: skip
+SAMPLE = {
+    "step": 1,
+    "group": 2,
+    "index": 0,
+    "length": 4,
+    "tokens": ["<b>", "4", "b", "?"],
+    "engine": [-0.5, -1.0, None, -0.001],
+    "learner": [-0.5, -1.3, None, -3.0],
+}
 
 
 def test_tokens_are_coloured_by_their_gap_and_escaped() -> None:
@@ -118,9 +136,23 @@ def test_of_a_step_trained_again_the_last_samples_are_shown() -> None:
 def test_what_a_model_says_stays_words(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=5)
     evil = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'"
-    lines = [{"step": 5, "group": number, "index": number, "reward": 1.0, "lag": evil, "prompt": evil, "response": evil,
-              "parts": {evil: 1.0, "b": 0.0}, "tokens": [evil], "engine": [-1.0], "learner": [-2.0], "length": 1}
-             for number in range(SHOWN + 9)]  # fmt: skip
+    lines = [
+        {
+            "step": 5,
+            "group": number,
+            "index": number,
+            "reward": 1.0,
+            "lag": evil,
+            "prompt": evil,
+            "response": evil,
+            "parts": {evil: 1.0, "b": 0.0},
+            "tokens": [evil],
+            "engine": [-1.0],
+            "learner": [-2.0],
+            "length": 1,
+        }
+        for number in range(SHOWN + 9)
+    ]
     run.samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with (run.logs / "launch.jsonl").open("a") as file:
         file.write(json.dumps({"t": START, "event": "exit", "name": evil, "role": evil, "code": 3}) + "\n")

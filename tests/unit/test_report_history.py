@@ -58,10 +58,14 @@ def test_a_killed_producer_is_timed_to_its_next_sample_and_the_run_to_its_next_s
 
 @pytest.mark.parametrize(
     ("role", "event", "work_s"),
-    [("reward", {"e": "score", "worker": "x"}, 2.0), ("learner", {"e": "commit", "step": 7, "groups": []}, 2.0),
-     ("buffer", {"e": "service"}, 2.0), ("producer", {"e": "score", "worker": "x"}, None),
-     ("weightsync", {"e": "commit", "step": 7, "groups": []}, 3.0)],
-)  # fmt: skip
+    [
+        ("reward", {"e": "score", "worker": "x"}, 2.0),
+        ("learner", {"e": "commit", "step": 7, "groups": []}, 2.0),
+        ("buffer", {"e": "service"}, 2.0),
+        ("producer", {"e": "score", "worker": "x"}, None),
+        ("weightsync", {"e": "commit", "step": 7, "groups": []}, 3.0),
+    ],
+)
 def test_each_role_works_again_in_its_own_way(role: str, event: dict[str, object], work_s: float | None) -> None:
     launched = [{"t": 5.0, "event": "exit", "name": "x", "role": role, "code": 1}]
     found = story([{"t": 7.0, **event}], launched, [{"t": 4.0}, {"t": 8.0}]).recoveries[0]
@@ -69,8 +73,10 @@ def test_each_role_works_again_in_its_own_way(role: str, event: dict[str, object
 
 
 def test_what_never_came_back_has_no_time() -> None:
-    launched = [{"t": 5.0, "event": "exit", "name": "x", "role": "producer", "code": 1},
-                {"t": 5.0, "event": "given up", "name": "x", "code": 1}]  # fmt: skip
+    launched = [
+        {"t": 5.0, "event": "exit", "name": "x", "role": "producer", "code": 1},
+        {"t": 5.0, "event": "given up", "name": "x", "code": 1},
+    ]
     assert recoveries(launched) == [Recovery(5.0, "x", "producer", 1, given_up=True)]
     assert story([], launched, []).recoveries[0].progress_s is None
 

@@ -66,7 +66,7 @@ def test_new_functions_stand_in_for_all_or_for_one_judge(run: RunDir) -> None:
         ({"judge": "fast", "rewards": ()}, "'fast': this run has default, slow"),
         ({"judge": "", "rewards": ("a:b", "a:b")}, "there twice"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_says_why(run: RunDir, words: dict, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ConfigError, match=message):
         planned(run, **words)

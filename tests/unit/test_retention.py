@@ -15,8 +15,13 @@ from asyncrl.errors import ConfigErrors
 from learners.checkpoints import retention
 from learners.checkpoints.retention import Ranking, Scores, best, kept
 
-EVALUATED = ("learner.steps=100", "evaluation.path=held_out.jsonl", "evaluation.every=20", "learner.checkpoint_best=2",
-             "learner.checkpoint_metric=val-core/aime/reward/mean@1")  # fmt: skip
+EVALUATED = (
+    "learner.steps=100",
+    "evaluation.path=held_out.jsonl",
+    "evaluation.every=20",
+    "learner.checkpoint_best=2",
+    "learner.checkpoint_metric=val-core/aime/reward/mean@1",
+)
 NAME = "val-core/aime/reward/mean@1"
 
 

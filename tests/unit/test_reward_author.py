@@ -57,8 +57,9 @@ def test_a_good_function_keeps_the_contract() -> None:
     report = check_reward("author_rewards:exact", ROWS, timeout_s=60.0)
     assert report.ok and not verdicts(report, "fails") and not verdicts(report, "note"), report.render()
     found = {(outcome.row, outcome.kind): outcome.result.reward for outcome in report.outcomes}
-    assert found == {(row, kind): float(kind == "good") for row in (0, 1)
-                     for kind in ("good", "bad", "empty", "huge", "odd", "cut")}  # fmt: skip
+    assert found == {
+        (row, kind): float(kind == "good") for row in (0, 1) for kind in ("good", "bad", "empty", "huge", "odd", "cut")
+    }
     text = report.render()
     assert "form verl" in text and "good responses get 1 on average, bad ones 0" in text and "MiB at most" in text
     assert "the same values again in a new process" in text
@@ -67,10 +68,17 @@ def test_a_good_function_keeps_the_contract() -> None:
 def test_a_careless_function_is_told_everything_at_once() -> None:
     report = check_reward("author_rewards:careless", ROWS[:1], timeout_s=1.5)
     fails = verdicts(report, "fails")
-    for words in ("raised for 1 of 6 responses (empty)", "ZeroDivisionError", "timeout for 1 of 6 responses (huge)",
-                  "killed after 1.5 s", "died for 1 of 6 responses (odd)", "do not call exit",
-                  "not_finite for 1 of 6 responses (cut)", "not the same twice: row 0, good",
-                  "no random numbers"):  # fmt: skip
+    for words in (
+        "raised for 1 of 6 responses (empty)",
+        "ZeroDivisionError",
+        "timeout for 1 of 6 responses (huge)",
+        "killed after 1.5 s",
+        "died for 1 of 6 responses (odd)",
+        "do not call exit",
+        "not_finite for 1 of 6 responses (cut)",
+        "not the same twice: row 0, good",
+        "no random numbers",
+    ):
         assert words in fails, (words, fails)
     assert not report.ok
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
@@ -106,8 +114,20 @@ def test_memory_is_measured_and_limited() -> None:
 def test_the_command(tmp_path: Path, name: str, more: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
-    command = [sys.executable, "-m", "asyncrl", "test-reward", name, "--data", "rows.jsonl", "--samples", "1",
-               "--timeout-s", "60", *more]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl",
+        "test-reward",
+        name,
+        "--data",
+        "rows.jsonl",
+        "--samples",
+        "1",
+        "--timeout-s",
+        "60",
+        *more,
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert all(word in done.stdout + done.stderr for word in words), done.stdout + done.stderr

@@ -94,8 +94,14 @@ CHAT = [{"role": "user", "content": "2+2"}]
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in (("verl", VERL), ("verl_batch", VERL_BATCH), ("trl", TRL), ("areal", AREAL),
-                       ("openrlhf", OPENRLHF), ("ours", OURS)):  # fmt: skip
+    for name, text in (
+        ("verl", VERL),
+        ("verl_batch", VERL_BATCH),
+        ("trl", TRL),
+        ("areal", AREAL),
+        ("openrlhf", OPENRLHF),
+        ("ours", OURS),
+    ):
         (tmp_path / f"{name}_reward.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -103,8 +109,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sample(response: str, *, prompt: Any = "2+2=", **row: Any) -> RewardSample:
     full = {"prompt": prompt, "data_source": "openai/gsm8k", "extra_info": {"index": 1}, "level": 3, **row}
-    return RewardSample.of(full, prompt="2+2=", response=response, prompt_ids=[1, 2], response_ids=[3, 4, 5],
-                           finish="stop")  # fmt: skip
+    return RewardSample.of(
+        full, prompt="2+2=", response=response, prompt_ids=[1, 2], response_ids=[3, 4, 5], finish="stop"
+    )
 
 
 TRUTH = {"reward_model": {"style": "rule", "ground_truth": "4"}}
@@ -162,11 +169,15 @@ def test_results_of_openrlhf_that_are_none(files: Path, raw: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "value"),
     [
-        ("Scaled", {"factor": 2.0}, 6.0), ("Scaled", {}, 3.0), ("ready", {}, 9.0), ("make", {"factor": 0.25}, 0.25),
-        ("with_args", {"offset": 2.0}, 3.0), ("with_args", {"offset": 2.0, "scale": 4.0}, 6.0),
+        ("Scaled", {"factor": 2.0}, 6.0),
+        ("Scaled", {}, 3.0),
+        ("ready", {}, 9.0),
+        ("make", {"factor": 0.25}, 0.25),
+        ("with_args", {"offset": 2.0}, 3.0),
+        ("with_args", {"offset": 2.0, "scale": 4.0}, 6.0),
         ("needs_sandbox", {}, 1.0),
     ],
-)  # fmt: skip
+)
 def test_classes_instances_factories_and_arguments(files: Path, name: str, args: dict[str, Any], value: float) -> None:
     call = RewardCall(f"ours_reward.py:{name}", args=args)
     assert call.form == "sample" and value_of(call.one(sample("abc"))).value == value
@@ -218,12 +229,17 @@ def test_two_files_of_one_name_are_two(files: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "kind", "label"),
     [
-        ("my.rewards:exact", "module", "exact"), ("rewards/a-b.py:score", "file", "score"),
-        ("/abs/olute.py:Class.method", "file", "Class.method"), ("builtin:gsm8k", "builtin", "gsm8k"),
-        ("http://host:5000/get_reward", "url", "get_reward"), ("https://host", "url", "host"), ("exact", "", "exact"),
-        ("my rewards:exact", "", "exact"), ("http://", "", ""),
+        ("my.rewards:exact", "module", "exact"),
+        ("rewards/a-b.py:score", "file", "score"),
+        ("/abs/olute.py:Class.method", "file", "Class.method"),
+        ("builtin:gsm8k", "builtin", "gsm8k"),
+        ("http://host:5000/get_reward", "url", "get_reward"),
+        ("https://host", "url", "host"),
+        ("exact", "", "exact"),
+        ("my rewards:exact", "", "exact"),
+        ("http://", "", ""),
     ],
-)  # fmt: skip
+)
 def test_names(function: str, kind: str, label: str) -> None:
     assert kind_of(function) == kind and (not kind or label_of(function) == label)
 

@@ -26,14 +26,18 @@ from producers.rewards.functions import (
 from producers.rewards.loading import load_function
 
 ROW = {
-    "prompt": "2+2=", "data_source": "add", "reward_model": {"style": "rule", "ground_truth": "4"},
-    "extra_info": {"index": 7}, "difficulty": 3,
-}  # fmt: skip
+    "prompt": "2+2=",
+    "data_source": "add",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7},
+    "difficulty": 3,
+}
 
 
 def sample(row: dict[str, Any] | None = None, response: str = "4") -> RewardSample:
-    return RewardSample.of(row or ROW, prompt="2+2=", response=response, prompt_ids=[1, 2], response_ids=[3],
-                           finish="stop")  # fmt: skip
+    return RewardSample.of(
+        row or ROW, prompt="2+2=", response=response, prompt_ids=[1, 2], response_ids=[3], finish="stop"
+    )
 
 
 def verl_full(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
@@ -100,9 +104,18 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("function", "form"),
-    [(verl_full, "verl"), (verl_short, "verl"), (ours, "sample"), (ours_alone, "sample"), (ours_async, "sample"),
-     (trl, "trl"), (trl_named, "trl"), (instance, "sample"), (lambda sample, scale=2: scale, "sample")],
-)  # fmt: skip
+    [
+        (verl_full, "verl"),
+        (verl_short, "verl"),
+        (ours, "sample"),
+        (ours_alone, "sample"),
+        (ours_async, "sample"),
+        (trl, "trl"),
+        (trl_named, "trl"),
+        (instance, "sample"),
+        (lambda sample, scale=2: scale, "sample"),
+    ],
+)
 def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], form: str) -> None:
     assert validate_reward(function) == form
 
@@ -197,9 +210,11 @@ def test_loading_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "explodes.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for dotted, words in (
-        ("no_such_module_here:f", "no_such_module_here"), (f"{HERE}:absent", "absent"), (f"{HERE}:ROW", "dict"),
+        ("no_such_module_here:f", "no_such_module_here"),
+        (f"{HERE}:absent", "absent"),
+        (f"{HERE}:ROW", "dict"),
         ("explodes:f", "ZeroDivisionError"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words) as caught:
             load_function(dotted)
         assert caught.value.code == "config.reward"

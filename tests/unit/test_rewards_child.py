@@ -54,10 +54,16 @@ def source_only(solution_str, ground_truth): return 10.0
 
 def samples(*responses: str, source: str = "a", **row: Any) -> list[RewardSample]:
     return [
-        RewardSample.of({"prompt": "p", "data_source": source, **row}, prompt="p", response=text, prompt_ids=[1],
-                        response_ids=[2], finish="stop")
+        RewardSample.of(
+            {"prompt": "p", "data_source": source, **row},
+            prompt="p",
+            response=text,
+            prompt_ids=[1],
+            response_ids=[2],
+            finish="stop",
+        )
         for text in responses
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +105,15 @@ def score(scorer: Scorer, items: Sequence[RewardSample]) -> list[Result]:
 
 @pytest.mark.parametrize(
     ("response", "reason", "words"),
-    [("raise", "raised", "ValueError: no good"), ("exit", "died", "exit code 3"), ("sys_exit", "died", "exit code 4"),
-     ("nan", "not_finite", "nan"), ("memory", "memory", "MemoryError"), ("none", "raised", "not a number")],
-)  # fmt: skip
+    [
+        ("raise", "raised", "ValueError: no good"),
+        ("exit", "died", "exit code 3"),
+        ("sys_exit", "died", "exit code 4"),
+        ("nan", "not_finite", "nan"),
+        ("memory", "memory", "MemoryError"),
+        ("none", "raised", "not a number"),
+    ],
+)
 def test_a_bad_call_fails_its_own_sample_alone(scorers: list[Scorer], response: str, reason: str, words: str) -> None:
     results = score(start(scorers, "behave"), samples("ok", response, "fine", "good"))
     assert [item.reason for item in results] == ["", reason, "", ""]
@@ -156,9 +168,10 @@ def test_async_functions_run_together_with_their_own_timeouts(scorers: list[Scor
 
 def test_weights_sources_and_parts(scorers: list[Scorer]) -> None:
     specs = (
-        FunctionSpec("user_rewards:behave", "form", 0.5), FunctionSpec("user_rewards:batch", "many", 2.0),
+        FunctionSpec("user_rewards:behave", "form", 0.5),
+        FunctionSpec("user_rewards:batch", "many", 2.0),
         FunctionSpec("user_rewards:source_only", "special", 1.0, ("b",)),
-    )  # fmt: skip
+    )
     scorer = start(scorers, *specs)
     first, second, third = score(scorer, samples("ok") + samples("ok", source="b") + samples("skip"))
     assert first.reward == pytest.approx(0.5 * 1.0 + 2.0 * 2.0)
@@ -175,9 +188,13 @@ def test_a_sample_without_any_function_fails(scorers: list[Scorer]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("import nothing_like_this", "nothing_like_this"), ("def behave(x, y): pass", "x, y"),
-     ("import os; os._exit(1)", "ended"), ("behave = 3", "int")],
-)  # fmt: skip
+    [
+        ("import nothing_like_this", "nothing_like_this"),
+        ("def behave(x, y): pass", "x, y"),
+        ("import os; os._exit(1)", "ended"),
+        ("behave = 3", "int"),
+    ],
+)
 def test_unusable_functions_stop_the_start(scorers: list[Scorer], module: Path, text: str, words: str) -> None:
     module.write_text(text + "\n")
     with pytest.raises(ConfigError, match=words) as caught:

@@ -13,8 +13,18 @@ from asyncrl.monitor.samples import plain
 
 
 def line(step: int, reward: float, response: str, **more: Any) -> str:
-    sample = {"step": step, "group": step, "index": int(reward * 10), "lag": 1, "prompt": "1+1=", "response": response,
-              "reward": reward, "parts": {"exact": reward}, "length": 3, "finish": "stop"}  # fmt: skip
+    sample = {
+        "step": step,
+        "group": step,
+        "index": int(reward * 10),
+        "lag": 1,
+        "prompt": "1+1=",
+        "response": response,
+        "reward": reward,
+        "parts": {"exact": reward},
+        "length": 3,
+        "finish": "stop",
+    }
     return json.dumps(sample | more) + "\n"
 
 

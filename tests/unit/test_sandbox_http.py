@@ -82,11 +82,15 @@ def test_a_busy_server_is_asked_again(server: str) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        [(400, b"no")], [(500, b""), (500, b""), (500, b"")], [(200, b"[]")], [(200, b'{"status": "Success"}')],
-        [(200, b'{"status": "SandboxError", "message": "no place"}')], [(200, b'"' + b"x" * (3 << 20) + b'"')],
+        [(400, b"no")],
+        [(500, b""), (500, b""), (500, b"")],
+        [(200, b"[]")],
+        [(200, b'{"status": "Success"}')],
+        [(200, b'{"status": "SandboxError", "message": "no place"}')],
+        [(200, b'"' + b"x" * (3 << 20) + b'"')],
         [(200, b'{"status": "Success", "run_result": {"status": "Strange"}}')],
     ],
-)  # fmt: skip
+)
 def test_a_server_that_cannot_be_used_makes_no_result(server: str, said: list[tuple[int, bytes]]) -> None:
     Handler.said = list(said)
     with pytest.raises(AsyncRLError) as caught:

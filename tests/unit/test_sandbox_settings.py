@@ -49,8 +49,9 @@ def test_a_worker_ends_before_it_asks_for_work(tmp_path: Path, monkeypatch: pyte
     scorer = Scorer([FunctionSpec("builtin:code", "code")], prompt_key="prompt", timeout_s=60.0)
     with pytest.raises(ConfigError, match=r"bwrap.*not on the PATH.*apt-get install bubblewrap"):
         scorer.start()
-    unprotected = Scorer([FunctionSpec("builtin:code", "code")], prompt_key="prompt", timeout_s=60.0,
-                         sandbox=SandboxSpec("none"))  # fmt: skip
+    unprotected = Scorer(
+        [FunctionSpec("builtin:code", "code")], prompt_key="prompt", timeout_s=60.0, sandbox=SandboxSpec("none")
+    )
     unprotected.start()  # it was spelled out
     unprotected.close()
 
@@ -58,9 +59,15 @@ def test_a_worker_ends_before_it_asks_for_work(tmp_path: Path, monkeypatch: pyte
 def test_the_check_says_so_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "producers.rewards.functions", "--validate", "builtin:code", "--sandbox"]
     answers = [
-        subprocess.run([*command, kind], capture_output=True, text=True, timeout=120, check=False,
-                       env={**os.environ, "PATH": str(tmp_path)})
+        subprocess.run(
+            [*command, kind],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PATH": str(tmp_path)},
+        )
         for kind in ("bubblewrap", "none")
-    ]  # fmt: skip
+    ]
     assert answers[0].returncode == 2 and "apt-get install bubblewrap" in answers[0].stderr
     assert answers[1].returncode == 0 and "form sample" in answers[1].stdout

@@ -16,8 +16,9 @@ from producers.rewards.scorers import extract as finding
 
 def scored(name: str, response: str, truth: Any = None, tokens: int = 3, **args: Any) -> Value:
     row = {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": truth}}
-    sample = RewardSample.of(row, prompt="p", response=response, prompt_ids=[1], response_ids=[7] * tokens,
-                             finish="stop")  # fmt: skip
+    sample = RewardSample.of(
+        row, prompt="p", response=response, prompt_ids=[1], response_ids=[7] * tokens, finish="stop"
+    )
     return value_of(RewardCall(f"builtin:{name}", args=args).one(sample))
 
 
@@ -123,10 +124,18 @@ def test_a_truth_that_cannot_be_parsed_is_an_error(name: str, truth: str) -> Non
 
 
 EXACT = [
-    ("yes", "yes", {}, 1.0), (" yes\n", "yes", {}, 1.0), ("Yes", "yes", {}, 0.0), ("Yes", "yes", {"case": False}, 1.0),
-    ("so:\nyes", "yes", {}, 0.0), ("so:\nyes", "yes", {"last_line": True}, 1.0), ("b", ["a", "b"], {}, 1.0),
-    ("c", ["a", "b"], {}, 0.0), ("7", 7, {}, 1.0), ("", "a", {}, 0.0), ("a", {"target": ["a"]}, {}, 1.0),
-]  # fmt: skip
+    ("yes", "yes", {}, 1.0),
+    (" yes\n", "yes", {}, 1.0),
+    ("Yes", "yes", {}, 0.0),
+    ("Yes", "yes", {"case": False}, 1.0),
+    ("so:\nyes", "yes", {}, 0.0),
+    ("so:\nyes", "yes", {"last_line": True}, 1.0),
+    ("b", ["a", "b"], {}, 1.0),
+    ("c", ["a", "b"], {}, 0.0),
+    ("7", 7, {}, 1.0),
+    ("", "a", {}, 0.0),
+    ("a", {"target": ["a"]}, {}, 1.0),
+]
 
 
 @pytest.mark.parametrize(("response", "truth", "args", "value"), EXACT)
@@ -166,10 +175,18 @@ def test_keyword(response: str, truth: Any, args: dict[str, Any], value: float) 
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
 JSON = [
-    ('{"age": 3}', 1.0), ('{"age": -1}', 0.25), ('{"age": "3"}', 0.25), ("{}", 0.25), ("[1]", 0.25), ("age: 3", 0.0),
-    ("", 0.0), ('so:\n```json\n{"age": 4}\n```\ndone', 1.0), ('{"age": 3} and more', 0.0), ('{"age": NaN}', 0.0),
+    ('{"age": 3}', 1.0),
+    ('{"age": -1}', 0.25),
+    ('{"age": "3"}', 0.25),
+    ("{}", 0.25),
+    ("[1]", 0.25),
+    ("age: 3", 0.0),
+    ("", 0.0),
+    ('so:\n```json\n{"age": 4}\n```\ndone', 1.0),
+    ('{"age": 3} and more', 0.0),
+    ('{"age": NaN}', 0.0),
     ("[" * 100_000, 0.0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("response", "value"), JSON)
@@ -267,8 +284,9 @@ def test_examples_of_finding() -> None:
 FENCES = [
     ('```yaml\nage: 1\n```\nor\n```json\n{"age": 3}\n```', 1.0),
     ('```json\n{"age": 3}\n```\nas in\n```\nage\n```', 1.0),
-    ('```\n{"age": 3}\n```', 1.0), ('```python\nx\n```\n{"age": 3}\n', 0.0),
-]  # fmt: skip
+    ('```\n{"age": 3}\n```', 1.0),
+    ('```python\nx\n```\n{"age": 3}\n', 0.0),
+]
 
 
 @pytest.mark.parametrize(("response", "value"), FENCES)

@@ -74,9 +74,12 @@ def test_every_place_is_of_one_rank() -> None:
     found = torch.zeros(5, 3)
     for place in (0, 1):
         states = states_of(
-            lambda place=place, **given: body(place=place, **given), torch.zeros(2, 5, dtype=torch.long),
-            torch.arange(5).expand(2, -1), places, split=split(place),
-        )  # fmt: skip
+            lambda place=place, **given: body(place=place, **given),
+            torch.zeros(2, 5, dtype=torch.long),
+            torch.arange(5).expand(2, -1),
+            places,
+            split=split(place),
+        )
         assert states.mine is not None
         found[states.mine] += states.hidden
         assert torch.equal(states.of(places), places[states.mine])

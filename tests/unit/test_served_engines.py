@@ -84,9 +84,11 @@ def test_a_place_is_not_lost_by_who_is_cancelled_as_it_enters() -> None:
 
 def event(ids: list[int], *, of: int, finish: str = "", spans: Any = None) -> dict[str, Any]:
     meta: dict[str, Any] = {
-        "completion_tokens": of, "output_token_logprobs": [[-0.5 * token, token, None] for token in ids],
-        "finish_reason": {"type": finish} if finish else None, "weight_versions": spans,
-    }  # fmt: skip
+        "completion_tokens": of,
+        "output_token_logprobs": [[-0.5 * token, token, None] for token in ids],
+        "finish_reason": {"type": finish} if finish else None,
+        "weight_versions": spans,
+    }
     return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
@@ -94,18 +96,23 @@ def test_streams_may_repeat_what_came_or_not() -> None:
     for ids in ([1, 2, 3, 4, 5], [4, 5]):
         piece = piece_of(event(ids, of=5), 3, where="s")
         assert (piece.tokens, piece.logprobs, piece.finish, piece.spans) == ([4, 5], [-2.0, -2.5], "", None)
-    last = piece_of(
-        event([4], of=4, finish="stop", spans=[{"version": "a", "start": 0, "end": 4}]), 3, where="s"
-    )  # fmt: skip
+    last = piece_of(event([4], of=4, finish="stop", spans=[{"version": "a", "start": 0, "end": 4}]), 3, where="s")
     assert (last.finish, last.spans) == ("stop", [("a", 0, 4)])
 
 
 def test_an_answer_that_cannot_be_right_breaks_the_engine() -> None:
     wrong: list[Any] = [
-        {}, [], "x", None, event([1], of=3), event([1, 2, 3], of=1), {"output_ids": ["a"], "meta_info": {}},
-        {**event([1, 2], of=2), "output_ids": [1, 3]}, {**event([1, 2], of=2), "output_ids": [1]},
+        {},
+        [],
+        "x",
+        None,
+        event([1], of=3),
+        event([1, 2, 3], of=1),
+        {"output_ids": ["a"], "meta_info": {}},
+        {**event([1, 2], of=2), "output_ids": [1, 3]},
+        {**event([1, 2], of=2), "output_ids": [1]},
         {"error": {"message": "boom", "code": 500}},
-    ]  # fmt: skip
+    ]
     for bad in wrong:
         with pytest.raises(WorkError) as caught:
             piece_of(bad, 0, where="s")
@@ -183,10 +190,14 @@ FACTS = ServerFacts("0.5.23", "cuda", "float32", 1000, 506, disable_overlap_sche
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"dp_size": 2}, "dp_size = 2"), ({"pp_size": 2}, "pp_size = 2"), ({"dtype": "bfloat16"}, "--dtype float32"),
-     ({"max_req_input_len": 20}, "--context-length"),
-     ({"disable_overlap_schedule": False}, "--disable-overlap-schedule")],
-)  # fmt: skip
+    [
+        ({"dp_size": 2}, "dp_size = 2"),
+        ({"pp_size": 2}, "pp_size = 2"),
+        ({"dtype": "bfloat16"}, "--dtype float32"),
+        ({"max_req_input_len": 20}, "--context-length"),
+        ({"disable_overlap_schedule": False}, "--disable-overlap-schedule"),
+    ],
+)
 def test_a_server_that_does_not_fit_is_refused_with_what_to_change(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
@@ -217,9 +228,13 @@ def test_addresses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"top_k": 1, "temperature": 0.7}, "temperature"), ({"prompt_ids": np.array([40], dtype=np.int32)}, "vocabulary"),
-     ({"max_new_tokens": 17}, "planned"), ({"indices": ()}, "indices")],
-)  # fmt: skip
+    [
+        ({"top_k": 1, "temperature": 0.7}, "temperature"),
+        ({"prompt_ids": np.array([40], dtype=np.int32)}, "vocabulary"),
+        ({"max_new_tokens": 17}, "planned"),
+        ({"indices": ()}, "indices"),
+    ],
+)
 def test_requests_that_the_server_would_do_wrong_are_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:

@@ -98,8 +98,10 @@ def test_nothing_said_and_too_many_rewards_are_errors() -> None:
 
 
 def test_what_an_engine_is_asked_for() -> None:
-    config = parse('[model]\npath="m"\n[data]\npath="x.jsonl"\nmax_prompt_tokens=4\n[sampling]\nmax_new_tokens=8\n'
-                   '[[reward]]\nfunction="m:f"\n[learner]\nmicro_batch_tokens=64\n')  # fmt: skip
+    config = parse(
+        '[model]\npath="m"\n[data]\npath="x.jsonl"\nmax_prompt_tokens=4\n[sampling]\nmax_new_tokens=8\n'
+        '[[reward]]\nfunction="m:f"\n[learner]\nmicro_batch_tokens=64\n'
+    )
     group = GenRequest("7:1", np.array([1, 2], np.int32), (0, 1, 2, 3), 5, 8, top_p=0.9, delta_tokens=2)
     session = Session(group.prompt_ids, index=2)
     asked = []
@@ -196,9 +198,18 @@ def test_what_a_producer_hands_to_the_client() -> None:
 def sample(done: Finished, index: int, reward: float) -> Any:
     item = done.sample
     return SimpleNamespace(
-        index=index, response=item.token_ids, logprobs=item.logprobs, mask=done.mask, runs=item.runs,
-        finish=item.finish, reward=reward, parts={}, digests={}, rows=done.rows, turns=done.turns,
-    )  # fmt: skip
+        index=index,
+        response=item.token_ids,
+        logprobs=item.logprobs,
+        mask=done.mask,
+        runs=item.runs,
+        finish=item.finish,
+        reward=reward,
+        parts={},
+        digests={},
+        rows=done.rows,
+        turns=done.turns,
+    )
 
 
 def batch_of(*samples: Any) -> Any:
@@ -213,8 +224,15 @@ def sequences(micro: MicroBatch) -> list[tuple[list[int], int, list[int], list[f
     for number, (start, end) in enumerate(itertools.pairwise(ends)):
         of = micro.sequences == number
         prompt = int(micro.positions[of][0]) + 1 - start
-        found.append((micro.input_ids[start:end].tolist(), prompt, micro.mask[of].tolist(),
-                      micro.advantages[of].astype(np.float64).round(3).tolist(), micro.lags[of].tolist()))  # fmt: skip
+        found.append(
+            (
+                micro.input_ids[start:end].tolist(),
+                prompt,
+                micro.mask[of].tolist(),
+                micro.advantages[of].astype(np.float64).round(3).tolist(),
+                micro.lags[of].tolist(),
+            )
+        )
     return sorted(found)
 
 

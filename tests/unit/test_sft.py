@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer  # noqa: E402, RUF100
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, RUF100
 
 from asyncrl.demo import tasks
 from learners.warm_start import sft as sft_module

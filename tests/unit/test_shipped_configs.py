@@ -43,10 +43,23 @@ MODELS: dict[str, dict[str, Any]] = {
                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3"},
 }  # fmt: skip
 MODELS["Qwen2.5-7B-Instruct"] = MODELS["Qwen2.5-7B"]
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "vocab_size": 512, "model_type": "qwen3"}  # fmt: skip
-ROW = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "data_source": "gsm8k",
-       "reward_model": {"ground_truth": "2"}}  # fmt: skip
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "model_type": "qwen3",
+}
+ROW = {
+    "prompt": "1+1=",
+    "response": "2",
+    "chosen": "2",
+    "rejected": "3",
+    "data_source": "gsm8k",
+    "reward_model": {"ground_truth": "2"},
+}
 
 
 def names(path: Path) -> str:

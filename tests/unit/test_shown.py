@@ -23,10 +23,15 @@ def batch(rewards: list[list[float]], *, mask: bool = False):  # type: ignore[no
     groups = []
     for number, row in enumerate(rewards):
         samples = [
-            a_sample(index, np.arange(3), np.array([-0.5, -1.0, -2.0], np.float32), reward,
-                     mask=np.array([1, 0, 1], np.uint8) if mask else None)
+            a_sample(
+                index,
+                np.arange(3),
+                np.array([-0.5, -1.0, -2.0], np.float32),
+                reward,
+                mask=np.array([1, 0, 1], np.uint8) if mask else None,
+            )
             for index, reward in enumerate(row)
-        ]  # fmt: skip
+        ]
         groups.append(a_group(number, np.array([4, 5]), samples))
     return a_batch(7, 6, groups)
 

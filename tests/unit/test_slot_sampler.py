@@ -115,8 +115,11 @@ def test_rows_stay_packed_and_lanes_follow() -> None:
             count = rng.randint(1, min(3, table.free))
             prompt, limit = rng.randint(1, 5), rng.randint(1, 8)
             stops = tuple(range(100, 100 + rng.randint(1, 7)))  # wider than the table was made for
-            first = table.add(request(f"r{made}", prompt, tuple(range(count)), tokens=limit, stop_ids=stops),
-                              list(range(count)), step=step)  # fmt: skip
+            first = table.add(
+                request(f"r{made}", prompt, tuple(range(count)), tokens=limit, stop_ids=stops),
+                list(range(count)),
+                step=step,
+            )
             assert first == len(rows)
             rows += [[f"r{made}", index, prompt - 1, 0, prompt + 2, limit, set(stops)] for index in range(count)]
             made += 1
@@ -153,9 +156,17 @@ def test_rows_stay_packed_and_lanes_follow() -> None:
 def model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     shape = Qwen3Config(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
     return Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa").eval()
 
 
@@ -256,9 +267,11 @@ def test_recompute_in_small_pieces_gives_the_same(
 ) -> None:
     def spoil(decoder: Decoder) -> None:
         held: Any = decoder.memory
-        layers = held.store.layers if way == "slots" else [
-            (layer.keys, layer.values) for cohort in held.cohorts for layer in cohort.cache.layers
-        ]  # fmt: skip
+        layers = (
+            held.store.layers
+            if way == "slots"
+            else [(layer.keys, layer.values) for cohort in held.cohorts for layer in cohort.cache.layers]
+        )
         assert layers
         for keys, values in layers:
             keys.fill_(9.0)
@@ -357,10 +370,21 @@ def test_bands_cover_every_row_and_read_less() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_bands_change_no_log_prob(model: Qwen3ForCausalLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long and short samples together, in one band and in several: the same tokens; and several bands there are."""
-    shape = model.config if kind == "qwen3" else MistralConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, sliding_window=20,
-    )  # fmt: skip
+    shape = (
+        model.config
+        if kind == "qwen3"
+        else MistralConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+            sliding_window=20,
+        )
+    )
     with torch.random.fork_rng():
         torch.manual_seed(3)
         other: Any = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").eval()
@@ -399,9 +423,11 @@ def test_tokens_on_an_accelerator_are_those_of_the_cpu(model: Qwen3ForCausalLM, 
 
     device = torch.device("cuda:0")
     moved: Any = copy.deepcopy(model).to(device)
-    held: Any = SlotMemory(moved, slots=3, max_len=64, device=device, where="") if way == "slots" else CohortMemory(
-        moved, max_len=64, device=device, where=""
-    )  # fmt: skip
+    held: Any = (
+        SlotMemory(moved, slots=3, max_len=64, device=device, where="")
+        if way == "slots"
+        else CohortMemory(moved, max_len=64, device=device, where="")
+    )
     there = Decoder(held, SlotTable(3, max_new_tokens=54, device=device), recompute=True)
     there.swap(0, lambda: None)
     here = make(model, slots=3, recompute=True, way=way)

@@ -103,9 +103,7 @@ def test_nobody_there_ends_at_the_deadline() -> None:
 def test_many_requests_under_way_and_nobody_there_async(echo: Echo, address: str) -> None:
     async def main() -> list[str]:
         asker = sockets.AsyncRequester(address, max_under_way=32)
-        packets = await asyncio.gather(
-            *(asker.request(wire.Ok(), [bytes(size)], timeout_s=20) for size in range(300))
-        )  # fmt: skip
+        packets = await asyncio.gather(*(asker.request(wire.Ok(), [bytes(size)], timeout_s=20) for size in range(300)))
         asker.close()
         nobody = sockets.AsyncRequester("tcp://127.0.0.1:9", resend_s=0.1)
         with pytest.raises(Unavailable):
@@ -342,9 +340,13 @@ def test_who_leaves_a_service_that_is_killed_is_not_aborted(address: str, way: s
     """libzmq aborted the process, by the heartbeat of a connection that was closed and broken."""
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", ABANDONS, address, way], env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", ABANDONS, address, way],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 

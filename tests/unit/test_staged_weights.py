@@ -16,8 +16,12 @@ from producers.engines.staged_weights import PREFIX, Labels, StagedWeights
 from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
 from weightsync.plan.digest import bucket_digest, whole_digest
 
-SPECS = [TensorSpec("a", "F32", (5,)), TensorSpec("b", "BF16", (3,)), TensorSpec("c", "F32", (30,)),
-         TensorSpec("d", "F32", (2, 2))]  # fmt: skip
+SPECS = [
+    TensorSpec("a", "F32", (5,)),
+    TensorSpec("b", "BF16", (3,)),
+    TensorSpec("c", "F32", (30,)),
+    TensorSpec("d", "F32", (2, 2)),
+]
 
 
 def version_of(number: int, *, seed: int = 0) -> tuple[Manifest, tuple[Tensor, ...], list[bytes]]:
@@ -138,8 +142,9 @@ def test_refusals(tmp_path: Path) -> None:
         weights.apply(1, buckets[1][:-1])
     with pytest.raises(AsyncRLError, match="no bucket 9"):
         weights.room(9)
-    adapter = Manifest(1, manifest.plan, manifest.bucket_bytes, manifest.bucket_digests, manifest.digest,
-                       encoding="adapter")  # fmt: skip
+    adapter = Manifest(
+        1, manifest.plan, manifest.bucket_bytes, manifest.bucket_digests, manifest.digest, encoding="adapter"
+    )
     with pytest.raises(AsyncRLError) as refused:
         weights.begin(adapter, tensors)
     assert refused.value.code == "sync.plan"
@@ -178,8 +183,13 @@ def test_labels_are_unique_and_spans_become_runs() -> None:
     assert labels.runs([(first, 0, 2), (second, 2, 3), (again, 3, 5)], 5) == ((7, 2), (8, 1), (7, 2))
     assert labels.runs([(first, 0, 2), (again, 2, 5)], 5) == ((7, 5),)
     assert labels.runs([], 0) == ()
-    for spans in ([(first, 0, 2)], [(first, 0, 2), (second, 3, 5)], [(first, 0, 3), (second, 2, 5)],
-                  [("9.9", 0, 5)], [(first, 0, 6)]):  # fmt: skip
+    for spans in (
+        [(first, 0, 2)],
+        [(first, 0, 2), (second, 3, 5)],
+        [(first, 0, 3), (second, 2, 5)],
+        [("9.9", 0, 5)],
+        [(first, 0, 6)],
+    ):
         with pytest.raises(AsyncRLError) as broken:
             labels.runs(spans, 5)
         assert broken.value.code == "engine.broken"

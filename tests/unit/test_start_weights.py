@@ -33,11 +33,23 @@ def qwen(folder: Path) -> None:
 def llama(folder: Path) -> None:
     """Untied, in bfloat16 and several files, with a rotary embedding that is computed from more than its base."""
     shape = LlamaConfig(
-        vocab_size=21, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, attention_bias=True,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    )  # fmt: skip
+        vocab_size=21,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(shape).bfloat16().save_pretrained(str(folder), max_shard_size="10KB")
     assert (folder / start_weights.INDEX).exists()
@@ -45,9 +57,17 @@ def llama(folder: Path) -> None:
 
 def experts(folder: Path) -> None:
     shape = Qwen3MoeConfig(
-        vocab_size=21, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=12, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=21,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=12,
+        num_experts_per_tok=2,
+    )
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(shape).save_pretrained(str(folder))
     assert any("experts.11.up_proj" in name for name in load_file(folder / "model.safetensors"))

@@ -72,7 +72,7 @@ def operations(model: Path, step: int, passes: int, *, scorer: bool = False) -> 
 
 def test_a_run_says_where_its_time_went_and_what_it_computed(
     gang: Gang, model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     extra = 'learner.profile = { steps = "2:3", memory = true, peak_flops = 1e12 }'
     lines, spent = ran(gang, model_dir, tmp_path / "run", extra)
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -95,7 +95,7 @@ def test_a_run_says_where_its_time_went_and_what_it_computed(
 
 def test_passes_without_gradient_have_a_part_and_operations_of_their_own(
     gang: Gang, model_dir: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     """Two mini-batches: proximal log-probs are computed before the first update."""
     lines, _ = ran(gang, model_dir, tmp_path, "learner.algorithm.minibatches = 2\nlearner.packing = false", steps=1)
     assert lines[0]["model_flops"] == operations(model_dir, 1, 4) and lines[0]["proximal_s"] > 0
@@ -111,7 +111,7 @@ def test_a_model_beside_the_policy_counts_too(gang: Gang, model_dir: Path, tmp_p
 
 def test_below_adapters_no_weight_takes_a_gradient_and_they_are_exported(
     gang: Gang, model_dir: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     """A checkpoint of adapters is none of the model's own tensors: its backend loads it, and writes merged weights."""
     pytest.importorskip("peft", exc_type=ImportError)
     lora = 'learner.lora = { rank = 2, publish = "merged" }'
@@ -138,8 +138,10 @@ def test_an_unknown_architecture_costs_the_figures_alone(gang: Gang, model_dir: 
     assert len(said) == 1 and "no model_flops and no mfu" in said[0]
     seconds, found = meter.take()
     assert seconds >= 0 == found and meter.take() == (0, 0)
-    assert set(meter.figures(found, {"proximal_s": 1, "train_s": 1, "step_s": 2})) == {"memory_bytes",
-                                                                                     "memory_peak_bytes"}  # fmt: skip
+    assert set(meter.figures(found, {"proximal_s": 1, "train_s": 1, "step_s": 2})) == {
+        "memory_bytes",
+        "memory_peak_bytes",
+    }
 
 
 # ---------------------------------------------------------------- lengths, peaks, settings
@@ -163,15 +165,24 @@ def test_lengths_are_those_of_the_samples_however_they_are_laid_out() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12), ("NVIDIA H100 PCIe", "bfloat16", 756e12),
-        ("NVIDIA H200", "float16", 989.4e12), ("NVIDIA H200 NVL", "bfloat16", 835e12),
-        ("NVIDIA GH200 480GB", "bfloat16", 989.4e12), ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
-        ("NVIDIA A10", "bfloat16", 125e12), ("NVIDIA A10G", "bfloat16", 0), ("NVIDIA L4", "bfloat16", 121e12),
-        ("NVIDIA L40S", "bfloat16", 362e12), ("AMD Instinct MI325X", "bfloat16", 1307.4e12),
-        ("NVIDIA H20", "float16", 148e12), ("Tesla V100-SXM2-32GB", "float16", 125e12),
-        ("Tesla V100-SXM2-32GB", "bfloat16", 0), ("NVIDIA H100 80GB HBM3", "float32", 0), ("cpu", "bfloat16", 0),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H200", "float16", 989.4e12),
+        ("NVIDIA H200 NVL", "bfloat16", 835e12),
+        ("NVIDIA GH200 480GB", "bfloat16", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA A10", "bfloat16", 125e12),
+        ("NVIDIA A10G", "bfloat16", 0),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("AMD Instinct MI325X", "bfloat16", 1307.4e12),
+        ("NVIDIA H20", "float16", 148e12),
+        ("Tesla V100-SXM2-32GB", "float16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bfloat16", 0),
+        ("NVIDIA H100 80GB HBM3", "float32", 0),
+        ("cpu", "bfloat16", 0),
     ],
-)  # fmt: skip
+)
 def test_the_peak_of_a_device_goes_by_its_name(name: str, dtype: str, peak: float) -> None:
     assert peak_of(name, dtype) == peak
 
@@ -179,10 +190,12 @@ def test_the_peak_of_a_device_goes_by_its_name(name: str, dtype: str, peak: floa
 @pytest.mark.parametrize(
     ("profile", "words"),
     [
-        ('steps = "8:5"', "not a step such as 5"), ('steps = "0:2"', "not a step"), ('steps = "5-8"', "not a step"),
+        ('steps = "8:5"', "not a step such as 5"),
+        ('steps = "0:2"', "not a step"),
+        ('steps = "5-8"', "not a step"),
         ("memory = true", "memory needs"),
     ],
-)  # fmt: skip
+)
 def test_a_range_that_is_none_is_refused(profile: str, words: str, model_dir: Path) -> None:
     text = 'model.path = "m"\ndata.source = "a:b"\n[[reward]]\nfunction = "a:b"\n[learner.profile]\n'
     with pytest.raises(ConfigErrors, match=words) as refused:

@@ -70,12 +70,16 @@ CASES: dict[str, list[str]] = {
     if "process" not in entry.needs  # a second language model: tests/distributed/test_process_ranks.py
 }
 CASES |= {f"aggregation {way}": [f"aggregation={way}"] for way in typing.get_args(Aggregation)}
-CASES |= {f"value aggregation {way}": ["advantage=gae", f"/learner.critic.aggregation={way}"]
-          for way in literals(CriticConfig, "aggregation")}  # fmt: skip
+CASES |= {
+    f"value aggregation {way}": ["advantage=gae", f"/learner.critic.aggregation={way}"]
+    for way in literals(CriticConfig, "aggregation")
+}
 CASES |= MORE
 ON_ROWS = {f"mode {mode}": [f"/learner.mode={mode}"] for mode in literals(LearnerConfig, "mode") if mode != "rl"}
-ON_ROWS |= {f"dpo {kind}": ["/learner.mode=dpo", f"/learner.preference.loss={kind}"]
-            for kind in literals(PreferenceConfig, "loss")}  # fmt: skip
+ON_ROWS |= {
+    f"dpo {kind}": ["/learner.mode=dpo", f"/learner.preference.loss={kind}"]
+    for kind in literals(PreferenceConfig, "loss")
+}
 ON_ROWS["mode sft"].append("/sampling.group_size=1")
 ON_ROWS |= {"centred": ["/learner.mode=reward_model", "/learner.preference.center_coeff=0.1"]}
 BY_CASE = pytest.mark.parametrize("case", [*CASES, *ON_ROWS])
@@ -90,8 +94,12 @@ DRAWN = pytest.mark.parametrize(
 
 def ended(case: str, batches: Sequence[Any], cut: tuple[int, bool, int], dtype: torch.dtype, *more: str) -> Ended:
     tokens, packing, ranks = cut
-    lines = [*{**CASES, **ON_ROWS}[case], *more, f"/learner.micro_batch_tokens={tokens}",
-             f"/learner.packing={str(packing).lower()}"]  # fmt: skip
+    lines = [
+        *{**CASES, **ON_ROWS}[case],
+        *more,
+        f"/learner.micro_batch_tokens={tokens}",
+        f"/learner.packing={str(packing).lower()}",
+    ]
     config = lab_config(*(line[1:] if line.startswith("/") else A + line for line in lines), on_rows=case in ON_ROWS)
     return run_steps(config, batches, ranks=ranks, dtype=dtype)
 

@@ -43,8 +43,14 @@ ranks = 2
 def script(role: str, code: str, *, name: str = "", restarts: int = 0, gang: bool = False) -> ProcessPlan:
     """A process that runs some Python."""
     argv = (sys.executable, "-c", textwrap.dedent(code))
-    return ProcessPlan(role=role, name=name or role, argv=argv, restarts=restarts, gang=gang,
-                       env={"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})  # fmt: skip
+    return ProcessPlan(
+        role=role,
+        name=name or role,
+        argv=argv,
+        restarts=restarts,
+        gang=gang,
+        env={"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+    )
 
 
 FOREVER = """
@@ -65,8 +71,12 @@ def supervise(
     tmp_path: Path, plans: list[ProcessPlan], *, grace: Grace | None = None
 ) -> tuple[Outcome, list[str], list[dict[str, object]]]:
     said: list[str] = []
-    supervisor = Supervisor(plans, logs=tmp_path / "logs", say=lambda name, line: said.append(f"{name}: {line}"),
-                            grace=grace or Grace(learner_s=5, failed_s=5, other_s=5))  # fmt: skip
+    supervisor = Supervisor(
+        plans,
+        logs=tmp_path / "logs",
+        say=lambda name, line: said.append(f"{name}: {line}"),
+        grace=grace or Grace(learner_s=5, failed_s=5, other_s=5),
+    )
     outcome = supervisor.run()
     return outcome, said, read_lines(tmp_path / "logs" / "launch.jsonl")
 
@@ -156,8 +166,13 @@ def test_a_line_in_pieces_stays_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.timeout(60)
 def test_run_ends_with_the_learner_and_stops_the_others_in_order(tmp_path: Path) -> None:
-    plans = [script("buffer", FOREVER), script("weightsync", FOREVER), script("producer", FOREVER, name="producer-0"),
-             script("reward", FOREVER, name="reward-0"), script("learner", "import time; time.sleep(1)")]  # fmt: skip
+    plans = [
+        script("buffer", FOREVER),
+        script("weightsync", FOREVER),
+        script("producer", FOREVER, name="producer-0"),
+        script("reward", FOREVER, name="reward-0"),
+        script("learner", "import time; time.sleep(1)"),
+    ]
     outcome, said, events = supervise(tmp_path, plans)
     assert outcome.code == 0 and outcome.reason == "done" and outcome.restarts == {}
     assert names(events, "start") == ["buffer", "weightsync", "producer-0", "reward-0", "learner"]
@@ -184,8 +199,11 @@ def test_crash_is_restarted_with_backoff_until_the_budget_is_spent(tmp_path: Pat
 @pytest.mark.parametrize("role", ["producer", "reward"])
 def test_the_run_goes_on_while_another_worker_of_the_role_lives(tmp_path: Path, role: str) -> None:
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    plans = [script(role, killed, name=f"{role}-0", restarts=1), script(role, FOREVER, name=f"{role}-1"),
-             script("learner", "import time; time.sleep(4)")]  # fmt: skip
+    plans = [
+        script(role, killed, name=f"{role}-0", restarts=1),
+        script(role, FOREVER, name=f"{role}-1"),
+        script("learner", "import time; time.sleep(4)"),
+    ]
     outcome, said, events = supervise(tmp_path, plans)
     assert outcome.code == 0 and outcome.given_up == {f"{role}-0": 137} and outcome.restarts == {f"{role}-0": 1}
     errors = [line for line in said if line.startswith("launch: error")]
@@ -195,17 +213,23 @@ def test_the_run_goes_on_while_another_worker_of_the_role_lives(tmp_path: Path, 
 
 @pytest.mark.timeout(60)
 def test_the_last_worker_of_a_role_ends_the_run_with_its_code(tmp_path: Path) -> None:
-    plans = [script("producer", "raise SystemExit(69)", name="producer-0"),
-             script("producer", "import time; time.sleep(1.5); raise SystemExit(70)", name="producer-1"),
-             script("reward", FOREVER), script("learner", FOREVER)]  # fmt: skip
+    plans = [
+        script("producer", "raise SystemExit(69)", name="producer-0"),
+        script("producer", "import time; time.sleep(1.5); raise SystemExit(70)", name="producer-1"),
+        script("reward", FOREVER),
+        script("learner", FOREVER),
+    ]
     outcome, _, _ = supervise(tmp_path, plans)
     assert outcome.code == 70 and outcome.failed == "producer-1" and outcome.given_up == {"producer-0": 69}
 
 
 @pytest.mark.timeout(60)
 def test_the_workers_of_another_judge_are_no_substitute(tmp_path: Path) -> None:
-    plans = [replace(script("reward", "raise SystemExit(70)", name="reward-slow-0"), judge="slow"),
-             script("reward", FOREVER, name="reward-0"), script("learner", FOREVER)]  # fmt: skip
+    plans = [
+        replace(script("reward", "raise SystemExit(70)", name="reward-slow-0"), judge="slow"),
+        script("reward", FOREVER, name="reward-0"),
+        script("learner", FOREVER),
+    ]
     outcome, _, _ = supervise(tmp_path, plans)
     assert outcome.code == 70 and outcome.failed == "reward-slow-0" and not outcome.given_up
 
@@ -228,8 +252,9 @@ def test_every_judge_has_workers_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", [2, 75, 78])
 def test_final_codes_are_not_restarted(tmp_path: Path, code: int) -> None:
-    outcome, _, events = supervise(tmp_path, [script("producer", f"raise SystemExit({code})", restarts=5),
-                                              script("learner", FOREVER)])  # fmt: skip
+    outcome, _, events = supervise(
+        tmp_path, [script("producer", f"raise SystemExit({code})", restarts=5), script("learner", FOREVER)]
+    )
     assert outcome.code == code and outcome.failed == "producer"
     assert names(events, "start").count("producer") == 1 and names(events, "restart") == []
 
@@ -244,8 +269,9 @@ def test_killed_process_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(30)
     """.replace("FLAG", str(tmp_path / "flag"))
-    outcome, _, events = supervise(tmp_path, [script("producer", once, restarts=1),
-                                              script("learner", "import time; time.sleep(2)")])  # fmt: skip
+    outcome, _, events = supervise(
+        tmp_path, [script("producer", once, restarts=1), script("learner", "import time; time.sleep(2)")]
+    )
     assert outcome.code == 0 and outcome.restarts == {"producer": 1}
     assert [event["code"] for event in events if event["event"] == "restart"] == [137]
 
@@ -253,8 +279,9 @@ def test_killed_process_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None
 @pytest.mark.timeout(60)
 def test_service_that_ends_while_needed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.launcher.supervisor.SERVICE_RETURN_S", 0.3)
-    outcome, _, events = supervise(tmp_path, [script("buffer", "import time; time.sleep(0.3)"),
-                                              script("learner", "import time; time.sleep(2)")])  # fmt: skip
+    outcome, _, events = supervise(
+        tmp_path, [script("buffer", "import time; time.sleep(0.3)"), script("learner", "import time; time.sleep(2)")]
+    )
     assert outcome.code == 0 and names(events, "start").count("buffer") >= 2
 
 
@@ -302,8 +329,13 @@ def test_no_step_within_the_limit_ends_the_run_with_stacks_and_a_diagnosis(tmp_p
     code = ROLE_OF_A_RUN.replace("RUN", repr(str(tmp_path)))
     plans = [script(role, code.replace("NAME", repr(role))) for role in ("producer", "learner")]
     said: list[str] = []
-    supervisor = Supervisor(plans, logs=run.logs, say=lambda name, line: said.append(f"{name}: {line}"), hang=hang,
-                            grace=Grace(learner_s=5, failed_s=5, other_s=5))  # fmt: skip
+    supervisor = Supervisor(
+        plans,
+        logs=run.logs,
+        say=lambda name, line: said.append(f"{name}: {line}"),
+        hang=hang,
+        grace=Grace(learner_s=5, failed_s=5, other_s=5),
+    )
     outcome = supervisor.run()
     assert outcome.code == 70 and "2 leased to producer-1" in outcome.reason and outcome.wall_s < 20
     assert any(line.startswith("launch: error[hang] no step for 3 s") for line in said)
@@ -314,9 +346,12 @@ def test_no_step_within_the_limit_ends_the_run_with_stacks_and_a_diagnosis(tmp_p
 def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_path: Path) -> None:
     now = [0.0]
     run = RunDir(tmp_path).create()
-    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=9"]),
-                     clock=lambda: now[0],
-                     ask=lambda _: {"error": "nothing listens at ipc://b"})  # fmt: skip
+    hang = HangWatch(
+        run,
+        parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=9"]),
+        clock=lambda: now[0],
+        ask=lambda _: {"error": "nothing listens at ipc://b"},
+    )
 
     def at(seconds: float, **how: bool) -> str:
         now[0] = seconds
@@ -328,8 +363,9 @@ def test_steps_and_starts_put_the_hang_off_and_code_70_brings_it_forward(tmp_pat
     assert at(17.5, learner_ended=True) == ""  # 7.9 s: that was something else
     hang.learner_started()
     assert at(26, learner_ended=True) == "" and at(27, learner_ended=True).startswith("no step for 10 s")
-    assert at(28) == ("no step for 10 s (run.hang_timeout_s = 10). the buffer does not answer: nothing listens at "
-                      "ipc://b")  # fmt: skip
+    assert at(28) == (
+        "no step for 10 s (run.hang_timeout_s = 10). the buffer does not answer: nothing listens at ipc://b"
+    )
 
 
 def test_a_learner_that_starts_has_longer_for_its_first_step(tmp_path: Path) -> None:
@@ -337,8 +373,12 @@ def test_a_learner_that_starts_has_longer_for_its_first_step(tmp_path: Path) -> 
     now = [0.0]
     run = RunDir(tmp_path).create()
     (run.metrics / "learner.jsonl").write_text('{"step":1}\n')
-    hang = HangWatch(run, parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=60"]),
-                     clock=lambda: now[0], ask=lambda _: {"error": "nothing listens"})  # fmt: skip
+    hang = HangWatch(
+        run,
+        parse(SMALL, overrides=["run.hang_timeout_s=10", "run.start_timeout_s=60"]),
+        clock=lambda: now[0],
+        ask=lambda _: {"error": "nothing listens"},
+    )
 
     def at(seconds: float) -> str:
         now[0] = seconds

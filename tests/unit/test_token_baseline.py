@@ -22,8 +22,10 @@ from learners.step.resilient_step import Trial
 
 assert gang and model_dir  # fixtures
 
-OFF_POLICY = 'learner.algorithm.advantage = "optimal_token_baseline"\n' \
-             'learner.algorithm.advantage_options = { off_policy = true }'  # fmt: skip
+OFF_POLICY = (
+    'learner.algorithm.advantage = "optimal_token_baseline"\n'
+    "learner.algorithm.advantage_options = { off_policy = true }"
+)
 
 
 def numbers_of(model: Any, batch: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -53,9 +55,10 @@ def test_advantages_are_those_of_full_softmaxes(gang: Gang, model_dir: Path, tmp
     assert not ready.broken and ready.advantages is not None
     logprobs, squares = numbers_of(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), batch)
     pad = torch.nn.utils.rnn.pad_sequence
-    wanted = optimal_token_baseline(whole.rollouts._replace(
-        proximal=pad(logprobs, batch_first=True), square_sums=pad(squares, batch_first=True)
-    ), off_policy=True).advantages  # fmt: skip
+    wanted = optimal_token_baseline(
+        whole.rollouts._replace(proximal=pad(logprobs, batch_first=True), square_sums=pad(squares, batch_first=True)),
+        off_policy=True,
+    ).advantages
     assert float(wanted.abs().sum()) > 0
     for micro, got in zip(share[0].micro, ready.advantages[0], strict=True):
         rows = [wanted[number, : logprobs[number].numel()] for number in micro.samples.tolist()]

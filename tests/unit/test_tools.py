@@ -76,8 +76,10 @@ def test_the_schema_of_a_function() -> None:
     assert parameters["required"] == ["city"]
     assert parameters["properties"]["city"] == {"type": "string", "description": "its name"}
     assert parameters["properties"]["days"] == {
-        "type": "integer", "description": "from today on, today among them", "default": 1,
-    }  # fmt: skip
+        "type": "integer",
+        "description": "from today on, today among them",
+        "default": 1,
+    }
     assert sorted(parameters["properties"]["unit"]["enum"]) == ["C", "F"]
 
 
@@ -184,18 +186,47 @@ def test_an_awaitable_answer_is_awaited() -> None:
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("1+2*3", "7"), (" (2 - 5) ** 2 ", "9"), ("7/2", "3.5"), ("8/2", "4"), ("-7 // 2", "-4"), ("7 % 4", "3"),
-     ("1e3", "1000"), ("2**-1", "0.5")],
-)  # fmt: skip
+    [
+        ("1+2*3", "7"),
+        (" (2 - 5) ** 2 ", "9"),
+        ("7/2", "3.5"),
+        ("8/2", "4"),
+        ("-7 // 2", "-4"),
+        ("7 % 4", "3"),
+        ("1e3", "1000"),
+        ("2**-1", "0.5"),
+    ],
+)
 def test_the_calculator(expression: str, value: str) -> None:
     assert calculator(expression) == value
 
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "1+", "__import__('os')", "a", "1 if 2 else 3", "(1).real", "9**9**9", "10**400", "1/0", "'a'*9", "True", "1j",
-     "(-8)**0.5", "1e308*10", "9" * 2000, "(" * 900 + ")" * 900, "[1][0]", "1;2", "lambda: 1", "1<2", "~1"],
-)  # fmt: skip
+    [
+        "",
+        "1+",
+        "__import__('os')",
+        "a",
+        "1 if 2 else 3",
+        "(1).real",
+        "9**9**9",
+        "10**400",
+        "1/0",
+        "'a'*9",
+        "True",
+        "1j",
+        "(-8)**0.5",
+        "1e308*10",
+        "9" * 2000,
+        "(" * 900 + ")" * 900,
+        "[1][0]",
+        "1;2",
+        "lambda: 1",
+        "1<2",
+        "~1",
+    ],
+)
 def test_the_calculator_knows_arithmetic_alone(expression: str) -> None:
     with pytest.raises(ToolError):
         calculator(expression)
@@ -221,8 +252,9 @@ def test_calls_as_hermes_writes_them() -> None:
     found = hermes(text)
     assert found.calls == (ToolCall("a", {"x": 1}), ToolCall("b", {"y": [2]}))
     assert [why.split(":")[0] for why in found.malformed] == [
-        'the call is no JSON object with "name" and "arguments"', "<tool_call> is not closed",
-    ]  # fmt: skip
+        'the call is no JSON object with "name" and "arguments"',
+        "<tool_call> is not closed",
+    ]
     assert hermes("nothing here") == Parsed()
 
 
@@ -262,8 +294,11 @@ def test_a_parser_of_ones_own() -> None:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     file = tmp_path / "corpus.jsonl"
-    rows = [("Ulm", "The minster of Ulm has the tallest church tower."), ("Bonn", "Bonn lies on the Rhine, a river."),
-            ("", "Rivers: Rhine, Rhine, Rhine and Danube.")]  # fmt: skip
+    rows = [
+        ("Ulm", "The minster of Ulm has the tallest church tower."),
+        ("Bonn", "Bonn lies on the Rhine, a river."),
+        ("", "Rivers: Rhine, Rhine, Rhine and Danube."),
+    ]
     file.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in rows))
     return file
 
@@ -318,8 +353,9 @@ def test_python_in_a_sandbox() -> None:
             raise WorkError("internal", "no bubblewrap")
         return results[code]
 
-    box = toolbox_of(["python"], {"python": {"timeout_s": 3}},
-                     sandbox=lambda: SimpleNamespace(arun=arun, close=lambda: None))  # fmt: skip
+    box = toolbox_of(
+        ["python"], {"python": {"timeout_s": 3}}, sandbox=lambda: SimpleNamespace(arun=arun, close=lambda: None)
+    )
     assert answer(box, "python", code="print(1)") == "1\n"
     assert answer(box, "python", code="1/0") == "ZeroDivisionError\n[exit code 1]"
     assert answer(box, "python", code="while 1: 0") == "so far\n[timeout]"
@@ -371,8 +407,12 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     async def run() -> list[str]:
         await box.open()
         try:
-            calls = [ToolCall("double", {"number": 4}), ToolCall("double", {"number": -1}), ToolCall("double", {}),
-                     ToolCall("calculator", {"expression": "1+1"})]  # fmt: skip
+            calls = [
+                ToolCall("double", {"number": 4}),
+                ToolCall("double", {"number": -1}),
+                ToolCall("double", {}),
+                ToolCall("calculator", {"expression": "1+1"}),
+            ]
             return [await box.call(call, timeout_s=60) for call in calls]
         finally:
             await box.close()

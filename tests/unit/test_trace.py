@@ -80,9 +80,13 @@ def test_samples_that_were_given_up_stay_in_the_story(tmp_path: Path) -> None:
 
 def test_what_a_restart_took_back_is_superseded(tmp_path: Path) -> None:
     events = [
-        {"e": "service", "service_epoch": 1}, register(1, 0), *issue(0, version=0), *train(1, [0]),
-        register(2, 0), *train(1, [0], epoch=2, replayed=True),
-    ]  # fmt: skip
+        {"e": "service", "service_epoch": 1},
+        register(1, 0),
+        *issue(0, version=0),
+        *train(1, [0]),
+        register(2, 0),
+        *train(1, [0], epoch=2, replayed=True),
+    ]
     story = told(made(tmp_path / "run", events), 0)
     assert [(t.epoch, t.superseded, t.replayed) for t in story.training] == [(1, True, False), (2, False, True)]
     assert story.state == "trained" and "superseded" in story_text(story)

@@ -22,15 +22,21 @@ def config(text: str) -> Config:
     return parse(LEAST + text)
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ('use = ["wandb", "wandb"]', "names one twice"), ('use = ["tensorboard"]', "set log.tensorboard"),
-    ('use = ["prometheus"]', "set trackers.prometheus_port"), ('use = ["../x"]', "is not one of"),
-    ('options = {wandb = {entity = "e"}}', "not in trackers.use"),
-    ('key_file = {wandb = "f"}', "not in trackers.use"),
-    ('use = ["wandb"]\noptions = {wandb = {api_key = "x"}}', "wandb.api_key looks like a secret"),
-    ('use = ["mlflow"]\noptions = {mlflow = {deep = {Password = "x"}}}', "set MLFLOW_TRACKING_TOKEN or"),
-    ("prometheus_port = 70000", "65535"), ("every_s = 0", "0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('use = ["wandb", "wandb"]', "names one twice"),
+        ('use = ["tensorboard"]', "set log.tensorboard"),
+        ('use = ["prometheus"]', "set trackers.prometheus_port"),
+        ('use = ["../x"]', "is not one of"),
+        ('options = {wandb = {entity = "e"}}', "not in trackers.use"),
+        ('key_file = {wandb = "f"}', "not in trackers.use"),
+        ('use = ["wandb"]\noptions = {wandb = {api_key = "x"}}', "wandb.api_key looks like a secret"),
+        ('use = ["mlflow"]\noptions = {mlflow = {deep = {Password = "x"}}}', "set MLFLOW_TRACKING_TOKEN or"),
+        ("prometheus_port = 70000", "65535"),
+        ("every_s = 0", "0"),
+    ],
+)
 def test_contradictions(text: str, words: str) -> None:
     with pytest.raises(ConfigErrors) as found:
         config(text)
@@ -68,8 +74,9 @@ def test_pages_and_the_layout_agree() -> None:
         for names in charts.values():
             assert set(names) <= set(CATALOGUE) and {page_of(name) for name in names} == {page}
     pattern = layout()["health"]["staleness (steps)"][1]
-    assert [tag for tag in (tag_of("lag_mean"), "health/lag_mean2")
-            if any(re.search(one, tag) for one in pattern)] == ["health/lag_mean"]  # type: ignore[union-attr]  # fmt: skip
+    assert [tag for tag in (tag_of("lag_mean"), "health/lag_mean2") if any(re.search(one, tag) for one in pattern)] == [
+        "health/lag_mean"
+    ]  # type: ignore[union-attr]
 
 
 def test_tensorboard_draws_the_four_pages(tmp_path: Path) -> None:

@@ -83,9 +83,10 @@ def test_what_was_begun_is_a_request_of_its_own_and_the_sample_is_whole() -> Non
 
 
 @pytest.mark.parametrize(
-    "one", [begun(1, 20), begun(1, 6, last=2), begun(1, 6, digest="of others"), begun(7, 6)],
+    "one",
+    [begun(1, 20), begun(1, 6, last=2), begun(1, 6, digest="of others"), begun(7, 6)],
     ids=["complete", "stopped", "other weights", "not asked for"],
-)  # fmt: skip
+)
 def test_what_cannot_be_continued_starts_anew(one: BegunSample) -> None:
     trail = Trail(REQUEST, [one], {4: "d4"})
     assert trail.parts(SamplingConfig(group_size=3)) == ([REQUEST], [])

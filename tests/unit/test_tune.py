@@ -69,8 +69,13 @@ def buffer(run: RunDir) -> Iterator[Buffer]:
 def test_values_are_toml_and_bare_words_are_strings() -> None:
     words = ["max_staleness=8", "on_late = drop", 'learner.algorithm.loss="ppo"', "x=[1, 2]", "y=true", "z=1.5"]
     assert parse_settings(words) == {
-        "max_staleness": 8, "on_late": "drop", "learner.algorithm.loss": "ppo", "x": [1, 2], "y": True, "z": 1.5,
-    }  # fmt: skip
+        "max_staleness": 8,
+        "on_late": "drop",
+        "learner.algorithm.loss": "ppo",
+        "x": [1, 2],
+        "y": True,
+        "z": 1.5,
+    }
     for wrong in (["max_staleness"], ["=4"], ["a="], ["a=1", "a=2"]):
         with pytest.raises(ConfigError):
             parse_settings(wrong)

@@ -100,11 +100,13 @@ def test_kv_on_a_cpu_is_that_of_all_slots_within_the_free_memory(tmp_path: Path)
 @pytest.mark.parametrize(
     ("sampling", "mode", "possible"),
     [
-        ("", "processed_logprobs", True), ("temperature = 0.7", "processed_logprobs", True),
-        ("top_p = 0.9", "raw_logprobs", True), ("greedy_baseline = true", "raw_logprobs", True),
+        ("", "processed_logprobs", True),
+        ("temperature = 0.7", "processed_logprobs", True),
+        ("top_p = 0.9", "raw_logprobs", True),
+        ("greedy_baseline = true", "raw_logprobs", True),
         ("top_k = 20\ntemperature = 0.7", "raw_logprobs", False),
     ],
-)  # fmt: skip
+)
 def test_the_logprobs_of_vllm_that_come_nearest(sampling: str, mode: str, possible: bool) -> None:
     config = config_of(sampling=sampling)
     assert made(config)["logprobs_mode"] == mode

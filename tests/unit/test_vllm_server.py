@@ -50,10 +50,12 @@ class Server:
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {
-            "model_config": {"max_model_len": 40}, "cache_config": {"kv_cache_size_tokens": 999},
+            "model_config": {"max_model_len": 40},
+            "cache_config": {"kv_cache_size_tokens": 999},
             "scheduler_config": {"max_num_seqs": 8, "policy": "priority"},
-            "parallel_config": {"data_parallel_size": 1}, "weight_transfer_config": {"backend": "asyncrl"},
-        }  # fmt: skip
+            "parallel_config": {"data_parallel_size": 1},
+            "weight_transfer_config": {"backend": "asyncrl"},
+        }
         self.model: dict[str, Any] = {"shape": dict(SHAPE), "dtype": "float32", "device": "cpu"}
         self.logprobs = {1.0: -1.0, 0.5: -0.4}
         self.dev = self.extension = self.generates = self.sees = True
@@ -140,14 +142,19 @@ def _stranger(server: Server) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (_no_dev, "config.conflict", "developer routes"), (_no_extension, "config.conflict", "extension"),
-        (_no_generate, "config.conflict", "/inference/v1/generate"), (_nccl, "config.conflict", "by nccl"),
-        (_no_backend, "config.conflict", "by nothing"), (_short, "config.conflict", "max_model_len = 29"),
+        (_no_dev, "config.conflict", "developer routes"),
+        (_no_extension, "config.conflict", "extension"),
+        (_no_generate, "config.conflict", "/inference/v1/generate"),
+        (_nccl, "config.conflict", "by nccl"),
+        (_no_backend, "config.conflict", "by nothing"),
+        (_short, "config.conflict", "max_model_len = 29"),
         (_pieces, "config.conflict", "prompts in pieces"),
-        (_parts, "config.conflict", "data parallelism 2"), (_other, "handshake.mismatch", "vocab_size 51 there, 50"),
-        (_dtype, "handshake.mismatch", "dtype bfloat16 there, float32"), (_stranger, "engine.broken", "scheduler"),
+        (_parts, "config.conflict", "data parallelism 2"),
+        (_other, "handshake.mismatch", "vocab_size 51 there, 50"),
+        (_dtype, "handshake.mismatch", "dtype bfloat16 there, float32"),
+        (_stranger, "engine.broken", "scheduler"),
     ],
-)  # fmt: skip
+)
 def test_servers_that_do_not_fit(change: Callable[[Server], None], code: str, words: str, tmp_path: Path) -> None:
     server = Server()
     change(server)
@@ -186,8 +193,17 @@ def test_one_worker_that_does_not_see_the_files_is_enough(tmp_path: Path) -> Non
 def event(tokens: list[int], *, finish: str | None = None, spans: list[tuple[str, int, int]] | None = None) -> Any:
     content = [{"token_id": token, "logprob": -0.5 * token} for token in tokens]
     versions = [{"version": label, "start": start, "end": end} for label, start, end in spans or []]
-    return {"choices": [{"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": finish,
-                         "weight_versions": versions or None}]}  # fmt: skip
+    return {
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": tokens,
+                "logprobs": {"content": content},
+                "finish_reason": finish,
+                "weight_versions": versions or None,
+            }
+        ]
+    }
 
 
 def test_deltas_name_versions_only_where_they_are_known(tmp_path: Path) -> None:

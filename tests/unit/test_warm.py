@@ -34,9 +34,13 @@ CASES: dict[str, tuple[list[str], str]] = {
 def test_as_a_process_that_is_executed(case: str, tmp_path: Path) -> None:
     words, given = CASES[case]
     how: dict[str, Any] = {
-        "input": given, "capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path,
+        "input": given,
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+        "cwd": tmp_path,
         "env": {**os.environ, "COLOUR": "red", "PYTHONPATH": str(warm.ROOT)},
-    }  # fmt: skip
+    }
     wanted = subprocess.run([sys.executable, *words], check=False, **how)
     got = warm.run([sys.executable, *words], **how)
     assert (got.returncode, got.stdout) == (wanted.returncode, wanted.stdout), got.stderr

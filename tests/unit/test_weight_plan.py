@@ -26,9 +26,14 @@ def manifest_of(plan: Plan, digests: tuple[str, ...] = ()) -> Manifest:
 
 def test_the_example_of_the_docstring() -> None:
     plan = plan_buckets(
-        [TensorSpec("a", "F32", (2,)), TensorSpec("b", "U8", (3,)), TensorSpec("c", "F32", (1,)),
-         TensorSpec("d", "F32", (3,))], bucket_bytes=16,
-    )  # fmt: skip
+        [
+            TensorSpec("a", "F32", (2,)),
+            TensorSpec("b", "U8", (3,)),
+            TensorSpec("c", "F32", (1,)),
+            TensorSpec("d", "F32", (3,)),
+        ],
+        bucket_bytes=16,
+    )
     assert [(t.name, t.bucket, t.offset) for t in plan.tensors] == [("a", 0, 0), ("b", 0, 8), ("c", 0, 12), ("d", 1, 0)]
     assert plan.bucket_bytes == (16, 12) and plan.nbytes == 28
 

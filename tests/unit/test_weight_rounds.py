@@ -52,11 +52,19 @@ class Sim:
     def poll(self, name: str, **fields: Any) -> Instruction | None:
         version, digest = self.held.get(name, (-1, ""))
         message = MemberPoll(
-            name, self.pids.get(name, 1), fields.pop("host", "h"), fields.pop("fingerprint", "f"),
-            fields.pop("state", "joining" if version < 0 else "serving"), version, fields.pop("digest", digest),
-            fields.pop("round", 0), 2.0, fields.pop("transports", ("local", "collective")),
-            fields.pop("has_plan", ""), fields.pop("error", ""),
-        )  # fmt: skip
+            name,
+            self.pids.get(name, 1),
+            fields.pop("host", "h"),
+            fields.pop("fingerprint", "f"),
+            fields.pop("state", "joining" if version < 0 else "serving"),
+            version,
+            fields.pop("digest", digest),
+            fields.pop("round", 0),
+            2.0,
+            fields.pop("transports", ("local", "collective")),
+            fields.pop("has_plan", ""),
+            fields.pop("error", ""),
+        )
         assert not fields
         return self.rounds.poll(message, now=self.now)
 

@@ -59,11 +59,23 @@ class Sim:
         version = self.held.get(name, -1)
         digest = manifest_of(version).digest if version >= 0 else ""
         message = MemberPoll(
-            name, 1, self.hosts.get(name, name), "f", more.get("state", "serving" if version >= 0 else "joining"),
-            version, more.get("digest", digest), more.get("round", 0), 2.0, tuple(transports), PLAN.digest,
-            more.get("error", ""), self.encodings, f"at-{name}" if version >= 0 else "", more.get("order", 0),
+            name,
+            1,
+            self.hosts.get(name, name),
+            "f",
+            more.get("state", "serving" if version >= 0 else "joining"),
+            version,
+            more.get("digest", digest),
+            more.get("round", 0),
+            2.0,
+            tuple(transports),
+            PLAN.digest,
+            more.get("error", ""),
+            self.encodings,
+            f"at-{name}" if version >= 0 else "",
+            more.get("order", 0),
             self.bases.get(name, ""),
-        )  # fmt: skip
+        )
         return self.rounds.poll(message, now=self.now)
 
     def ask(self, done: str = "") -> RoundReply:
@@ -386,8 +398,12 @@ def test_the_log_says_what_was_carried() -> None:
     assert [one["carried_bytes"] for one in numbers] == [40, 600, 0]
     assert [one["round_bytes"] for one in numbers] == [600] * 3
     assert words[0]["ways"]["a"] | {"why": ""} == {
-        "transport": "stream", "encoding": "delta", "source": "learner", "bytes": 40, "why": "",
-    }  # fmt: skip
+        "transport": "stream",
+        "encoding": "delta",
+        "source": "learner",
+        "bytes": 40,
+        "why": "",
+    }
     assert words[1]["ways"]["b"]["source"] in ("a", "learner") and words[1]["encoding"] == "full"
     assert words[2]["members"]["c"] == "boom" and words[2]["ways"]["c"]["bytes"] == 0
 

@@ -23,9 +23,18 @@ FIELDS = (wire.Field("prompt", "i4", 0, 2), wire.Field("response", "i4", 64, 3),
 TENSOR = wire.Tensor("model.embed_tokens.weight", "F32", (4, 2), 0, 0, 32)
 MANIFEST = wire.Manifest(3, "aa", (64,), ("bb",), "cc")
 HEAD = wire.Samples(
-    "producer-0", 7, 2, (wire.SampleHead(1, 3, "stop", ((4, 2), (5, 1))),), {4: "d4", 5: "d5"}, FIELDS,
-    '{"data_source":"add"}', 2, "processed", {1: 0.5}, {1: {"exact": 0.5}},
-)  # fmt: skip
+    "producer-0",
+    7,
+    2,
+    (wire.SampleHead(1, 3, "stop", ((4, 2), (5, 1))),),
+    {4: "d4", 5: "d5"},
+    FIELDS,
+    '{"data_source":"add"}',
+    2,
+    "processed",
+    {1: 0.5},
+    {1: {"exact": 0.5}},
+)
 EXAMPLES: list[wire.Message] = [
     wire.Hello("producer", "producer-0", 12, "host", "run", "fp"),
     wire.Welcome("run", 2, 3, 4, {"weightsync": "ipc:///w"}),
@@ -181,8 +190,17 @@ def reseal(header: bytes) -> list[bytes]:
 def test_surplus_fields_unknown_tags_and_nesting_are_refused() -> None:
     encode = msgspec.msgpack.encode
     nested = b"\x91" * 5000 + b"\xc0"
-    for header in (encode([4, "fine", "surplus"]), encode([999]), encode([4, 5]), encode({}), b"", b"\xc1", nested,
-                   encode([4, "x"])[:-1] + b"\xff", encode([7, b"\xff\xfe".decode("latin1")])[:-1]):  # fmt: skip
+    for header in (
+        encode([4, "fine", "surplus"]),
+        encode([999]),
+        encode([4, 5]),
+        encode({}),
+        b"",
+        b"\xc1",
+        nested,
+        encode([4, "x"])[:-1] + b"\xff",
+        encode([7, b"\xff\xfe".decode("latin1")])[:-1],
+    ):
         with pytest.raises(WireError) as caught:
             wire.decode(reseal(header))
         assert caught.value.code == "wire.decode"
@@ -222,10 +240,14 @@ def test_arrays_round_trip_aligned_and_read_only() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        wire.Field("a", "i4", 0, 100), wire.Field("a", "i4", -4, 1), wire.Field("a", "i4", 2, 1),
-        wire.Field("a", "O", 0, 1), wire.Field("a", "i4", 1 << 62, 1), wire.Field("a", "i4", 0, -1),
+        wire.Field("a", "i4", 0, 100),
+        wire.Field("a", "i4", -4, 1),
+        wire.Field("a", "i4", 2, 1),
+        wire.Field("a", "O", 0, 1),
+        wire.Field("a", "i4", 1 << 62, 1),
+        wire.Field("a", "i4", 0, -1),
     ],
-)  # fmt: skip
+)
 def test_fields_that_leave_the_payload_are_refused(field: wire.Field) -> None:
     with pytest.raises(WireError):
         wire.unpack_arrays([field], bytes(64))

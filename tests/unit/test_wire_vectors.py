@@ -43,8 +43,12 @@ def test_bad_frames_are_refused_with_their_code(case: dict[str, Any]) -> None:
 
 def test_every_code_that_a_frame_can_be_refused_with_is_there() -> None:
     assert {case["error"] for case in VECTORS["bad"]} == {
-        "wire.prefix", "wire.schema", "wire.size", "wire.checksum", "wire.decode",
-    }  # fmt: skip
+        "wire.prefix",
+        "wire.schema",
+        "wire.size",
+        "wire.checksum",
+        "wire.decode",
+    }
     assert not any(error_of(frames_of(case)) for case in (*VECTORS["good"], *VECTORS["accepted"]))
 
 

@@ -24,9 +24,10 @@ from asyncrl.preflight.check import check_files_of
 
 CASES = Path(__file__).with_name("wrong_configurations.txt")
 GOOD = {
-    "model": '[model]\npath = "model"\n', "data": '[data]\npath = "rows.jsonl"\n',
+    "model": '[model]\npath = "model"\n',
+    "data": '[data]\npath = "rows.jsonl"\n',
     "reward": '[[reward]]\nfunction = "my_rewards:good"\n',
-}  # fmt: skip
+}
 #: Sections that are lists of tables.
 LISTS = {name for name, hint in get_type_hints(Config).items() if get_origin(hint) is tuple}
 SHARE = 0.95  # of typos for which the right key must be suggested
@@ -121,7 +122,8 @@ def test_every_mistake_and_no_other_on_its_line(case: Case, place: Path, monkeyp
     assert all(error.remedy and error.exit_code in (2, 69) for error in errors)
     if not any(one.code == "config.unknown_key" for one in case.expected):
         assert [error.suggestion for error in errors if error.suggestion] == [
-            one.suggestion for one in case.expected if one.suggestion]  # fmt: skip
+            one.suggestion for one in case.expected if one.suggestion
+        ]
 
 
 def test_nearly_always_the_right_key_is_suggested(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,8 @@ def test_the_command_prints_all_and_no_traceback(
     told = json.loads(capsys.readouterr().out)
     assert not told["ok"]
     assert {(error["code"], error["line"]) for error in told["errors"]} == {
-        (one.code, one.line) for one in case.expected}  # fmt: skip
+        (one.code, one.line) for one in case.expected
+    }
 
 
 # ---------------------------------------------------------------- every key, misspelled

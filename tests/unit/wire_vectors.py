@@ -48,10 +48,16 @@ def good(examples: list[wire.Message]) -> list[dict[str, Any]]:
         request, kind = (1 << 60) + number if number % 5 == 0 else number, number % 3
         frames = wire.encode(example, payloads, request=request, kind=kind)
         header = msgspec.msgpack.decode(bytes(frames[1]), strict=False)
-        rows.append({
-            "name": type(example).__name__, "kind": kind, "request": plain(request), "header": plain(header),
-            "payloads": hexed(payloads), "frames": hexed(frames),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": type(example).__name__,
+                "kind": kind,
+                "request": plain(request),
+                "header": plain(header),
+                "payloads": hexed(payloads),
+                "frames": hexed(frames),
+            }
+        )
     return rows
 
 
@@ -73,8 +79,10 @@ def accepted() -> list[dict[str, Any]]:
         ("numbers may be wider than needed", b"\x94\x1e\xa4js-0" + b"\xcf" + (8).to_bytes(8, "big") + encode(0.5),
          wire.RewardRequest("js-0", 8, 0.5)),
     ]  # fmt: skip
-    return [{"why": why, "frames": hexed(sealed(header)), "same_as": wire.encode_header(message).hex()}
-            for why, header, message in cases]  # fmt: skip
+    return [
+        {"why": why, "frames": hexed(sealed(header)), "same_as": wire.encode_header(message).hex()}
+        for why, header, message in cases
+    ]
 
 
 def bad(example: wire.Message) -> list[dict[str, Any]]:
@@ -120,14 +128,17 @@ def bad(example: wire.Message) -> list[dict[str, Any]]:
 def arrays() -> dict[str, Any]:
     """A payload of arrays with its table of fields: every start is at a multiple of 64."""
     values = {
-        "prompt": np.array([1, 2], np.int32), "response": np.array([3, -4, 1 << 30], np.int32),
-        "logprobs": np.array([-0.5, -0.125, 0.0], np.float32), "mask": np.array([1, 0, 1], np.uint8),
-    }  # fmt: skip
+        "prompt": np.array([1, 2], np.int32),
+        "response": np.array([3, -4, 1 << 30], np.int32),
+        "logprobs": np.array([-0.5, -0.125, 0.0], np.float32),
+        "mask": np.array([1, 0, 1], np.uint8),
+    }
     fields, payload = wire.pack_arrays(values)
     return {
         "fields": [[field.name, field.dtype, field.offset, field.count] for field in fields],
-        "payload": payload.hex(), "values": {name: array.tolist() for name, array in values.items()},
-    }  # fmt: skip
+        "payload": payload.hex(),
+        "values": {name: array.tolist() for name, array in values.items()},
+    }
 
 
 def vectors(examples: list[wire.Message]) -> dict[str, Any]:
@@ -137,8 +148,11 @@ def vectors(examples: list[wire.Message]) -> dict[str, Any]:
     return {
         "schema": wire.SCHEMA,
         "xxh3_64": [{"bytes": text.hex(), "hash": f"{xxhash.xxh3_64_intdigest(text):016x}"} for text in texts],
-        "good": good(examples), "accepted": accepted(), "bad": bad(hello), "arrays": arrays(),
-    }  # fmt: skip
+        "good": good(examples),
+        "accepted": accepted(),
+        "bad": bad(hello),
+        "arrays": arrays(),
+    }
 
 
 def text_of(examples: list[wire.Message]) -> str:

@@ -56,12 +56,17 @@ class Facts:
         found = [(member.name, member.error or member.said) for member in self.members.values()]
         errors = [f"{name}: {error}" for name, error in found if error]
         return RoundReply(
-            shown.number, shown.state, formation.generation if formation else 0,
+            shown.number,
+            shown.state,
+            formation.generation if formation else 0,
             {name: str(self.state_of(member)) for name, member in self.members.items()},
-            dict(formation.ranks) if formation else {}, rendezvous,
-            "; ".join(filter(None, [shown.detail, *errors])), formation.hops if formation else (),
-            self._hops_wanted(now), formation.round.target.manifest.digest if formation else "",
-        )  # fmt: skip
+            dict(formation.ranks) if formation else {},
+            rendezvous,
+            "; ".join(filter(None, [shown.detail, *errors])),
+            formation.hops if formation else (),
+            self._hops_wanted(now),
+            formation.round.target.manifest.digest if formation else "",
+        )
 
     def _hops_wanted(self, now: float) -> bool:
         """Whether hops are of use to anybody: to a living member that takes them and is not reached by `local`."""
@@ -75,11 +80,16 @@ class Facts:
         """The members that a group of `auto` may be formed of, with the time until which they wait for it."""
         scene = self.scene(now)
         return {
-            member.name: now + FORM_S for member in self.members.values()
-            if self.config.transport == "auto" and "collective" in member.transports and not member.dead
-            and not holds(member, self.target) and not near(member, scene) and not self.mismatch(member)
+            member.name: now + FORM_S
+            for member in self.members.values()
+            if self.config.transport == "auto"
+            and "collective" in member.transports
+            and not member.dead
+            and not holds(member, self.target)
+            and not near(member, scene)
+            and not self.mismatch(member)
             and not lacks_base(member, self.target)
-        }  # fmt: skip
+        }
 
     # ------------------------------------------------------------ members
 

@@ -1,6 +1,6 @@
 """What the weight-sync service knows of a generator, of a version and of a round: plain records, no decisions.
 
-Called by `choice`, `facts`, `rounds` and `standing`; `rounds` alone changes them.
+`rounds` alone changes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The decisions of the weight-sync service: a pure state machine over members, a target and rounds.
 
-Called by `weightsync.main` with decoded messages and the time; no sockets, no clock, no files. How a version comes
-to a member is chosen in `weightsync.coordinator.routing`; what is known, without a decision, stands in `weightsync.coordinator.queries`; where all
+No sockets, no clock, no files. How a version comes
+to a member is chosen in `weightsync.coordinator.routing`; what is known, without a decision, stands in
+`weightsync.coordinator.queries`; where all
 stand is told in `weightsync.coordinator.status`.
 
 A member:
@@ -246,10 +247,20 @@ class Rounds(Facts):
         manifest, way = part.round.target.manifest, part.way
         tensors = () if member.has_plan == manifest.plan else part.round.target.tensors
         return Instruction(
-            "receive", part.round.number, manifest, tensors,
-            way.transport, way.address, part.rank, part.world_size, part.generation, max(0.1, part.deadline - now),
-            self.committed, hops=way.hops, source=way.source,
-        )  # fmt: skip
+            "receive",
+            part.round.number,
+            manifest,
+            tensors,
+            way.transport,
+            way.address,
+            part.rank,
+            part.world_size,
+            part.generation,
+            max(0.1, part.deadline - now),
+            self.committed,
+            hops=way.hops,
+            source=way.source,
+        )
 
     def _after_receipt(self, member: Member, now: float) -> Instruction:
         """A member holds a whole version back until it is told: commit, or abort where its part is over."""
@@ -333,7 +344,6 @@ class Rounds(Facts):
         self.finished.append((round_, now))
 
     def tick(self, *, now: float) -> None:
-        """Let deadlines pass."""
         self._together = {name: until for name, until in self._together.items() if now < until}
         for member in self.members.values():
             if member.part is not None and now >= member.part.deadline:

@@ -1,6 +1,6 @@
 """How the target comes to a member: transport, source, whole weights or hops. Pure.
 
-Called by `weightsync.coordinator.rounds` with what it knows, and for `asyncrl status`. `auto` takes the first that fits of
+`auto` takes the first that fits of
 1. `local`: on the publisher's host;
 2. `collective`: at least two members lack the version together since it was published;
 3. `stream`: it joined later, failed, or is alone; from the least busy source: the publisher, or a member that serves
@@ -214,7 +214,12 @@ def _relays(member: Member, scene: Scene) -> list[Source]:
     return [
         Source(other.name, other.relay, (), scene.loads.get(other.name, 0), member.host != other.host, publisher=False)
         for other in scene.members.values()
-        if other.relay and other.part is None and not other.dead and other.last_seen >= heard
-        and other is not member and other.name not in member.shunned and holds(other, scene.target)
+        if other.relay
+        and other.part is None
+        and not other.dead
+        and other.last_seen >= heard
+        and other is not member
+        and other.name not in member.shunned
+        and holds(other, scene.target)
         and _usable(member, "stream", other.relay, scene.now)
-    ]  # fmt: skip
+    ]

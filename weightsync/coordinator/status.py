@@ -1,6 +1,6 @@
 """Where rounds and members stand, as builtin values: `asyncrl status` and the lines of metrics/weightsync.jsonl. Pure.
 
-Called by `weightsync.main`. Guarantees:
+Guarantees:
 1. every member has a reason in words: why it does not serve, and why its weights come the way they come;
 2. an error that a member reports outside of its part in a round (it cannot pass versions on, its weights changed) is
    shown as `said` until its next success, and is a line of its own in the log (`complaint_line`).
@@ -55,11 +55,17 @@ def status(rounds: Rounds, *, now: float) -> dict[str, Any]:
 
 def _member(rounds: Rounds, member: Member, now: float) -> dict[str, Any]:
     return {
-        "state": str(rounds.state_of(member)), "version": member.version, "digest": member.digest,
-        "pid": member.pid, "host": member.host, "silent_s": round(now - member.last_seen, 3),
-        "why": why(rounds, member, now=now), "said": member.said, "relay": member.relay,
+        "state": str(rounds.state_of(member)),
+        "version": member.version,
+        "digest": member.digest,
+        "pid": member.pid,
+        "host": member.host,
+        "silent_s": round(now - member.last_seen, 3),
+        "why": why(rounds, member, now=now),
+        "said": member.said,
+        "relay": member.relay,
         **_way(rounds, member, rounds.scene(now)),
-    }  # fmt: skip
+    }
 
 
 def _way(rounds: Rounds, member: Member, scene: Scene) -> dict[str, str]:
@@ -76,9 +82,11 @@ def _way(rounds: Rounds, member: Member, scene: Scene) -> dict[str, str]:
         encoding = DELTA if way.hops else scene.target.manifest.encoding if scene.target is not None else ""
         encoding = FULL if way.base else encoding
     return {
-        "transport": way.transport, "encoding": encoding if way.transport else "", "source": way.source,
+        "transport": way.transport,
+        "encoding": encoding if way.transport else "",
+        "source": way.source,
         "transport_why": way.why,
-    }  # fmt: skip
+    }
 
 
 def complaint_line(rounds: Rounds, name: str, error: str) -> tuple[dict[str, float], dict[str, Any]]:

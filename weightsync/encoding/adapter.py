@@ -1,7 +1,6 @@
 """Encoding `adapter`: a version that is a LoRA adapter on top of weights that the receiver holds.
 
-Called by learner backends that train adapters (what to plan and to publish), the receiver and engines (whether it is
-one, for which weights, and what to add). LoRA is arXiv:2106.09685, equation 3: `W = W0 + (alpha / r) B A` with A
+LoRA is arXiv:2106.09685, equation 3: `W = W0 + (alpha / r) B A` with A
 `[r, in]` and B `[out, r]`; `use_rslora` divides by sqrt(r) (arXiv:2312.03732, equation 4). Guarantees:
 1. tensors carry the names that peft saves (`base_model.model.<module>.lora_A.weight`), sorted by module, A before B, so
    that an engine can write them to an adapter folder as they are;

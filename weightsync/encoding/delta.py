@@ -1,7 +1,6 @@
 """Encoding `delta`: what turns the bytes of one bucket into those of the next version, and back again.
 
-Called by the publisher (`encode`, `encode_buckets`: from the version before, bucket by bucket) and by the receiver
-(`decode`: in place on the version that it holds). Guarantees:
+Guarantees:
 1. exact for every dtype: elements are compared and XORed as integers of their size, so -0.0, the payload of a NaN and
    the bits of an fp8 are carried like any other;
 2. its own inverse: decoding the same blob twice restores the base;
@@ -88,7 +87,8 @@ def encode(old: Buffer, new: Buffer, tensors: Sequence[Tensor]) -> bytes:
 def encode_buckets(
     old: Sequence[Buffer], new: Sequence[Buffer], groups: Sequence[Sequence[Tensor]], *, threads: int
 ) -> list[bytes]:
-    """`encode` of every bucket of a version, `threads` at a time; `groups` as from `weightsync.plan.buckets.by_bucket`."""
+    """`encode` of every bucket of a version, `threads` at a time; `groups` as from
+    `weightsync.plan.buckets.by_bucket`."""
     if not len(old) == len(new) == len(groups):
         raise ValueError(f"{len(old)} and {len(new)} buckets, tensors of {len(groups)}")
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weightsync-delta") as pool:

@@ -1,7 +1,6 @@
 """How tensors become buckets: the pure planner of weight sync.
 
-Called by the learner's backend (what to stage), the publisher (where each chunk goes) and the receiver (is the layout
-that it was told the one that it can check?). Guarantees:
+Guarantees:
 1. tensors keep the order they are given in; a tensor lies whole in one bucket, at a multiple of its item size;
 2. a bucket holds at most `bucket_bytes`, unless one tensor alone is larger;
 3. the plan digest covers names, dtypes, shapes, buckets, offsets and bucket sizes: equal digests, equal layouts;
@@ -25,9 +24,19 @@ from asyncrl.wire import ALIGNMENT, Manifest, Tensor
 
 #: Bytes per element by safetensors dtype name.
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

@@ -1,7 +1,6 @@
 """Digests of weights: the same number at the learner, on the way and in the generator's model.
 
-Called by the publisher (while it copies), the receiver (before it commits) and engines (over what their model holds
-after the commit). Guarantees:
+Guarantees:
 1. a tensor is cut into pieces of `PIECE_BYTES` (the last one is shorter, an empty tensor has none); the digest of a
    bucket is blake3-128 over the blake3-128 of its pieces, tensor by tensor in plan order; padding is left out, so an
    engine can compute it from its own tensors, and pieces can be digested on all cores, in any order;

@@ -1,6 +1,6 @@
 """In which order weights leave a learner, and how parts of a tensor find their place: layouts, without tensors.
 
-Called by learner backends and by whoever writes shards into the buckets of a plan. Guarantees:
+Guarantees:
 1. `by_layer` keeps the order in which FSDP2 gathers its units, so that each bucket is complete as early as it can be,
    and says after which unit that is: a bucket may leave while later layers are gathered;
 2. `Shards` takes parts of planned tensors in any order (a Megatron export: tensor-parallel slices, pipeline stages);
@@ -34,7 +34,6 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -141,9 +140,10 @@ class Shards:
     def missing(self) -> list[str]:
         """The names of tensors that are not whole, in plan order."""
         return [
-            name for name, tensor in self._tensors.items()
+            name
+            for name, tensor in self._tensors.items()
             if sum(map(volume, self._taken[name])) != math.prod(tensor.shape)
-        ]  # fmt: skip
+        ]
 
 
 def fill(plan: Plan, shards: Iterable[Shard], buckets: Sequence[memoryview]) -> None:

@@ -1,7 +1,6 @@
 """Names on the wire are those of Hugging Face checkpoints; other names are slices of them, described without tensors.
 
-Called by learner backends and engines whose modules hold other tensors than a checkpoint has: transformers 5 stacks the
-experts of a layer in two tensors, vLLM and others fuse the projections of one input. Every function takes the tensors
+Every function takes the tensors
 of one side and returns those of the other, each as slices of the first (`Mapped`). Guarantees:
 1. pure; nothing is computed, so every dtype passes bit for bit, and there and back again is the identity;
 2. what no rule names passes as it is, and tensors keep the order of their first slice;
@@ -78,8 +77,9 @@ def gather(
     item = ITEM_BYTES[mapped.target.dtype]
     pieces = [
         np.frombuffer(bytes_of(part.source), dtype=np.uint8)[start * item : (start + count) * item]
-        for part in mapped.parts for start, count in runs(shapes[part.source], part.box)
-    ]  # fmt: skip
+        for part in mapped.parts
+        for start, count in runs(shapes[part.source], part.box)
+    ]
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint8)
@@ -110,9 +110,8 @@ def stack_experts(specs: Iterable[TensorSpec], names: ExpertNames = QWEN) -> lis
             made.append(prefix)
         layers[prefix][kind][number] = spec
     return [
-        mapped for entry in made
-        for mapped in (_stacked(entry, layers[entry]) if isinstance(entry, str) else [entry])
-    ]  # fmt: skip
+        mapped for entry in made for mapped in (_stacked(entry, layers[entry]) if isinstance(entry, str) else [entry])
+    ]
 
 
 def _stacked(prefix: str, layer: dict[str, dict[int, TensorSpec]]) -> list[Mapped]:

@@ -1,6 +1,6 @@
 """Who says what the weights are: the learner signs every manifest with the run's key, a receiver checks it.
 
-Called by the publisher and the receiver, where they have keys. Weights travel outside of CURVE on most transports, and
+Weights travel outside of CURVE on most transports, and
 by way of services and other members: what counts is their digest, and the digest is in the manifest. Guarantees:
 1. the signature covers every other field of the manifest: version, layout, digests, encoding, base and adapter;
 2. without keys (sockets in a private folder, loopback) nothing is signed and nothing is asked for.

@@ -1,6 +1,6 @@
 """The publisher's versions, and the hops between them: what who holds an older version takes instead of the weights.
 
-Called by the publisher: `Staged` is a version as transports see it (`transports.base.Version`); `Chain` encodes the hop
+`Chain` encodes the hop
 to the newest version on the publisher's encoding thread, never on the training thread. Guarantees:
 1. a hop is made of two versions that nobody overwrote meanwhile, or it is dropped;
 2. hops are contiguous and lead to their version: the last one leads from the version before, or where versions come
@@ -101,9 +101,7 @@ class Chain:
             self._hold.close()
             self._hold, self._end = hold.pop_all(), version
 
-    def _kept(
-        self, version: Staged, steps: list[tuple[Hop, tuple[bytes, ...]]]
-    ) -> list[tuple[Hop, tuple[bytes, ...]]]:  # fmt: skip
+    def _kept(self, version: Staged, steps: list[tuple[Hop, tuple[bytes, ...]]]) -> list[tuple[Hop, tuple[bytes, ...]]]:
         steps = steps[-self._limit :] if self._limit else []
         while sum(sum(hop.nbytes) for hop, _ in steps) >= version.plan.nbytes:
             steps.pop(0)

@@ -1,6 +1,6 @@
 """The publisher's ends of the transports that the configuration allows, each opened when it is first needed.
 
-Called by the publisher's threads. When that is: with `stream` or `disk` set, when the first version is announced; with
+When that is: with `stream` or `disk` set, when the first version is announced; with
 `auto` `local` at once (it needs nothing), `collective` and `stream` once the service has a member that is not on this
 host (it asks for the rendezvous), `disk` never (it copies everything once more: only where it is set). Guarantees:
 1. nothing listens, and nothing is written, before that;
@@ -19,9 +19,12 @@ from weightsync.transports.base import Outbox, TransportError
 
 #: What `weightsync.transport` allows.
 ALLOWED = {
-    "auto": ("local", "collective", "stream"), "local": ("local",), "collective": ("collective",),
-    "stream": ("stream",), "disk": ("disk",),
-}  # fmt: skip
+    "auto": ("local", "collective", "stream"),
+    "local": ("local",),
+    "collective": ("collective",),
+    "stream": ("stream",),
+    "disk": ("disk",),
+}
 #: Opened for the first version where they are the only ones.
 AT_ONCE = ("stream", "disk")
 
@@ -72,7 +75,6 @@ class Outboxes:
             return self._open[name]
 
     def close(self) -> None:
-        """Give everything back."""
         with self._lock:
             for outbox in self._open.values():
                 outbox.close()

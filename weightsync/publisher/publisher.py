@@ -1,6 +1,6 @@
 """The learner's end of weight sync: stages versions, announces them, leads collective groups.
 
-Called by rank 0 of the learner. `publish` runs on the training thread; other threads do the rest: one announces the
+`publish` runs on the training thread; other threads do the rest: one announces the
 newest version, one asks how the rounds stand and sends where the transport needs a sender, and with deltas one encodes
 what changed since the version before (`weightsync.publisher.delta_chain`). Guarantees:
 1. `publish` blocks for the copy into a staging slot and for nothing else: no network, no generator, no older round, no
@@ -58,9 +58,17 @@ class Publisher:
     newest one: `publish_bytes`, and with deltas `delta_bytes` and `delta_s` of the newest that was encoded."""
 
     def __init__(
-        self, address: str, *, keys: Keys | None, config: WeightSyncConfig, name: str, fingerprint: str, scratch: Path,
-        run_dir: Path | None = None, insecure: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        *,
+        keys: Keys | None,
+        config: WeightSyncConfig,
+        name: str,
+        fingerprint: str,
+        scratch: Path,
+        run_dir: Path | None = None,
+        insecure: bool = False,
+    ) -> None:
         self.digests: dict[int, str] = {}
         self.stats: dict[str, float] = {}
         self._address = address
@@ -173,10 +181,11 @@ class Publisher:
         self._raise_error()
         if serving < members:
             raise WorkError(
-                "sync.failed", f"version {version}: {serving} of {members} generators serve it after {timeout_s:g} s; "
+                "sync.failed",
+                f"version {version}: {serving} of {members} generators serve it after {timeout_s:g} s; "
                 f"round {reply.round} is {reply.state} {reply.detail}, members {reply.members or 'none'}",
                 where="weightsync",
-            )  # fmt: skip
+            )
         return reply
 
     def _serving(self, version: int) -> int:
@@ -265,7 +274,7 @@ class Publisher:
 
     def _tell(
         self, requester: Requester, offer: Staged, ways: dict[str, str], base: BaseOffer | None, *, with_tensors: bool
-    ) -> Published:  # fmt: skip
+    ) -> Published:
         tensors = offer.tensors if with_tensors else ()
         if base is not None and not with_tensors:
             base = msgspec.structs.replace(base, tensors=())

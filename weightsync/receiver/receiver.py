@@ -75,10 +75,19 @@ class Receiver:
     """
 
     def __init__(
-        self, address: str, *, engine: Engine, name: str, keys: Keys | None, config: WeightSyncConfig,
-        transports: Mapping[str, InboxMaker] | None = None, max_outage_s: float = 300.0, insecure: bool = False,
-        relay: Callable[[], Outbox] | None = None, attest_every_s: float = EVERY_S,
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        *,
+        engine: Engine,
+        name: str,
+        keys: Keys | None,
+        config: WeightSyncConfig,
+        transports: Mapping[str, InboxMaker] | None = None,
+        max_outage_s: float = 300.0,
+        insecure: bool = False,
+        relay: Callable[[], Outbox] | None = None,
+        attest_every_s: float = EVERY_S,
+    ) -> None:
         self.version = -1
         self.digests: dict[int, str] = {}
         self.waiting_for = "the first weights"
@@ -140,9 +149,11 @@ class Receiver:
                 await self._advanced.wait_for(attested)
         except TimeoutError:
             raise WorkError(
-                "sync.failed", f"version {at_least} did not arrive within {timeout_s:g} s: holds {self.version}, "
-                f"waits for {self.waiting_for}", where=self._name,
-            ) from None  # fmt: skip
+                "sync.failed",
+                f"version {at_least} did not arrive within {timeout_s:g} s: holds {self.version}, "
+                f"waits for {self.waiting_for}",
+                where=self._name,
+            ) from None
         return self.version
 
     async def wait_newer(self, version: int, timeout_s: float) -> bool:
@@ -212,12 +223,26 @@ class Receiver:
         digest = pending.digest if pending is not None else self.digests.get(version, "")
         packet = await requester.request(
             MemberPoll(
-                self._name, os.getpid(), socket.gethostname(), self._fingerprint, state, version, digest,
-                self._round, wait_s, tuple(self._transports), self._layout[0], self._error, self.encodings,
-                "" if self.dirty else self._relay_address, time.monotonic_ns(), "" if self.dirty else self._base,
+                self._name,
+                os.getpid(),
+                socket.gethostname(),
+                self._fingerprint,
+                state,
+                version,
+                digest,
+                self._round,
+                wait_s,
+                tuple(self._transports),
+                self._layout[0],
+                self._error,
+                self.encodings,
+                "" if self.dirty else self._relay_address,
+                time.monotonic_ns(),
+                "" if self.dirty else self._base,
             ),
-            timeout_s=wait_s + ANSWER_S, wait_s=wait_s,
-        )  # fmt: skip
+            timeout_s=wait_s + ANSWER_S,
+            wait_s=wait_s,
+        )
         self._error = ""
         instruction: Instruction = packet.message
         return instruction
@@ -337,9 +362,10 @@ class Receiver:
     def _check_held(self, manifest: Manifest, digest: str) -> None:
         if digest != manifest.digest:
             raise WorkError(
-                "engine.broken", f"after the commit of version {manifest.version} the model holds {digest}, not "
-                f"{manifest.digest}", where=self._name,
-            )  # fmt: skip
+                "engine.broken",
+                f"after the commit of version {manifest.version} the model holds {digest}, not {manifest.digest}",
+                where=self._name,
+            )
 
     def _end_older(self) -> None:
         """Before the engine makes room: end what is passed on, but for the version in force."""
@@ -389,6 +415,8 @@ class Receiver:
         if digest and digest != manifest.digest:
             self.digests[manifest.version] = digest
             raise WorkError(
-                "engine.broken", f"the weights of version {manifest.version} have changed since the commit: the model "
-                f"holds {digest}, not {manifest.digest}", where=self._name,
-            )  # fmt: skip
+                "engine.broken",
+                f"the weights of version {manifest.version} have changed since the commit: the model "
+                f"holds {digest}, not {manifest.digest}",
+                where=self._name,
+            )

@@ -21,9 +21,13 @@ class HeldVersion:
     """`buckets[k]` are the bytes of bucket k; `encoded[h][k]` the blob of hop h that belongs to it."""
 
     def __init__(
-        self, manifest: Manifest, tensors: tuple[Tensor, ...], hops: tuple[Hop, ...], buckets: Sequence[Buffer],
+        self,
+        manifest: Manifest,
+        tensors: tuple[Tensor, ...],
+        hops: tuple[Hop, ...],
+        buckets: Sequence[Buffer],
         encoded: Sequence[Sequence[bytes]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.manifest = manifest
         self.tensors = tensors
         self.hops = hops

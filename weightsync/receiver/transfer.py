@@ -1,6 +1,6 @@
 """Takes one version from an inbox into an engine: reads a blob ahead, decodes, applies, compares digests.
 
-Called by the receiver, once per instruction. Guarantees:
+Guarantees:
 1. a blob is read on a thread of its own while the one before is decoded, applied and digested; one thread uses the
    inbox, from `open` to `close`;
 2. what counts is the digest of what the engine holds after it took a bucket (of what it was handed, where it cannot
@@ -98,9 +98,15 @@ class Intake:
     """One transfer. `taken` is the host copy after `run`, where it was asked for."""
 
     def __init__(
-        self, engine: Engine, instruction: Instruction, tensors: tuple[Tensor, ...], inbox: Inbox, *,
-        keep: bool = False, decode: Decode | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        instruction: Instruction,
+        tensors: tuple[Tensor, ...],
+        inbox: Inbox,
+        *,
+        keep: bool = False,
+        decode: Decode | None = None,
+    ) -> None:
         assert instruction.manifest is not None
         self.taken: HeldVersion | None = None
         self._engine = engine

@@ -1,6 +1,6 @@
 """The interface of transports: an outbox at the publisher, an inbox at each generator.
 
-Called by the publisher and the receiver; implemented by the files beside this one. Guarantees of every transport:
+Implemented by the files beside this one. Guarantees of every transport:
 1. no call waits longer than the deadline it was given;
 2. what `read` returns may be wrong (torn, corrupt): the receiver compares digests, a transport need not;
 3. a failure raises `sync.failed` (`TransportUnusable` where trying again cannot help); the next round starts afresh.
@@ -68,15 +68,13 @@ class Outbox(Protocol):
         """Carry the blobs to the members that `reply.ranks` names; blocks at most `deadline_s`. Transports that
         members pull from have nothing to do."""
 
-    def close(self) -> None:
-        """Give everything back."""
+    def close(self) -> None: ...
 
 
 class Inbox(Protocol):
     """A generator's end in one round. Blocking; used by one thread at a time; bounded by `Instruction.deadline_s`."""
 
-    def open(self) -> None:
-        """Reach the source."""
+    def open(self) -> None: ...
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
         """The bytes of blob `number` of `blob_sizes`; called once for every blob, in order. Valid until the next but

@@ -1,6 +1,6 @@
 """Transports by name, made from the configuration.
 
-Called by the publisher and by members that relay (`outbox`), and by the receiver (`inboxes`). A transport's packages
+A transport's packages
 are imported when it is first used: torch for `collective`, fsspec for `disk` at a URL.
 """
 

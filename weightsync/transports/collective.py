@@ -73,9 +73,14 @@ class CollectiveOutbox:
                 "config.network", f"cannot listen at {self._host}: {error}", where="weightsync.collective_host"
             ) from None
         return dist.TCPStore(
-            self._host, port, None, True, timeout=_seconds(self._timeout_s), wait_for_workers=False,
+            self._host,
+            port,
+            None,
+            True,
+            timeout=_seconds(self._timeout_s),
+            wait_for_workers=False,
             master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        )
 
     def offer(self, version: Version) -> str:
         """Nothing: members do not pull."""
@@ -150,7 +155,6 @@ class _Sending:
         _abort(self._group)
 
     def end(self) -> None:
-        """Leave the group."""
         self._group = None
 
 

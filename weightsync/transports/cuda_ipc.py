@@ -51,17 +51,14 @@ class CudaHandles:
         self._device = device
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """See Handles."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def export(self, buffer: torch.Tensor) -> bytes:
-        """See Handles."""
         _, args = reductions.reduce_tensor(buffer)
         _, size, stride, offset, _, _, *rest = args  # the classes and the dtype are known
         return msgspec.msgpack.encode((tuple(size), tuple(stride), offset, tuple(rest)))
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """See Handles."""
         if not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU")
         size, stride, offset, rest = msgspec.msgpack.decode(handle)
@@ -101,8 +98,7 @@ class DeviceOutbox:
         oldest = self._buffers.pop(0) if len(self._buffers) == BUFFERS else None
         return oldest if oldest is not None and len(oldest) == nbytes else self._handles.make(nbytes)
 
-    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
-        """Nothing: members map."""
+    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None: ...
 
     def close(self) -> None:
         """Let the buffers go; who has mapped one keeps it."""
@@ -120,7 +116,6 @@ class DeviceInbox:
         self._buffer: torch.Tensor | None = None
 
     def open(self) -> None:
-        """Open the handle."""
         starts_at, _, text = self._address.partition(":")
         try:
             sizes, handle = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=tuple[list[int], bytes])
@@ -149,5 +144,4 @@ class DeviceInbox:
         return memoryview(copied)
 
     def close(self) -> None:
-        """Forget the mapping."""
         self._buffer = None

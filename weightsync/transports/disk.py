@@ -44,8 +44,6 @@ PATTERN = r"v\d{8,}-[0-9a-f]{12}"
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What manifest.json says."""
-
     manifest: Manifest
     tensors: tuple[Tensor, ...]
     hops: tuple[Hop, ...]
@@ -72,8 +70,10 @@ def header_of(tensors: Sequence[Tensor], manifest: Manifest) -> bytes:
     end = 0
     for tensor in tensors:
         table[tensor.name] = {
-            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end, end + tensor.nbytes),
-        }  # fmt: skip
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": (end, end + tensor.nbytes),
+        }
         end += tensor.nbytes
     text = msgspec.json.encode(table)
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -171,12 +171,13 @@ class DiskOutbox:
             contents = Contents(manifest, version.tensors, version.hops, sizes)
             files.append((MANIFEST, [msgspec.json.format(msgspec.json.encode(contents))]))
             self._folders.write(
-                name, files, each=lambda: failpoint("weightsync.write_blob"),
+                name,
+                files,
+                each=lambda: failpoint("weightsync.write_blob"),
                 last=lambda: failpoint("weightsync.before_rename"),
-            )  # fmt: skip
+            )
 
-    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
-        """Nothing: members read."""
+    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None: ...
 
     def close(self) -> None:
         """Nothing to give back: the versions stay, they are the last word of this run."""
@@ -193,8 +194,6 @@ def read_contents(folders: Folders, name: str) -> Contents:
 
 
 class DiskInbox:
-    """Reads one version."""
-
     def __init__(self, instruction: Instruction) -> None:
         assert instruction.manifest is not None
         root, _, self._name = instruction.address.rstrip("/").rpartition("/")
@@ -228,7 +227,6 @@ class DiskInbox:
         self._folders = folders
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
-        """The blob."""
         if self._folders is None:
             raise TransportError("disk: it is closed")
         data = into if into is not None else memoryview(bytearray(self._sizes[number]))
@@ -247,5 +245,4 @@ class DiskInbox:
         return data
 
     def close(self) -> None:
-        """Forget the folder."""
         self._folders = None

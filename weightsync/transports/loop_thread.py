@@ -1,6 +1,6 @@
 """An event loop in a thread of its own, for transports whose callers block.
 
-Called by `stream`. Guarantees: every call ends within its time; `close` ends the thread and what still runs on it.
+Guarantees: every call ends within its time; `close` ends the thread and what still runs on it.
 
 Example: `LoopThread("pull").start(asyncio.sleep(0.1, "done")).result(1.0)` is "done".
 """

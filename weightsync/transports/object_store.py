@@ -1,6 +1,6 @@
 """Where the disk transport keeps its folders: a file system, or an object store through fsspec.
 
-Called by `disk` alone. Guarantees:
+Guarantees:
 1. `write` shows a folder whole or not at all: on a file system by a rename after everything is on the disk, in an
    object store by its last file, without which nobody reads the others;
 2. names come from this process, never from what was read;
@@ -51,8 +51,7 @@ class Folders(Protocol):
     def size(self, name: str, file: str) -> int:
         """Size of a file, -1 where it is not there."""
 
-    def read(self, name: str, file: str) -> bytes:
-        """A small file."""
+    def read(self, name: str, file: str) -> bytes: ...
 
     def read_into(self, name: str, file: str, start: int, parts: Sequence[memoryview]) -> None:
         """Fill the parts with the bytes from `start` on."""
@@ -77,20 +76,16 @@ class Files:
             shutil.rmtree(path)
 
     def visible(self) -> bool:
-        """See Folders."""
         return self._path.is_dir()
 
     def names(self, pattern: str) -> list[str]:
-        """See Folders."""
         found = [path for path in self._path.iterdir() if re.fullmatch(pattern, path.name)]
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def path(self, name: str) -> str:
-        """See Folders."""
         return str(self._path / name)
 
     def write(self, name: str, files: Sequence[File], *, each: Callable[[], None], last: Callable[[], None]) -> None:
-        """See Folders."""
         hidden = self._path / f".{name}"
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir()
@@ -118,18 +113,15 @@ class Files:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def size(self, name: str, file: str) -> int:
-        """See Folders."""
         try:
             return (self._path / name / file).stat().st_size
         except FileNotFoundError:
             return -1
 
     def read(self, name: str, file: str) -> bytes:
-        """See Folders."""
         return (self._path / name / file).read_bytes()
 
     def read_into(self, name: str, file: str, start: int, parts: Sequence[memoryview]) -> None:
-        """See Folders."""
         with (self._path / name / file).open("rb", buffering=0) as source:
             source.seek(start)
             for part in parts:
@@ -166,9 +158,11 @@ class Stored:
             import fsspec
         except ImportError:
             raise ConfigError(
-                "config.extra", f"{root} needs fsspec", where="weightsync.disk_dir",
+                "config.extra",
+                f"{root} needs fsspec",
+                where="weightsync.disk_dir",
                 remedy="pip install asyncrl[object-store], and the package of the store (s3fs, gcsfs)",
-            ) from None  # fmt: skip
+            ) from None
         self.root = root.rstrip("/")
         try:
             self._store, self._path = fsspec.core.url_to_fs(self.root)
@@ -193,11 +187,9 @@ class Stored:
         return sorted(name for name in found if re.fullmatch(pattern, name))
 
     def path(self, name: str) -> str:
-        """See Folders."""
         return f"{self.root}/{name}"
 
     def write(self, name: str, files: Sequence[File], *, each: Callable[[], None], last: Callable[[], None]) -> None:
-        """See Folders."""
         with _as_os_error():
             for number, (file, parts) in enumerate(files, start=1):
                 each()
@@ -208,14 +200,12 @@ class Stored:
                         out.write(part)
 
     def remove(self, name: str) -> None:
-        """See Folders."""
         with _as_os_error():
             self._store.invalidate_cache()
             if self._store.exists(f"{self._path}/{name}"):
                 self._store.rm(f"{self._path}/{name}", recursive=True)
 
     def size(self, name: str, file: str) -> int:
-        """See Folders."""
         try:
             with _as_os_error():
                 return int(self._store.size(f"{self._path}/{name}/{file}"))
@@ -223,7 +213,6 @@ class Stored:
             return -1
 
     def read(self, name: str, file: str) -> bytes:
-        """See Folders."""
         with _as_os_error():
             self._store.invalidate_cache()
             return bytes(self._store.cat_file(f"{self._path}/{name}/{file}"))

@@ -1,6 +1,6 @@
 """Process groups for the collective transport: by backend, with the tensors that the backend can carry.
 
-Called by `collective` alone; imports torch. Which backend a host has is the device layer's word. `nccl` and `hccl` need
+Imports torch. Which backend a host has is the device layer's word. `nccl` and `hccl` need
 tensors on their device, so each blob is staged there and back; `gloo` reads and writes host memory in place.
 Measured on Gloo alone: `nccl` and `hccl` have never run on their hardware here. `hccl` is tested by name, with a
 backend of that name that is Gloo inside.
@@ -72,9 +72,13 @@ def registered(backend: str) -> GroupMaker:
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
         options = SimpleNamespace(
-            store=store, group_rank=rank, group_size=size, timeout=timeout, group_id="weightsync",
+            store=store,
+            group_rank=rank,
+            group_size=size,
+            timeout=timeout,
+            group_id="weightsync",
             global_ranks_in_group=list(range(size)),
-        )  # fmt: skip
+        )
         return plugin.creator_fn(options, None)
 
     return make

@@ -70,7 +70,6 @@ class LocalInbox:
         self._view: memoryview | None = None
 
     def open(self) -> None:
-        """Map the file."""
         if not self._path.name.startswith(PREFIX):
             raise TransportUnusable(f"local: {self._path} is not a staging file")
         self._view = self._maps.view(self._path, self._needed)

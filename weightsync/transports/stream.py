@@ -94,8 +94,7 @@ class StreamOutbox:
         self._versions = {one.manifest.digest: one for one in [*others[-1:], version]}
         return self.open()
 
-    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
-        """Nothing: members pull."""
+    def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None: ...
 
     def close(self) -> None:
         """Stop serving; readers hear nothing more."""
@@ -209,8 +208,6 @@ def hops_from(hops: Sequence[Hop], base: str) -> tuple[Hop, ...]:
 
 
 class StreamInbox:
-    """Pulls one version."""
-
     def __init__(self, instruction: Instruction, *, keys: Keys | None = None, chunk_bytes: int = 4 << 20) -> None:
         assert instruction.manifest is not None
         self._address = instruction.address
@@ -247,9 +244,12 @@ class StreamInbox:
 
     def _connect(self) -> AsyncRequester:
         return AsyncRequester(
-            self._address, keys=self._keys, max_bytes=self._chunk + REQUEST_BYTES, resend_s=RESEND_S,
+            self._address,
+            keys=self._keys,
+            max_bytes=self._chunk + REQUEST_BYTES,
+            resend_s=RESEND_S,
             max_under_way=WINDOW,
-        )  # fmt: skip
+        )
 
     def _ask(self) -> None:
         loop, requester = self._loop, self._requester

@@ -1,6 +1,6 @@
 """A thread for work that may hang where nothing can interrupt it: collectives, a driver.
 
-Called by `collective`, and by who sends to engines in a group. Guarantees: `run` returns or raises within its time; the
+Guarantees: `run` returns or raises within its time; the
 thread is a daemon, so that what hangs in it never keeps a process alive; `close` lets it end as soon as what it does
 returns.
 

@@ -1,6 +1,7 @@
 """`[environment.agent]`: a program of any kind that plays sessions through an OpenAI-compatible endpoint.
 
-Part of `asyncrl.config.sections.environment`; in force with `[environment] name = "agent"`. `problems` lists contradictions.
+Part of `asyncrl.config.sections.environment`; in force with `[environment] name = "agent"`. `problems` lists
+contradictions.
 
 Example: `command = ["python", "my_agent.py"]`: every sample is a process of its own, with OPENAI_BASE_URL and
 OPENAI_API_KEY in its environment and the row as JSON on its standard input.
@@ -42,11 +43,17 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if bool(agent.command) == bool(agent.function):
         yield "config.environment", "set exactly one of environment.agent.command and environment.agent.function", path
     if agent.function and not re.fullmatch(r"[\w.]+:[\w.]+", agent.function):
-        yield ("config.environment", f"environment.agent.function = {agent.function!r} is not 'module:name'",
-               (*path, "function"))  # fmt: skip
+        yield (
+            "config.environment",
+            f"environment.agent.function = {agent.function!r} is not 'module:name'",
+            (*path, "function"),
+        )
     if agent.function and agent.sessions > 1:
         yield "config.conflict", "environment.agent.sessions is for agent.command", (*path, "sessions")
     if agent.port and config.producers.count > 1:
-        yield ("config.conflict", f"environment.agent.port = {agent.port} and producers.count = "
-               f"{config.producers.count}: every producer has an endpoint of its own, set port = 0",
-               (*path, "port"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"environment.agent.port = {agent.port} and producers.count = "
+            f"{config.producers.count}: every producer has an endpoint of its own, set port = 0",
+            (*path, "port"),
+        )

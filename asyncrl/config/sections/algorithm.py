@@ -1,7 +1,8 @@
 """`[learner.algorithm]`: which advantages, loss and correction a run uses, and their numbers.
 
 Part of `asyncrl.config`, which re-exports `AlgorithmConfig`. What the names are and which of them fit together is in
-`asyncrl.config.sections.algorithm_catalogue`. The tables `*_options` are keyword arguments of the chosen function; the word "off" in them stands
+`asyncrl.config.sections.algorithm_catalogue`. The tables `*_options` are keyword arguments of the chosen function;
+the word "off" in them stands
 for Python's None. `clip_low`, `clip_high` and `tis_cap` are short forms for the losses and corrections that have them.
 
 Example: `loss = "gspo"` with `loss_options = { clip_low = 3e-4, clip_high = 4e-4 }`.
@@ -19,9 +20,22 @@ Above0 = Annotated[float, Meta(gt=0)]
 From0 = Annotated[float, Meta(ge=0)]
 Kept = Annotated[float, Meta(gt=0, le=1)]
 KLKind = Literal[
-    "auto", "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+",
+    "auto",
+    "k1",
+    "kl",
+    "abs",
+    "k2",
+    "mse",
+    "k3",
+    "low_var_kl",
+    "k1+",
+    "kl+",
+    "abs+",
+    "k2+",
+    "mse+",
+    "k3+",
     "low_var_kl+",
-]  # fmt: skip
+]
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 

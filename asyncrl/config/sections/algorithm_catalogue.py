@@ -1,7 +1,6 @@
 """The algorithms by name, what each needs, and which of them fit together.
 
-Called by `asyncrl.config` (every mistake at once), `asyncrl.preflight.check` (notes, plugins), `learners.algorithms.registry`
-(which finds the functions) and the documentation. Guarantees:
+Guarantees:
 1. a built-in name has one entry here; its options, with types and defaults, stand in `algorithm_options.json`, which
    `make docs` writes from the signatures (a test checks that they agree): checking needs no torch;
 2. a plugin (entry-point groups `asyncrl.advantages`, `asyncrl.losses`, `asyncrl.corrections`) is known by name here,
@@ -212,8 +211,11 @@ def _unknown(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield ("config.type", f"learner.algorithm.{kind} = {name!r} is not known: one of {', '.join(names)}{hint}",
-                   (*HERE, kind))  # fmt: skip
+            yield (
+                "config.type",
+                f"learner.algorithm.{kind} = {name!r} is not known: one of {', '.join(names)}{hint}",
+                (*HERE, kind),
+            )
 
 
 def option_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
@@ -232,18 +234,31 @@ def option_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
             if key not in options:
                 near = difflib.get_close_matches(key, options, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                yield ("config.unknown_key", f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
-                       f"{', '.join(options) or 'none'}{hint}", path)  # fmt: skip
+                yield (
+                    "config.unknown_key",
+                    f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
+                    f"{', '.join(options) or 'none'}{hint}",
+                    path,
+                )
             elif not _fits(value, options[key]["types"]):
                 shown = "off" if value is None else value
-                yield ("config.type", f"learner.algorithm.{table}.{key} = {shown!r}: expected "
-                       f"{' or '.join(map(str, options[key]['types']))}", path)  # fmt: skip
+                yield (
+                    "config.type",
+                    f"learner.algorithm.{table}.{key} = {shown!r}: expected "
+                    f"{' or '.join(map(str, options[key]['types']))}",
+                    path,
+                )
 
 
 _TOML_KINDS: dict[str, tuple[type, ...]] = {
-    "float": (int, float), "int": (int,), "bool": (bool,), "str": (str,), "list": (list, tuple), "any": (object,),
+    "float": (int, float),
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "list": (list, tuple),
+    "any": (object,),
     "off": (type(None),),
-}  # fmt: skip
+}
 
 
 def _fits(value: Any, types: list[Any]) -> bool:
@@ -263,14 +278,19 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     advantage = entry("advantage", algorithm.advantage)
     bypass = algorithm.proximal == "behaviour"
     if algorithm.loss == "decoupled_ppo" and bypass:
-        yield ("config.conflict", "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / "
-               "behaviour; with proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
-               (*HERE, "loss"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / "
+            "behaviour; with proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
+            (*HERE, "loss"),
+        )
     if correction != "none":
         why = ""
         if bypass and loss is not None and loss.ratio != "none":
-            why = (f"the ratio of loss = {algorithm.loss!r} is current / behaviour (proximal = 'behaviour') and holds "
-                   "the whole correction")  # fmt: skip
+            why = (
+                f"the ratio of loss = {algorithm.loss!r} is current / behaviour (proximal = 'behaviour') and holds "
+                "the whole correction"
+            )
         elif bypass:
             why = (
                 "with proximal = 'behaviour' the weight proximal / behaviour is 1 everywhere: it would correct nothing"
@@ -280,35 +300,61 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         elif advantage is not None and advantage.weighted:
             why = f"advantage = {algorithm.advantage!r} holds the truncated importance weight itself"
         if why:
-            yield ("config.conflict", f"correction = {correction!r}: {why}; a weight on top would be wrong: set "
-                   "correction = 'none' or leave it out", (*HERE, "correction"))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"correction = {correction!r}: {why}; a weight on top would be wrong: set "
+                "correction = 'none' or leave it out",
+                (*HERE, "correction"),
+            )
     level = weight_level(algorithm)
     if algorithm.loss == "vespo" and level == "sequence":
-        yield ("config.conflict", "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; "
-               f"correction = {correction!r} of level = 'sequence' puts that of the whole row on every token: it would "
-               "count once for each of them: set level = 'token'", (*HERE, "correction"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; "
+            f"correction = {correction!r} of level = 'sequence' puts that of the whole row on every token: it would "
+            "count once for each of them: set level = 'token'",
+            (*HERE, "correction"),
+        )
     if algorithm.loss == "gmpo" and correction in ("icepop", "mis") and level == "token":
-        yield ("config.conflict", "loss = 'gmpo' takes the geometric mean of a row's weights; correction = "
-               f"{correction!r} sets single weights to 0, and one of them would silence its whole row: set "
-               "correction = 'tis', or 'rejection', which leaves tokens out", (*HERE, "correction"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "loss = 'gmpo' takes the geometric mean of a row's weights; correction = "
+            f"{correction!r} sets single weights to 0, and one of them would silence its whole row: set "
+            "correction = 'tis', or 'rejection', which leaves tokens out",
+            (*HERE, "correction"),
+        )
     if advantage is not None and advantage.weighted and loss is not None and loss.ratio != "none":
-        yield ("config.conflict", f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
-               f"{algorithm.loss!r}: its ratio would count twice", (*HERE, "loss"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
+            f"{algorithm.loss!r}: its ratio would count twice",
+            (*HERE, "loss"),
+        )
     yield from _term_problems(algorithm)
 
 
 def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """The same for what the loss has beside the policy's: entropy and KL."""
     if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
-        yield ("config.conflict", f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies "
-               f"above entropy_max = {algorithm.entropy_max:g}", (*HERE, "entropy_max"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies "
+            f"above entropy_max = {algorithm.entropy_max:g}",
+            (*HERE, "entropy_max"),
+        )
     kl = algorithm.kl
     if kl.controller == "adaptive" and kl.where != "reward":
-        yield ("config.conflict", "kl.controller = 'adaptive' steers the penalty in the reward: set kl.where = "
-               "'reward'", (*HERE, "kl", "controller"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "kl.controller = 'adaptive' steers the penalty in the reward: set kl.where = 'reward'",
+            (*HERE, "kl", "controller"),
+        )
     if kl.importance_weighted and (kl.where != "loss" or kl.kind not in ("auto", "k3", "low_var_kl")):
-        yield ("config.conflict", "kl.importance_weighted is the k3 estimator in the loss: set kl.where = 'loss' and "
-               "kl.kind = 'k3'", (*HERE, "kl", "importance_weighted"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "kl.importance_weighted is the k3 estimator in the loss: set kl.where = 'loss' and kl.kind = 'k3'",
+            (*HERE, "kl", "importance_weighted"),
+        )
 
 
 def _unmet(config: Config) -> Iterator[Problem]:
@@ -318,29 +364,48 @@ def _unmet(config: Config) -> Iterator[Problem]:
     name = f"learner.algorithm.advantage = {algorithm.advantage!r}"
     for need in found.needs if found else ():
         if need == "group" and sampling.group_size < 2:
-            yield ("config.conflict", f"{name} compares the samples of a group: sampling.group_size must be at least "
-                   "2", ("sampling", "group_size"))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"{name} compares the samples of a group: sampling.group_size must be at least 2",
+                ("sampling", "group_size"),
+            )
         elif need == "greedy" and not sampling.greedy_baseline:
-            yield ("config.conflict", f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline "
-                   "= true, and producers make one more sample of each prompt", (*HERE, "advantage"))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline "
+                "= true, and producers make one more sample of each prompt",
+                (*HERE, "advantage"),
+            )
     if sampling.greedy_baseline and sampling.over_issue:
-        yield ("config.conflict", "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue "
-               "= 0", ("sampling", "over_issue"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue = 0",
+            ("sampling", "over_issue"),
+        )
     critic = config.learner.critic
     if critic.critic_warmup_until and not critic.critic_warmup:
-        yield ("config.conflict", "learner.critic.critic_warmup_until ends a warm-up early, and there is none: set "
-               "learner.critic.critic_warmup to the steps that it may last at most",
-               ("learner", "critic", "critic_warmup_until"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "learner.critic.critic_warmup_until ends a warm-up early, and there is none: set "
+            "learner.critic.critic_warmup to the steps that it may last at most",
+            ("learner", "critic", "critic_warmup_until"),
+        )
     shaping = algorithm.shaping
     late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal", "process"} & set(found.needs))
     if shaping.resample != "off" and late:
-        yield ("config.conflict", f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with "
-               f"{name} or a KL penalty in the reward they are judged after it: set it to off",
-               (*HERE, "shaping", "resample"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with "
+            f"{name} or a KL penalty in the reward they are judged after it: set it to off",
+            (*HERE, "shaping", "resample"),
+        )
     limit = shaping.overlong_max or sampling.max_new_tokens
     if shaping.overlong_buffer > limit:
-        yield ("config.conflict", f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} "
-               "tokens", (*HERE, "shaping", "overlong_buffer"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} tokens",
+            (*HERE, "shaping", "overlong_buffer"),
+        )
 
 
 def explain(algorithm: AlgorithmConfig) -> str:
@@ -399,8 +464,9 @@ def overridden(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> Algo
     for _, message, _ in (*_unknown(result), *option_problems(result), *combination_problems(result)):
         raise ValueError(message)
     if asked := _needs(result) - _needs(algorithm) - {"group", "parts"}:
-        raise ValueError(f"advantage = {result.advantage!r} needs what this run was not started with: "
-                         f"{', '.join(sorted(asked))}")  # fmt: skip
+        raise ValueError(
+            f"advantage = {result.advantage!r} needs what this run was not started with: {', '.join(sorted(asked))}"
+        )
     return result
 
 

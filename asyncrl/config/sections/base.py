@@ -1,6 +1,6 @@
 """Base of all sections of the configuration, and the ranges that their fields use.
 
-Called by `asyncrl.config` and `asyncrl.config.sections.algorithm`. It holds no setting.
+It holds no setting.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What contradicts itself, and what may surprise, in the settings `learner.checkpoint_*`.
 
-Called by `asyncrl.config` (`problems`) and `asyncrl.preflight.check` (`notes`). Pure; it holds no setting.
+Pure; it holds no setting.
 
 Example: checkpoint_best = 2 with checkpoint_metric = "val-core/aime24/reward/mean@32" and no [evaluation]: refused.
 """
@@ -28,11 +28,19 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         return
     if name.startswith(METRICS):
         if not (config.evaluation.enabled and config.evaluation.every):
-            yield ("config.conflict", f"learner.checkpoint_metric = {name!r} is a figure of evaluations: set "
-                   "evaluation.path or evaluation.source, and evaluation.every", KEY)  # fmt: skip
+            yield (
+                "config.conflict",
+                f"learner.checkpoint_metric = {name!r} is a figure of evaluations: set "
+                "evaluation.path or evaluation.source, and evaluation.every",
+                KEY,
+            )
     elif not name.startswith(OPEN) and (name not in CATALOGUE or CATALOGUE[name].role != "learner"):
-        yield ("config.conflict", f"learner.checkpoint_metric = {name!r} is neither a metric of the learner's steps "
-               "nor a figure of evaluations (docs/metrics.md)", KEY)  # fmt: skip
+        yield (
+            "config.conflict",
+            f"learner.checkpoint_metric = {name!r} is neither a metric of the learner's steps "
+            "nor a figure of evaluations (docs/metrics.md)",
+            KEY,
+        )
 
 
 def notes(config: Config) -> Iterator[str]:

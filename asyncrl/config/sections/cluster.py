@@ -1,7 +1,6 @@
 """`[cluster]`: how a run is placed on machines that a scheduler gives out.
 
-Called by `asyncrl.config`; read by `asyncrl.launcher.clusters`, which renders it, and by `asyncrl.process_plan.plan` (hosts of the learner,
-devices). It starts nothing.
+It starts nothing.
 """
 
 from __future__ import annotations
@@ -67,21 +66,35 @@ def problems(config: Config) -> Iterator[Conflict]:
     """What no scheduler could take."""
     cluster = config.cluster
     if cluster.name and not NAME.fullmatch(cluster.name):
-        yield ("config.type", f"cluster.name = {cluster.name!r}: lower-case letters, digits and '-', at most 40",
-               ("cluster", "name"))  # fmt: skip
+        yield (
+            "config.type",
+            f"cluster.name = {cluster.name!r}: lower-case letters, digits and '-', at most 40",
+            ("cluster", "name"),
+        )
     for key in ("partition", "account", "time_limit", "namespace", "image", "memory", "claim", "gpu_option"):
         value = getattr(cluster, key)
         if not re.fullmatch(r"[\w.:/@+,=-]*", value):
-            yield ("config.type", f"cluster.{key} = {value!r} has characters that do not belong there",
-                   ("cluster", key))  # fmt: skip
+            yield (
+                "config.type",
+                f"cluster.{key} = {value!r} has characters that do not belong there",
+                ("cluster", key),
+            )
     for option in cluster.options:
         if not option.startswith("-") or "\n" in option:
             yield ("config.type", f"cluster.options: {option!r} is no option of sbatch", ("cluster", "options"))
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]?", cluster.memory):
         yield ("config.type", f"cluster.memory = {cluster.memory!r}: a number with K, M, G or T", ("cluster", "memory"))
     if cluster.learner_gpus and cluster.learner_gpus < config.learner.ranks:
-        yield ("config.conflict", f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = "
-               f"{config.learner.ranks}: every rank has one", ("cluster", "learner_gpus"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = "
+            f"{config.learner.ranks}: every rank has one",
+            ("cluster", "learner_gpus"),
+        )
     if cluster.producer_gpus and cluster.producer_gpus < config.producers.count:
-        yield ("config.conflict", f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = "
-               f"{config.producers.count}: every producer has one", ("cluster", "producer_gpus"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = "
+            f"{config.producers.count}: every producer has one",
+            ("cluster", "producer_gpus"),
+        )

@@ -55,25 +55,40 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if environment.is_single_turn:
         for key in ("args", "tools"):
             if getattr(environment, key):
-                yield ("config.conflict", f"environment.name = 'single_turn' does not look at environment.{key}: name "
-                       "another environment", ("environment", key))  # fmt: skip
+                yield (
+                    "config.conflict",
+                    f"environment.name = 'single_turn' does not look at environment.{key}: name another environment",
+                    ("environment", key),
+                )
         return
     if streams(config):
-        yield ("config.conflict", "producers.engine = 'dataset' generates nothing: it has no environment",
-               ("environment", "name"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "producers.engine = 'dataset' generates nothing: it has no environment",
+            ("environment", "name"),
+        )
     if ":" in environment.name and not re.fullmatch(r"[\w.]+:[\w.]+", environment.name):
-        yield ("config.environment", f"environment.name = {environment.name!r} is not 'module:name'",
-               ("environment", "name"))  # fmt: skip
+        yield (
+            "config.environment",
+            f"environment.name = {environment.name!r} is not 'module:name'",
+            ("environment", "name"),
+        )
     if environment.name == "tools" and not environment.tools:
-        yield ("config.environment", "environment.name = 'tools' without environment.tools",
-               ("environment", "tools"))  # fmt: skip
+        yield ("config.environment", "environment.name = 'tools' without environment.tools", ("environment", "tools"))
     repeated = sorted({name for name in environment.tools if environment.tools.count(name) > 1})
     if repeated:
         yield ("config.environment", f"environment.tools names {', '.join(repeated)} twice", ("environment", "tools"))
     unused = sorted(set(environment.tool_args) - {name.partition(":")[0] for name in environment.tools})
     if unused:
-        yield ("config.environment", f"environment.tool_args.{unused[0]}: no tool of that name in environment.tools",
-               ("environment", "tool_args"))  # fmt: skip
+        yield (
+            "config.environment",
+            f"environment.tool_args.{unused[0]}: no tool of that name in environment.tools",
+            ("environment", "tool_args"),
+        )
     if config.producers.checkpoint_tokens:
-        yield ("config.conflict", "producers.checkpoint_tokens sends single answers in pieces; with "
-               f"environment.name = {environment.name!r} set it to 0", ("producers", "checkpoint_tokens"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "producers.checkpoint_tokens sends single answers in pieces; with "
+            f"environment.name = {environment.name!r} set it to 0",
+            ("producers", "checkpoint_tokens"),
+        )

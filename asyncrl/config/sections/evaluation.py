@@ -57,17 +57,26 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if not (evaluation.path or evaluation.source):
         if evaluation.every or evaluation.at_start:
             key = "every" if evaluation.every else "at_start"
-            yield ("config.data", f"evaluation.{key} is set without evaluation.path or evaluation.source",
-                   ("evaluation", key))  # fmt: skip
+            yield (
+                "config.data",
+                f"evaluation.{key} is set without evaluation.path or evaluation.source",
+                ("evaluation", key),
+            )
         return
     if streams(config):
-        yield ("config.conflict", "producers.engine = 'dataset' generates nothing: there is nothing to evaluate",
-               ("evaluation",))  # fmt: skip
+        yield (
+            "config.conflict",
+            "producers.engine = 'dataset' generates nothing: there is nothing to evaluate",
+            ("evaluation",),
+        )
     elif config.learner.mode != "rl" and not config.reward and config.environment.is_single_turn:
         yield "config.missing", "an evaluation needs a [[reward]]", ("evaluation",)
     if evaluation.top_k and evaluation.temperature == 0:
-        yield ("config.conflict", "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing",
-               ("evaluation", "top_k"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing",
+            ("evaluation", "top_k"),
+        )
 
 
 def notes(config: Config) -> Iterator[str]:

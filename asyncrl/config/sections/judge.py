@@ -1,6 +1,7 @@
 """`[[judge]]`: who scores what. Rewards of one judge are scored together, by worker processes of that judge alone.
 
-Part of `asyncrl.config`; also called by `asyncrl.process_plan.plan`, the reward workers and the buffer. A `[[reward]]` without
+Part of `asyncrl.config`; also called by `asyncrl.process_plan.plan`, the reward workers and the buffer. A
+`[[reward]]` without
 `judge` belongs to the default judge, whose settings are those of `[reward_workers]`; a `[[judge]]` table inherits what
 it leaves out. Guarantees:
 1. which judges are asked about a row is a pure function of the row's data source and the settings (`judges_for`): all
@@ -135,12 +136,17 @@ def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], confi
     everywhere = any(not reward.data_sources for reward in rewards)
     sources = {} if everywhere else dict.fromkeys(source for reward in rewards for source in reward.data_sources)
     return Judge(
-        name=table.name, count=table.count or own.count,
-        restarts=own.restarts if table.restarts < 0 else table.restarts, timeout_s=table.timeout_s or own.timeout_s,
+        name=table.name,
+        count=table.count or own.count,
+        restarts=own.restarts if table.restarts < 0 else table.restarts,
+        timeout_s=table.timeout_s or own.timeout_s,
         retries=own.retries if table.retries < 0 else table.retries,
-        batch_samples=table.batch_samples or own.batch_samples, memory_bytes=table.memory_bytes or own.memory_bytes,
-        rewards=rewards, data_sources=tuple(sources), table=table,
-    )  # fmt: skip
+        batch_samples=table.batch_samples or own.batch_samples,
+        memory_bytes=table.memory_bytes or own.memory_bytes,
+        rewards=rewards,
+        data_sources=tuple(sources),
+        table=table,
+    )
 
 
 def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
@@ -173,8 +179,12 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for index, table in enumerate(config.judge):
         path = ("judge", f"[{index}]", "name")
         if not re.fullmatch(NAME, table.name) or table.name == SHOWN_DEFAULT:
-            yield ("config.conflict", f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and "
-                   f"_ alone, and is not {SHOWN_DEFAULT!r}", path)  # fmt: skip
+            yield (
+                "config.conflict",
+                f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and "
+                f"_ alone, and is not {SHOWN_DEFAULT!r}",
+                path,
+            )
         if table.name in names[:index]:
             yield "config.conflict", f"judge.name = {table.name!r} is there twice", path
         if not any(reward.judge == table.name for reward in config.reward):
@@ -187,5 +197,8 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         if reward.judge and reward.judge not in names:
             near = difflib.get_close_matches(reward.judge, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; add [[judge]] with name = {reward.judge!r}"
-            yield ("config.conflict", f"reward.judge = {reward.judge!r} is no [[judge]]{hint}",
-                   ("reward", f"[{index}]", "judge"))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"reward.judge = {reward.judge!r} is no [[judge]]{hint}",
+                ("reward", f"[{index}]", "judge"),
+            )

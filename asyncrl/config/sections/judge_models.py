@@ -1,6 +1,7 @@
 """Judges that are models: what of a `[[judge]]` contradicts itself, and which folders and files it names.
 
-Part of `asyncrl.config` (`problems`) and of `asyncrl.preflight.check` (`check_models`, which looks at files). A reward of such a
+Part of `asyncrl.config` (`problems`) and of `asyncrl.preflight.check` (`check_models`, which looks at files). A
+reward of such a
 judge has no function: the model's score is the reward. A failing judge never gives 0.
 
 Example: `[[judge]]` with `name = "grader"`, `kind = "url"`, `url = "http://127.0.0.1:8000/v1"`, `model = "big"`,
@@ -34,11 +35,14 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         judge = kinds.get(reward.judge)
         path = ("reward", f"[{index}]", "function")
         if judge is not None and judge.is_model and reward.function:
-            yield ("config.conflict", f"judge {judge.name!r} is a model (kind = {judge.kind!r}): its score is the "
-                   "reward, leave reward.function out", path)  # fmt: skip
+            yield (
+                "config.conflict",
+                f"judge {judge.name!r} is a model (kind = {judge.kind!r}): its score is the "
+                "reward, leave reward.function out",
+                path,
+            )
         if not reward.function and (judge is None or not judge.is_model):
-            yield ("config.missing", "reward.function is required: only a reward whose judge is a model has none",
-                   path)  # fmt: skip
+            yield ("config.missing", "reward.function is required: only a reward whose judge is a model has none", path)
 
 
 def problems_of(table: JudgeConfig) -> Iterator[Problem]:

@@ -1,7 +1,6 @@
 """`[learner.lora]`: low-rank adapters (LoRA, arXiv 2106.09685) in the place of all weights, and what it refuses.
 
-Called by `asyncrl.config` (the section), `asyncrl.config.sections.parallel` (contradictions), `asyncrl.preflight.check` (the package) and the
-learner (what versions are published as). Pure. Guarantees:
+Pure. Guarantees:
 1. every refusal names the setting and what to use instead;
 2. `sends_adapters` is true only where every generator of the run takes adapters: the engines that do are listed here,
    a test compares the list with what they say of themselves; of an engine of a plugin `publish = "adapter"` says it.
@@ -63,8 +62,11 @@ def problems(config: Config) -> Iterator[Conflict]:
         if getattr(learner.parallel, name) > 1:
             yield code, f"learner.lora.rank with learner.parallel.{name} is not supported: use FSDP alone", here
     if learner.optim.name == "muon":
-        yield (code, "learner.lora.rank with learner.optim.name = 'muon', which is for whole matrices: use adamw",
-               ("learner", "optim", "name"))  # fmt: skip
+        yield (
+            code,
+            "learner.lora.rank with learner.optim.name = 'muon', which is for whole matrices: use adamw",
+            ("learner", "optim", "name"),
+        )
     if learner.compile:
         yield code, "learner.lora.rank with learner.compile is not supported", ("learner", "compile")
     if learner.mode == "reward_model":

@@ -1,6 +1,6 @@
 """Settings that the learner's backend `megatron` does not do, told before anything starts.
 
-Called by `asyncrl.config.sections.parallel` (settings alone) and by the backend itself, which also knows the device. Pure. Guarantees:
+Pure. Guarantees:
 1. every refusal names the setting and what to use instead;
 2. nothing is refused for another backend.
 
@@ -57,8 +57,16 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
         return
     wide, layers = model.get("intermediate_size"), model.get("num_hidden_layers")
     if isinstance(wide, int) and wide % parallel.tensor:
-        yield ("config.conflict", f"learner.parallel.tensor = {parallel.tensor}: intermediate_size = {wide} of the "
-               "model does not divide by it", ("learner", "parallel", "tensor"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"learner.parallel.tensor = {parallel.tensor}: intermediate_size = {wide} of the "
+            "model does not divide by it",
+            ("learner", "parallel", "tensor"),
+        )
     if isinstance(layers, int) and layers < parallel.pipeline:
-        yield ("config.conflict", f"learner.parallel.pipeline = {parallel.pipeline}: the model has num_hidden_layers = "
-               f"{layers}, and every stage needs one", ("learner", "parallel", "pipeline"))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"learner.parallel.pipeline = {parallel.pipeline}: the model has num_hidden_layers = "
+            f"{layers}, and every stage needs one",
+            ("learner", "parallel", "pipeline"),
+        )

@@ -1,6 +1,6 @@
 """Which layouts of `[learner.parallel]` fit together, fit the backend and fit the model.
 
-Called by `asyncrl.config` (contradictions) and `asyncrl.preflight.check` (the model's own numbers); `learners.gang.topology` says who
+`learners.gang.topology` says who
 stands where. Pure. Guarantees:
 1. what a backend cannot split is refused before anything starts, with the arithmetic;
 2. the ranks of this host alone are looked at: with several hosts the gang checks the number of all ranks when it joins.
@@ -38,28 +38,48 @@ def problems(config: Config) -> Iterator[Conflict]:
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
     for name in NAMES:
         if sizes[name] > 1 and name not in SPLITS.get(learner.backend, NAMES):
-            yield ("config.conflict", f"learner.parallel.{name} = {sizes[name]}: backend {learner.backend!r} cannot "
-                   f"split so; it has {', '.join(SPLITS[learner.backend])}", (*HERE, name))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"learner.parallel.{name} = {sizes[name]}: backend {learner.backend!r} cannot "
+                f"split so; it has {', '.join(SPLITS[learner.backend])}",
+                (*HERE, name),
+            )
     together = [name for name in ALONE.get(learner.backend, ()) if sizes[name] > 1]
     if len(together) > 1:
-        yield ("config.conflict", f"learner.parallel.{' and .'.join(together)}: backend {learner.backend!r} takes one "
-               "of them at a time", (*HERE, together[0]))  # fmt: skip
+        yield (
+            "config.conflict",
+            f"learner.parallel.{' and .'.join(together)}: backend {learner.backend!r} takes one of them at a time",
+            (*HERE, together[0]),
+        )
     if learner.backend == "fsdp2" and sizes["expert"] > 1 and sizes["replicate"] > 1:
-        yield ("config.conflict", "learner.parallel.expert and .replicate: backend 'fsdp2' takes one of them at a time",
-               (*HERE, "expert"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "learner.parallel.expert and .replicate: backend 'fsdp2' takes one of them at a time",
+            (*HERE, "expert"),
+        )
     if learner.backend == "fsdp2" and learner.cpu_offload and max(sizes["tensor"], sizes["expert"]) > 1:
-        yield ("config.conflict", "learner.cpu_offload with learner.parallel.tensor or .expert: weights that are split "
-               "stay on the device", ("learner", "cpu_offload"))  # fmt: skip
+        yield (
+            "config.conflict",
+            "learner.cpu_offload with learner.parallel.tensor or .expert: weights that are split stay on the device",
+            ("learner", "cpu_offload"),
+        )
     yield from _of_the_optimizer(config)
     each = sizes["tensor"] * sizes["sequence"] * sizes["pipeline"]
     if learner.ranks % each:
-        yield ("config.conflict", f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = "
-               f"{each}", HERE)  # fmt: skip
+        yield (
+            "config.conflict",
+            f"learner.ranks = {learner.ranks} does not divide by tensor * sequence * pipeline = {each}",
+            HERE,
+        )
         return
     for name in ("replicate", "expert"):
         if (learner.ranks // each) % sizes[name]:
-            yield ("config.conflict", f"learner.ranks / (tensor * sequence * pipeline) = {learner.ranks // each} does "
-                   f"not divide by learner.parallel.{name} = {sizes[name]}", (*HERE, name))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"learner.ranks / (tensor * sequence * pipeline) = {learner.ranks // each} does "
+                f"not divide by learner.parallel.{name} = {sizes[name]}",
+                (*HERE, name),
+            )
 
 
 def _of_the_optimizer(config: Config) -> Iterator[Conflict]:
@@ -70,12 +90,18 @@ def _of_the_optimizer(config: Config) -> Iterator[Conflict]:
     split = [name for name in ("tensor", "sequence", "expert") if getattr(learner.parallel, name) > 1]
     for switch in ("compile", "liger"):
         if getattr(learner, switch) and split:
-            yield ("config.conflict", f"learner.{switch} with learner.parallel.{split[0]} is not supported",
-                   ("learner", switch))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"learner.{switch} with learner.parallel.{split[0]} is not supported",
+                ("learner", switch),
+            )
     for name in ("optim", "critic", "process_reward"):
         if getattr(learner, name).name == "muon" and {"tensor", "expert"} & set(split):
-            yield ("config.conflict", f"learner.{name}.name = 'muon' needs whole matrices: not with "
-                   f"learner.parallel.{split[0]}", ("learner", name, "name"))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"learner.{name}.name = 'muon' needs whole matrices: not with learner.parallel.{split[0]}",
+                ("learner", name, "name"),
+            )
 
 
 def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -93,5 +119,8 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
         for name in names:
             size = int(getattr(parallel, name))
             if size > 1 and isinstance(count, int) and (count == 0 or count % size):
-                yield ("config.conflict", f"learner.parallel.{name} = {size}: {key} = {count} of the model does not "
-                       "divide by it", (*HERE, name))  # fmt: skip
+                yield (
+                    "config.conflict",
+                    f"learner.parallel.{name} = {size}: {key} = {count} of the model does not divide by it",
+                    (*HERE, name),
+                )

@@ -1,6 +1,6 @@
 """How `[[reward]] function` names a reward: four ways, told apart by their text alone.
 
-Called by `asyncrl.config` (is it one of them?), `producers.rewards.loading` and the front door. It imports nothing.
+It imports nothing.
 
     my_rewards:exact                a module on the Python path, and a name in it
     rewards/gsm8k.py:compute_score  a file, from the folder of the launch, and a name in it

@@ -31,8 +31,11 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Code, message and path of the key of every contradiction."""
     sandbox = config.sandbox
     if sandbox.kind not in ("bubblewrap", "none") and not sandbox.kind.startswith(("http://", "https://")):
-        yield ("config.type", f"sandbox.kind = {sandbox.kind!r} is not bubblewrap, none or an http address",
-               ("sandbox", "kind"))  # fmt: skip
+        yield (
+            "config.type",
+            f"sandbox.kind = {sandbox.kind!r} is not bubblewrap, none or an http address",
+            ("sandbox", "kind"),
+        )
     for path in sandbox.paths:
         if not Path(path).is_absolute():
             yield "config.type", f"sandbox.paths: {path!r} is not an absolute path", ("sandbox", "paths")

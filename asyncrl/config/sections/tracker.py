@@ -58,13 +58,20 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for key in ("key_file", "options"):
         for name in getattr(trackers, key):
             if name not in trackers.use:
-                yield ("config.conflict", f"trackers.{key} names {name!r}, which is not in trackers.use",
-                       ("trackers", key))  # fmt: skip
+                yield (
+                    "config.conflict",
+                    f"trackers.{key} names {name!r}, which is not in trackers.use",
+                    ("trackers", key),
+                )
     for name, options in trackers.options.items():
         for dotted in _secrets(options, name):
             variable = ONLINE.get(name, ("", "its variable"))[1]
-            yield ("config.conflict", f"trackers.options.{dotted} looks like a secret, and this file is written to the "
-                   f"run folder: set {variable} or trackers.key_file", ("trackers", "options"))  # fmt: skip
+            yield (
+                "config.conflict",
+                f"trackers.options.{dotted} looks like a secret, and this file is written to the "
+                f"run folder: set {variable} or trackers.key_file",
+                ("trackers", "options"),
+            )
 
 
 def _secrets(options: Mapping[str, Any], prefix: str) -> Iterator[str]:

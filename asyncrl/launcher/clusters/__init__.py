@@ -1,6 +1,6 @@
 """`asyncrl launch all CONFIG --backend slurm|k8s|ray --render DIR`: the jobs of a run as files that one can read.
 
-Called by the front door. All backends place the same commands, `asyncrl launch services|producers|rewards|learner`:
+All backends place the same commands, `asyncrl launch services|producers|rewards|learner`:
 a role that is started anywhere with the address of the buffer and a key joins the run. Guarantees:
 1. nothing is started, and nothing outside of DIR is written;
 2. the same configuration gives the same files; a file in DIR that was not rendered is not touched;
@@ -22,10 +22,17 @@ from asyncrl.launcher.clusters.commands import Files, Site
 CONFIG_NAME = "config.toml"
 #: Mistakes in what lies on the volume of the pods, which need not be mounted where jobs are rendered. Each role looks
 #: again when it starts; a mistake ends its Job at once.
-OF_THE_VOLUME = frozenset({
-    "config.model", "config.tokenizer", "config.data", "config.reward", "config.environment", "config.template",
-    "config.filter",
-})  # fmt: skip
+OF_THE_VOLUME = frozenset(
+    {
+        "config.model",
+        "config.tokenizer",
+        "config.data",
+        "config.reward",
+        "config.environment",
+        "config.template",
+        "config.filter",
+    }
+)
 
 
 def _renderer(backend: str) -> Callable[[Config, Site], Files]:
@@ -80,12 +87,16 @@ def not_on_volume(config: Config) -> list[ConfigError]:
     rows = {"data.path": config.data.path, "evaluation.path": config.evaluation.path}
     places = [*paths.items(), *((key, path.strip()) for key, given in rows.items() for path in given.split(","))]
     return [
-        ConfigError("config.conflict", "pods have no such place: only what lies on the volume is theirs",
-                    where=f"{key} = {path!r}", remedy=f"a path below cluster.claim_path ({volume}), or one relative to "
-                    f"cluster.folder ({config.cluster.folder or volume})")
+        ConfigError(
+            "config.conflict",
+            "pods have no such place: only what lies on the volume is theirs",
+            where=f"{key} = {path!r}",
+            remedy=f"a path below cluster.claim_path ({volume}), or one relative to "
+            f"cluster.folder ({config.cluster.folder or volume})",
+        )
         for key, path in places
         if os.path.isabs(path) and not PurePosixPath(path).is_relative_to(volume)
-    ]  # fmt: skip
+    ]
 
 
 def _next(backend: str, folder: Path) -> str:

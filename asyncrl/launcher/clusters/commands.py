@@ -1,6 +1,6 @@
 """The commands that a scheduler places, the same for all of them. Pure.
 
-Called by the renderers. Words of a command are data: `shell` quotes each, so that a path with a blank or a quote stays
+Words of a command are data: `shell` quotes each, so that a path with a blank or a quote stays
 one word; a word that a shell is to expand is a `Shell`.
 """
 
@@ -37,15 +37,24 @@ def for_cluster(config: Config, site: Site) -> Config:
     """The configuration of the jobs: services on every interface of their host, with keys."""
     network, sync, port = config.network, config.weightsync, config.cluster.port
     network = msgspec.structs.replace(
-        network, key_file=f"{site.keys}/server.key",
+        network,
+        key_file=f"{site.keys}/server.key",
         buffer=f"tcp://0.0.0.0:{port}" if network.buffer == "auto" else network.buffer,
         weightsync=f"tcp://0.0.0.0:{port + 1}" if network.weightsync == "auto" else network.weightsync,
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(config, network=network, weightsync=sync)
 
 
-def launch(config: Config, role: str, *, config_path: str, connect: str = "", key: str = "", host: str = "",
-           more: Sequence[str] = ()) -> list[str]:  # fmt: skip
+def launch(
+    config: Config,
+    role: str,
+    *,
+    config_path: str,
+    connect: str = "",
+    key: str = "",
+    host: str = "",
+    more: Sequence[str] = (),
+) -> list[str]:
     """`asyncrl launch ROLE`. `host`: the address of the host it runs on, where it sends weights to others."""
     words = ["python", "-m", "asyncrl", "launch", role, config_path, "--plain", "--job"]
     words += ["--connect", connect] if connect else []
@@ -72,7 +81,6 @@ def settled(lines: Sequence[str]) -> list[str]:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Of every job."""
     return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CLUSTER": name_of(config)}
 
 

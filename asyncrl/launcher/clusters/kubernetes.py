@@ -8,7 +8,7 @@
     apply.sh          makes the keys if there are none, the secrets from them, and applies the manifests
     end.sh            ends the run, the learner first; also what removes the objects of a run that is over
 
-Called by `asyncrl.launcher.clusters`. Pure. The run folder, the model and the data lie on the volume of `cluster.claim`. Pods
+Pure. The run folder, the model and the data lie on the volume of `cluster.claim`. Pods
 keep the rules of the Pod Security Standard "restricted", unless `cluster.user` is root.
 """
 
@@ -33,8 +33,12 @@ FORGIVEN_WORKERS = 1000  # of producers: they hold nothing that could be lost
 def render(config: Config, site: Site) -> Files:
     """The manifests by name. Raises `config.missing` without a volume that all pods share."""
     if not config.cluster.claim:
-        raise ConfigError("config.missing", "pods need a volume that all of them can write", where="cluster.claim",
-                          remedy="set cluster.claim to the name of a ReadWriteMany volume claim")  # fmt: skip
+        raise ConfigError(
+            "config.missing",
+            "pods need a volume that all of them can write",
+            where="cluster.claim",
+            remedy="set cluster.claim to the name of a ReadWriteMany volume claim",
+        )
     pods = _Pods(config)
     return {
         "config.yaml": document(pods.config_map()),
@@ -63,8 +67,11 @@ class _Pods:
         return {"name": f"{self.name}-{role}", "namespace": self.cluster.namespace, "labels": self._labels(role)}
 
     def _labels(self, role: str) -> dict[str, str]:
-        return {"app.kubernetes.io/name": "asyncrl", "app.kubernetes.io/instance": self.name,
-                "app.kubernetes.io/component": role}  # fmt: skip
+        return {
+            "app.kubernetes.io/name": "asyncrl",
+            "app.kubernetes.io/instance": self.name,
+            "app.kubernetes.io/component": role,
+        }
 
     def config_map(self) -> dict[str, Any]:
         """What every role reads."""
@@ -74,25 +81,39 @@ class _Pods:
 
         network = msgspec.structs.replace(self.config.network, key_file=f"{KEYS}/server.key")
         config = msgspec.structs.replace(self.config, network=network)
-        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._meta("config"),
-                "data": {PurePosixPath(CONFIG).name: dump(config)}}  # fmt: skip
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": self._meta("config"),
+            "data": {PurePosixPath(CONFIG).name: dump(config)},
+        }
 
     def service(self) -> dict[str, Any]:
         """The name by which the services are found."""
         port = self.cluster.port
         ports = [{"name": name, "port": number} for name, number in (("buffer", port), ("weightsync", port + 1))]
-        return {"apiVersion": "v1", "kind": "Service", "metadata": self._meta("services"),
-                "spec": {"selector": self._labels("services"), "ports": ports}}  # fmt: skip
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._meta("services"),
+            "spec": {"selector": self._labels("services"), "ports": ports},
+        }
 
     def services(self) -> dict[str, Any]:
         """One pod: a new one starts after the old one has ended, since both would write one store."""
         words = launch(self.config, "services", config_path=CONFIG)
         pod = self._pod("services", words, key="server", gpus=0)
         ports = [{"name": port["name"], "containerPort": port["port"]} for port in self.service()["spec"]["ports"]]
-        pod["containers"][0] |= {"ports": ports, "readinessProbe": {"tcpSocket": {"port": "buffer"},
-                                                                    "periodSeconds": 5}}  # fmt: skip
-        spec = {"replicas": 1, "strategy": {"type": "Recreate"}, "selector": {"matchLabels": self._labels("services")},
-                "template": {"metadata": {"labels": self._labels("services")}, "spec": pod}}  # fmt: skip
+        pod["containers"][0] |= {
+            "ports": ports,
+            "readinessProbe": {"tcpSocket": {"port": "buffer"}, "periodSeconds": 5},
+        }
+        spec = {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": self._labels("services")},
+            "template": {"metadata": {"labels": self._labels("services")}, "spec": pod},
+        }
         return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": self._meta("services"), "spec": spec}
 
     def workers(self, role: str) -> dict[str, Any]:
@@ -101,8 +122,9 @@ class _Pods:
         A Job without a number of completions is a queue of work: a pod that ends with 0 found the run complete, and
         none is made after it. A Deployment would start producers of a run that is over again and again.
         """
-        words = launch(self.config, role, config_path=CONFIG, connect=self.connect, key=f"{KEYS}/join.key",
-                       host="$(POD_IP)")  # fmt: skip
+        words = launch(
+            self.config, role, config_path=CONFIG, connect=self.connect, key=f"{KEYS}/join.key", host="$(POD_IP)"
+        )
         producers = role == "producers"
         pod = self._pod(
             role, words, key="join", gpus=self.cluster.producer_gpus if producers else self.cluster.reward_gpus
@@ -114,8 +136,12 @@ class _Pods:
 
     def meeting(self) -> dict[str, Any]:
         """Names of the learner's pods, before they are ready: they meet by them."""
-        spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": self._labels("learner"),
-                "ports": [{"name": "gang", "port": self.cluster.port + 2}]}  # fmt: skip
+        spec = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": self._labels("learner"),
+            "ports": [{"name": "gang", "port": self.cluster.port + 2}],
+        }
         return {"apiVersion": "v1", "kind": "Service", "metadata": self._meta("learner"), "spec": spec}
 
     def learner(self) -> dict[str, Any]:
@@ -125,12 +151,22 @@ class _Pods:
         if hosts > 1:
             head = f"{self.name}-learner-0.{self.name}-learner:{self.cluster.port + 2}"
             more = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--head", head]
-        words = launch(self.config, "learner", config_path=CONFIG, connect=self.connect, key=f"{KEYS}/server.key",
-                       host="$(POD_IP)", more=more)  # fmt: skip
+        words = launch(
+            self.config,
+            "learner",
+            config_path=CONFIG,
+            connect=self.connect,
+            key=f"{KEYS}/server.key",
+            host="$(POD_IP)",
+            more=more,
+        )
         pod = self._pod("learner", words, key="server", gpus=self.cluster.learner_gpus)
         pod["subdomain"] = f"{self.name}-learner"
-        return self._job("learner", pod, {"completions": hosts, "parallelism": hosts, "completionMode": "Indexed",
-                                          "backoffLimit": FORGIVEN * hosts})  # fmt: skip
+        return self._job(
+            "learner",
+            pod,
+            {"completions": hosts, "parallelism": hosts, "completionMode": "Indexed", "backoffLimit": FORGIVEN * hosts},
+        )
 
     def network(self) -> dict[str, Any]:
         """Ranks, and weights by `collective`, have connections without authentication: for pods of this run alone.
@@ -142,22 +178,31 @@ class _Pods:
         rules: list[dict[str, Any]] = [{"from": [{"podSelector": {"matchLabels": run}}]}]
         if port := self.config.trackers.prometheus_port:
             rules.append({"ports": [{"port": port}]})
-        spec = {"podSelector": {"matchLabels": run, "matchExpressions": [others]}, "policyTypes": ["Ingress"],
-                "ingress": rules}  # fmt: skip
-        return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": self._meta("network"),
-                "spec": spec}  # fmt: skip
+        spec = {
+            "podSelector": {"matchLabels": run, "matchExpressions": [others]},
+            "policyTypes": ["Ingress"],
+            "ingress": rules,
+        }
+        return {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": self._meta("network"),
+            "spec": spec,
+        }
 
     def _job(self, role: str, pod: dict[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
         """Pods that are made anew until they end with 0, but not after a mistake that the next one makes again."""
         final = [EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE]
         rules: list[dict[str, Any]] = [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "FailJob",
-             "onExitCodes": {"containerName": role, "operator": "In", "values": final}},
-        ]  # fmt: skip
+            {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": final}},
+        ]
         pod = {"restartPolicy": "Never", **pod}  # what podFailurePolicy asks for
-        spec = {**counts, "podFailurePolicy": {"rules": rules},
-                "template": {"metadata": {"labels": self._labels(role)}, "spec": pod}}  # fmt: skip
+        spec = {
+            **counts,
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": self._labels(role)}, "spec": pod},
+        }
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._meta(role), "spec": spec}
 
     def _pod(self, role: str, words: list[str], *, key: str, gpus: int) -> dict[str, Any]:
@@ -182,9 +227,13 @@ class _Pods:
         if cluster.user:
             # OnRootMismatch: at every start anew, files that are only their owner's would be opened to the group.
             pod["securityContext"] = {
-                "runAsNonRoot": True, "runAsUser": cluster.user, "runAsGroup": cluster.user, "fsGroup": cluster.user,
-                "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
-            }  # fmt: skip
+                "runAsNonRoot": True,
+                "runAsUser": cluster.user,
+                "runAsGroup": cluster.user,
+                "fsGroup": cluster.user,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
         return pod
 
     def _container(self, role: str, words: list[str], *, gpus: int) -> dict[str, Any]:
@@ -197,7 +246,9 @@ class _Pods:
         # A user whom the image does not know has no home and no name; libraries ask for both.
         own = {**environment(self.config), "HOME": "/tmp", "USER": "asyncrl"}
         return {
-            "name": role, "image": cluster.image, "workingDir": cluster.folder or cluster.claim_path,
+            "name": role,
+            "image": cluster.image,
+            "workingDir": cluster.folder or cluster.claim_path,
             "command": [str(word) for word in words],
             "env": [address, *({"name": name, "value": value} for name, value in own.items())],
             "resources": {"requests": {"cpu": cluster.cpus, "memory": limits["memory"]}, "limits": limits},
@@ -209,12 +260,13 @@ class _Pods:
                 {"name": "shm", "mountPath": "/dev/shm"},
                 {"name": "tmp", "mountPath": "/tmp"},
             ],
-        }  # fmt: skip
+        }
 
     def _key_container(self, key: str) -> dict[str, Any]:
         """Copies the key: a mounted Secret belongs to root and a group, and a key file has to be its owner's alone."""
         return {
-            "name": "key", "image": self.cluster.image,
+            "name": "key",
+            "image": self.cluster.image,
             "command": ["install", "-m", "0400", f"{SECRET}/{key}.key", f"{KEYS}/{key}.key"],
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "64Mi"}},
             "securityContext": _CONFINED,
@@ -222,7 +274,7 @@ class _Pods:
                 {"name": "secret", "mountPath": SECRET, "readOnly": True},
                 {"name": "keys", "mountPath": KEYS},
             ],
-        }  # fmt: skip
+        }
 
 
 def _quantity(memory: str) -> str:

@@ -1,6 +1,6 @@
 """Ray, for users whose cluster is Ray: a driver script that places the same commands.
 
-Called by `asyncrl.launcher.clusters`. Pure; asyncrl never imports ray, the rendered script does. Keys travel as files on storage
+Pure; asyncrl never imports ray, the rendered script does. Keys travel as files on storage
 that all hosts share, never through Ray.
 """
 
@@ -105,7 +105,6 @@ if __name__ == "__main__":
 
 
 def render(config: Config, site: Site) -> Files:
-    """The driver."""
     cluster, path = config.cluster, f"{site.folder}/config.toml"
     more = ["--node-rank", "@NODE@", "--head", "@HEAD@"] if cluster.learner_hosts > 1 else []
     join = {"config_path": path, "connect": "@CONNECT@", "key": f"{site.keys}/join.key", "host": "@HOST@"}
@@ -118,11 +117,20 @@ def render(config: Config, site: Site) -> Files:
     }
     lines = {role: shell(words).replace(" \\\n    ", " ") for role, words in commands.items()}
     text = DRIVER.format(
-        summary=f"{name_of(config)}: {summary(config)}", work=repr(site.work), keys=repr(site.keys),
-        setup=repr(list(cluster.setup)), environment=repr(environment(config)), port=cluster.port,
-        grace_s=cluster.grace_s, wait_s=cluster.wait_s, commands=json.dumps(lines, indent=4),
-        producers=cluster.producers, hosts=cluster.learner_hosts, cpus=cluster.cpus,
-        producer_gpus=cluster.producer_gpus, learner_gpus=cluster.learner_gpus,
+        summary=f"{name_of(config)}: {summary(config)}",
+        work=repr(site.work),
+        keys=repr(site.keys),
+        setup=repr(list(cluster.setup)),
+        environment=repr(environment(config)),
+        port=cluster.port,
+        grace_s=cluster.grace_s,
+        wait_s=cluster.wait_s,
+        commands=json.dumps(lines, indent=4),
+        producers=cluster.producers,
+        hosts=cluster.learner_hosts,
+        cpus=cluster.cpus,
+        producer_gpus=cluster.producer_gpus,
+        learner_gpus=cluster.learner_gpus,
         reward_gpus=cluster.reward_gpus,
-    )  # fmt: skip
+    )
     return {"driver.py": text}

@@ -6,7 +6,7 @@
     learner.sbatch     the gang, on `cluster.learner_hosts` hosts; ends the others when the run is complete
     submit.sh          makes the keys if there are none, submits all four, prints their numbers
 
-Called by `asyncrl.launcher.clusters`. Pure. DIR lies on storage that all hosts share.
+Pure. DIR lies on storage that all hosts share.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *cluster.options))]
     lines += ["set -eo pipefail", *(f"export {name}={value}" for name, value in environment(config).items())]
     lines += [f"cd {shlex.quote(site.work)}", *settled(cluster.setup)]
-    lines += ["# The address of this host as others reach it.", 'HOST=$(getent ahostsv4 "$(hostname)" | '
-              "awk '$1 !~ /^127\\./ && !found++ {print $1}')", 'HOST=${HOST:-127.0.0.1}']  # fmt: skip
+    lines += [
+        "# The address of this host as others reach it.",
+        "HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ && !found++ {print $1}')",
+        "HOST=${HOST:-127.0.0.1}",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -71,14 +74,16 @@ def _services(config: Config, site: Site) -> str:
 def _find_services(config: Config, site: Site) -> str:
     """Wait until the services of this submission have said where they are."""
     address = shlex.quote(f"{site.folder}/address")
-    return "\n".join([
-        "# The services say where they listen; nothing can begin before.",
-        f"for ((second = 0; second < {config.cluster.wait_s}; second++)); do",
-        f"    [ -s {address} ] && break",
-        "    sleep 1",
-        "done",
-        f"ADDRESS=$(cat {address})",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# The services say where they listen; nothing can begin before.",
+            f"for ((second = 0; second < {config.cluster.wait_s}; second++)); do",
+            f"    [ -s {address} ] && break",
+            "    sleep 1",
+            "done",
+            f"ADDRESS=$(cat {address})",
+        ]
+    )
 
 
 def _worker(config: Config, site: Site, role: str) -> str:
@@ -87,7 +92,7 @@ def _worker(config: Config, site: Site, role: str) -> str:
         more.append(f"--array=0-{cluster.producers - 1}")
     command = launch(
         config, role, config_path=f"{site.folder}/config.toml", connect=ADDRESS, key=f"{site.keys}/join.key", host=HOST
-    )  # fmt: skip
+    )
     gpus = cluster.producer_gpus if role == "producers" else cluster.reward_gpus
     lines = [_header(config, site, role, gpus=gpus, more=more), _find_services(config, site), "exec " + shell(command)]
     return "\n".join(lines) + "\n"
@@ -98,9 +103,16 @@ def _learner(config: Config, site: Site) -> str:
     several = cluster.learner_hosts > 1
     more = ["--node-rank", Shell('"$SLURM_NODEID"'), "--head", Shell(f'"$HEAD:{cluster.port + 2}"')] if several else []
     command = shell(
-        launch(config, "learner", config_path=f"{site.folder}/config.toml", connect=ADDRESS,
-               key=f"{site.keys}/server.key", host=HOST, more=more)
-    )  # fmt: skip
+        launch(
+            config,
+            "learner",
+            config_path=f"{site.folder}/config.toml",
+            connect=ADDRESS,
+            key=f"{site.keys}/server.key",
+            host=HOST,
+            more=more,
+        )
+    )
     lines = [
         # Before its time is up, to the script itself: a step and a checkpoint fit before the kill. The others have no
         # such signal, since the services are to outlast the learner.

@@ -1,6 +1,6 @@
 """Plain values as YAML in block style: maps, lists, texts and numbers, in the order given. Pure.
 
-Called by the Kubernetes renderer. A text stands bare where no reader can take it for something else, in a block where
+A text stands bare where no reader can take it for something else, in a block where
 it has several lines, and in quotes (those of JSON, which YAML reads) otherwise.
 """
 

@@ -1,6 +1,6 @@
 """Training with PyTorch's FSDP2: parameters, gradients and optimizer states sharded over the ranks.
 
-Called by `learners.loop` through `asyncrl.plugins`. Guarantees, beside those of `base`:
+Guarantees, beside those of `base`:
 1. master weights and optimizer states are float32; compute runs in `model.dtype`; gradients are reduced in float32;
 2. packed rows are compared with single sequences by the model's own forward at the start (`self_check`);
 3. a gradient that is not finite changes nothing;
@@ -53,8 +53,6 @@ PACKING_LIMIT = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 
 class FSDP2Backend:
-    """See `learners.backends.base.Backend`."""
-
     def __init__(self, config: Config, gang: Gang) -> None:
         self._config = config
         self._gang = gang
@@ -69,16 +67,21 @@ class FSDP2Backend:
         self._units, split = shard(self._policy, config, gang)
         optimizer = optimizer_of(self._policy, self._units, config.learner.optim, config, gang.device)
         self._sharded = Sharded(
-            self._policy, self._units, optimizer, ranks=layout.data_mesh(gang).size(), split=split,
+            self._policy,
+            self._units,
+            optimizer,
+            ranks=layout.data_mesh(gang).size(),
+            split=split,
             rests=Rests.of(config, gang.device),
-        )  # fmt: skip
+        )
         self._adapters = Adapters(self._lora, self._sharded, config, gang) if self._lora is not None else None
         self.adapters = self._adapters if sends_adapters(config) else None
         self.critic = Critic(config, gang) if wants_critic(config) else None
         self.process_reward = (
             ProcessRewardModel(config, gang, reference=self.reference_logprobs)
-            if wants_process_rewards(config) else None
-        )  # fmt: skip
+            if wants_process_rewards(config)
+            else None
+        )
         self._config_json = hf.config
         self._generation = getattr(hf, "generation_config", None)
 
@@ -169,8 +172,9 @@ class FSDP2Backend:
         shapes = {name: tuple(p.shape) for name, p in self._policy.named_parameters()}
         return [
             WeightSpec(self._view.name(name), self._sent_name, shapes[name])
-            for names in self._sharded.names for name in filter(self._view.name, names)
-        ]  # fmt: skip
+            for names in self._sharded.names
+            for name in filter(self._view.name, names)
+        ]
 
     def iter_hf_weights(self, settle: Callable[[], None] | None = None) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes as `weight_specs` says, on rank 0; the others take part and get nothing."""
@@ -187,7 +191,7 @@ class FSDP2Backend:
         self._sharded.reshard()
         named = [
             (self._view.name(name), self._policy.get_parameter(name)) for names in self._sharded.names for name in names
-        ]  # fmt: skip
+        ]
         if not fits([parameter for _, parameter in named], device=self._device.type):
             return None
         return Gathering(named, compute=self._dtype, sent=self._sent_dtype)
@@ -196,9 +200,14 @@ class FSDP2Backend:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0. The models beside the
         policy likewise, in folders of their own below it; of adapters merged weights, and themselves below them."""
         write_folder(
-            self._sharded.whole(view=self._view), folder, dtype=self._dtype, gang=self._gang,
-            config=self._config_json, generation=self._generation, tokenizer=Path(self._config.model.path),
-        )  # fmt: skip
+            self._sharded.whole(view=self._view),
+            folder,
+            dtype=self._dtype,
+            gang=self._gang,
+            config=self._config_json,
+            generation=self._generation,
+            tokenizer=Path(self._config.model.path),
+        )
         if self._adapters is not None:
             self._adapters.export(folder / FOLDER)
         for name, model in self._companions().items():
@@ -235,7 +244,7 @@ class FSDP2Backend:
         self._device.synchronize()
         return shard_of(
             self._state(), rank=self._gang.rank, extra=self._device.rng_state(), copy=copy, about=self._identity
-        )  # fmt: skip
+        )
 
     def load(self, folder: Path) -> None:
         """Boxes from the files of any number of ranks; generator states where the number is the same."""
@@ -254,7 +263,7 @@ def _print(text: str) -> None:
 
 def load_model(
     config: Config, device: Device, *, path: str = "", scorer: bool = False, say: Callable[[str], Any] = str
-) -> Any:  # fmt: skip
+) -> Any:
     """The causal language model of `path` (else `model.path`) with float32 weights, on the host or (`learner.load`)
     yet to be read by `shard`, without a cache.
 
@@ -264,9 +273,12 @@ def load_model(
 
     wanted = attention.chosen(config.model.attn_implementation, device, config.model.dtype)
     options: dict[str, Any] = {
-        "dtype": torch.float32, "attn_implementation": wanted, "use_safetensors": True,
-        "trust_remote_code": config.model.trust_remote_code, "local_files_only": True,
-    }  # fmt: skip
+        "dtype": torch.float32,
+        "attn_implementation": wanted,
+        "use_safetensors": True,
+        "trust_remote_code": config.model.trust_remote_code,
+        "local_files_only": True,
+    }
     path, scorer = path or config.model.path, scorer or config.learner.mode == "reward_model"
     try:
         model = _in_parts(config, path, scorer=scorer, say=say, **options)

@@ -46,7 +46,7 @@ class Companion:
         optimizer = optimizer_of(module, units, settings, config, gang.device)
         self._sharded = Sharded(
             module, units, optimizer, ranks=data_mesh(gang).size(), split=split, rests=Rests.of(config, gang.device)
-        )  # fmt: skip
+        )
         self._sharded.rest()
         self._memory: dict[str, Tensor] | None = None
 
@@ -92,8 +92,9 @@ class Companion:
         """Copy this rank's weights and optimizer states to the host, for `restore`."""
         self._memory = {
             name + part: held.detach().to("cpu", copy=True)
-            for name, value in self.state().items() for part, held in parts_of(value).items()
-        }  # fmt: skip
+            for name, value in self.state().items()
+            for part, held in parts_of(value).items()
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -148,6 +149,11 @@ class Companion:
 
         hf = self._model.model
         write_folder(
-            self._whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=hf.config,
-            generation=getattr(hf, "generation_config", None), tokenizer=Path(self._config.model.path),
-        )  # fmt: skip
+            self._whole(),
+            folder,
+            dtype=DTYPES[self._config.model.dtype][1],
+            gang=self._gang,
+            config=hf.config,
+            generation=getattr(hf, "generation_config", None),
+            tokenizer=Path(self._config.model.path),
+        )

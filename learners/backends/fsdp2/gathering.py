@@ -1,6 +1,6 @@
 """Weights of several ranks, whole on rank 0: each rank sends its rows of many tensors at once, to nobody else.
 
-Called by `fsdp2` where a version is published. FSDP's own way is an all-gather by layer, which gives every rank what
+FSDP's own way is an all-gather by layer, which gives every rank what
 only rank 0 needs, in the dtype of compute. Guarantees:
 1. the bytes are those of `Sharded.whole` cast to the dtype that is sent: cast to that of compute first;
 2. tensors come in the order of the units; at most two parts of `PART_BYTES` (or one tensor, if larger) are whole at a
@@ -78,7 +78,7 @@ class Gathering:
 
     def __init__(
         self, named: Sequence[tuple[str, Any]], *, compute: torch.dtype, sent: torch.dtype, part_bytes: int = PART_BYTES
-    ) -> None:  # fmt: skip
+    ) -> None:
         mesh = named[0][1].device_mesh
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks = dist.get_world_size(self._group)

@@ -1,6 +1,6 @@
 """LoRA adapters on a policy that FSDP2 shards: added by peft, trained alone, published, exported, told apart.
 
-Called by `fsdp2` where `learner.lora.rank` is set. `W = W0 + s B A` with A `[r, in]`, B `[out, r]` and s = alpha / r
+`W = W0 + s B A` with A `[r, in]`, B `[out, r]` and s = alpha / r
 (arXiv 2106.09685, equation 3) or alpha / sqrt(r) (arXiv 2312.03732, equation 4). Guarantees:
 1. adapters alone have gradients, optimizer states and a place in checkpoints; the base is in `model.dtype` (its compute
    precision, so nothing is rounded twice), adapters are float32;
@@ -102,7 +102,6 @@ class Lora:
         check(said, self.identity)
 
     def save_settings(self, folder: Path, base: str) -> None:
-        """peft's `adapter_config.json`."""
         self._peft.base_model_name_or_path, self._peft.inference_mode = base, True
         self._peft.save_pretrained(str(folder))
 
@@ -128,8 +127,6 @@ class Leaving:
 
 
 class Adapters:
-    """See `learners.backends.base.Adapters`."""
-
     def __init__(self, lora: Lora, sharded: Sharded, config: Config, gang: Gang) -> None:
         from learners.backends.fsdp2.backend import DTYPES, sent_dtype
 
@@ -239,10 +236,14 @@ def _inject(hf: Any, settings: AdapterConfig, *, dropout: float, seed: int) -> A
         raise ConfigError("config.extra", f"learner.lora.rank needs peft: {error}", where="learner.lora") from error
     alpha: Any = settings.lora_alpha  # other readers of the file want a whole number where it is one
     made = LoraConfig(
-        r=settings.r, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=dropout,
-        target_modules=list(settings.target_modules), use_rslora=settings.use_rslora, bias="none",
+        r=settings.r,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=dropout,
+        target_modules=list(settings.target_modules),
+        use_rslora=settings.use_rslora,
+        bias="none",
         task_type=settings.task_type,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(made, hf)

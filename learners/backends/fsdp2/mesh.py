@@ -1,6 +1,6 @@
 """Meshes of a gang, and models split over ranks before FSDP shards them: matrices, experts, rows.
 
-Called by `fsdp2.shard` and the models beside the policy. Which module is split how is the model's own plan in
+Which module is split how is the model's own plan in
 transformers (`DistributedConfig`); what is done with it is here. Guarantees:
 1. tensor parallelism: gradients of weights that every tensor rank holds whole but uses on its own heads (q_norm,
    k_norm) are in `Split.partial`: they are summed once an update, not once a micro-batch as transformers' hooks do,
@@ -96,8 +96,12 @@ def _tensors(model: Any, gang: Gang) -> Split:
     if scattered := sorted(name for name, style in plan.items() if style.startswith("packed")):
         raise ValueError(f"{scattered[0]} is fused: it cannot be split over tensor ranks; experts can be by expert")
     modules = dict(model.named_modules())
-    partial = [f"{name}.{own}" for name, style in plan.items() if style == PARTIAL and name in modules
-               for own, _ in modules[name].named_parameters(recurse=False)]  # fmt: skip
+    partial = [
+        f"{name}.{own}"
+        for name, style in plan.items()
+        if style == PARTIAL and name in modules
+        for own, _ in modules[name].named_parameters(recurse=False)
+    ]
     _untie(model)  # the plan names both of a tied pair
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != PARTIAL})
     model.tie_weights()

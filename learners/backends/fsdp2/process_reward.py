@@ -42,9 +42,10 @@ class ProcessRewardModel(Companion):
         settings = config.learner.process_reward
         start = settings.model or config.model.path
         model = PolicyModel(
-            load_model(config, gang.device, path=start), temperature=TEMPERATURE,
+            load_model(config, gang.device, path=start),
+            temperature=TEMPERATURE,
             chunk_tokens=config.learner.logprob_chunk_tokens,
-        )  # fmt: skip
+        )
         super().__init__(model, settings, config, gang, prefix=PREFIX)
         frozen = settings.reference or start
         same = Path(frozen).resolve() == Path(config.model.path).resolve()

@@ -43,7 +43,7 @@ class Reference:
             load_model(config, gang.device, path=path),
             temperature=config.sampling.temperature if temperature is None else temperature,
             chunk_tokens=config.learner.logprob_chunk_tokens,
-        )  # fmt: skip
+        )
         self._policy.requires_grad_(False)
         self._units: list[Any] = shard(self._policy, config, gang)[0]
         self._policy.eval()

@@ -1,6 +1,6 @@
 """A module that is sharded over the ranks, with its own optimizer: gradients, clipping, updates and the state to save.
 
-Called by `fsdp2` for the policy and by `companion` for the models that train beside it. Guarantees:
+Guarantees:
 1. gradients add up over micro-batches and are reduced over ranks once, with the last of them;
 2. a gradient that is not finite changes nothing;
 3. a gradient's norm is that of the whole model, whatever meshes its parts lie on;
@@ -73,7 +73,6 @@ class Plain:
         return own.removeprefix(OWN)
 
     def value(self, own: str, tensor: Tensor, parameter: Callable[[str], Tensor]) -> Tensor:
-        """The parameter."""
         return tensor
 
 
@@ -84,9 +83,15 @@ class Sharded:
     """`units` are those of `fully_shard`, root first."""
 
     def __init__(
-        self, root: nn.Module, units: Sequence[Any], optimizer: Optimizers, *, ranks: int, split: Split,
+        self,
+        root: nn.Module,
+        units: Sequence[Any],
+        optimizer: Optimizers,
+        *,
+        ranks: int,
+        split: Split,
         rests: Rests | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`ranks`: over which FSDP averages gradients; `split`: what was split before FSDP; `rests`: where what is idle
         waits, None: where it is used."""
         self.root: Any = root
@@ -173,15 +178,12 @@ class Sharded:
         return norm
 
     def forget(self) -> None:
-        """Drop the gradients."""
         self.optimizer.forget()
 
     # ------------------------------------------------------------ weights out
 
     @torch.no_grad()
-    def whole(
-        self, settle: Callable[[], None] | None = None, *, view: View = PLAIN
-    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    def whole(self, settle: Callable[[], None] | None = None, *, view: View = PLAIN) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its Hugging Face name, whole, in compute precision. Collective: every rank exhausts it.
 
         Valid until the next one is asked for; with `settle` until that was called, which happens before the bytes of a

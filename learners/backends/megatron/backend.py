@@ -1,6 +1,5 @@
 """Training with Megatron-core: matrices split over tensor places, layers over pipeline stages, batches over shares.
 
-Called by `learners.loop` through `asyncrl.plugins` (`learner.backend = "megatron"`, needs the extra `megatron`).
 Guarantees, beside those of `base`:
 1. master weights and optimizer states are float32 and divided over the shares; compute runs in `model.dtype`; gradients
    are summed in float32;
@@ -47,8 +46,6 @@ from learners.models.logprobs import TokenNumbers, check_head
 
 
 class MegatronBackend:
-    """See `learners.backends.base.Backend`."""
-
     critic = None
     process_reward = None
     adapters = None  # all weights are trained
@@ -87,7 +84,7 @@ class MegatronBackend:
         """Settings and model of this rank, whose parameters are checked against the mapping."""
         settings = models.transformer_config(
             self._facts, self._config, self._place, self._device, eps=float(self._hf.rms_norm_eps)
-        )  # fmt: skip
+        )
         model = models.build(self._facts, self._hf, settings, self._place, self._device)
         built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         planned = {name: local.shape for name, local in self._locals.items()}
@@ -172,9 +169,14 @@ class MegatronBackend:
     def export_hf(self, folder: Path) -> None:
         """`config.json`, `model.safetensors`, generation config, tokenizer files; by rank 0."""
         write_folder(
-            self.whole(), folder, dtype=DTYPES[self._config.model.dtype][1], gang=self._gang, config=self._hf,
-            generation=self._generation, tokenizer=Path(self._config.model.path),
-        )  # fmt: skip
+            self.whole(),
+            folder,
+            dtype=DTYPES[self._config.model.dtype][1],
+            gang=self._gang,
+            config=self._hf,
+            generation=self._generation,
+            tokenizer=Path(self._config.model.path),
+        )
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by its Hugging Face name, in `model.dtype`, on rank 0. Collective: every rank exhausts it."""

@@ -1,6 +1,6 @@
 """The training state of a Megatron-core model in the files of `shards`: by Hugging Face names, for any layout.
 
-Called by `megatron`. Every rank writes the boxes that it holds of the weights and of each optimizer state, in float32,
+Every rank writes the boxes that it holds of the weights and of each optimizer state, in float32,
 as if they were slabs of an FSDP2 model. Guarantees:
 1. a file holds plain tensors and text: reading it runs no code;
 2. every element is written by one rank, and reading fills every element or raises `learner.checkpoint`;
@@ -55,9 +55,13 @@ class HostShard(NamedTuple):
 
 
 def write(
-    folder: Path, boxes: Sequence[tuple[str, Box, Tensor]], *, rank: int, extra: Mapping[str, Tensor],
+    folder: Path,
+    boxes: Sequence[tuple[str, Box, Tensor]],
+    *,
+    rank: int,
+    extra: Mapping[str, Tensor],
     steps: Mapping[str, Tensor],
-) -> Path:  # fmt: skip
+) -> Path:
     """Write this rank's boxes, its own `extra` tensors and, on rank 0, step counts by name; the file.
 
     Raises:
@@ -148,10 +152,9 @@ class Store:
         if len(self._files) != ranks:
             return {}
         file = self._files[rank]
-        names = [key for key in file.keys() if key.startswith(_EXTRA)]
+        names = [key for key in file.keys() if key.startswith(_EXTRA)]  # noqa: SIM118 - not a mapping
         return {key.removeprefix(_EXTRA): file.get_tensor(key) for key in names}
 
     def close(self) -> None:
-        """Close the files."""
         while self._files:
             self._files.pop().__exit__(None, None, None)

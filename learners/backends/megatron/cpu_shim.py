@@ -62,10 +62,16 @@ def _seed(seed: int) -> None:
 
 #: What is put in the place of attributes of `torch.cuda`.
 STAND_INS: dict[str, Any] = {
-    "current_device": _host, "synchronize": _nothing, "empty_cache": _nothing, "manual_seed": _seed,
-    "get_rng_state": _generator_state, "set_rng_state": _set_generator_state,
-    "Stream": _Stream, "current_stream": _Stream, "default_stream": _Stream,
-}  # fmt: skip
+    "current_device": _host,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "manual_seed": _seed,
+    "get_rng_state": _generator_state,
+    "set_rng_state": _set_generator_state,
+    "Stream": _Stream,
+    "current_stream": _Stream,
+    "default_stream": _Stream,
+}
 
 
 class _OnHost(TorchFunctionMode):
@@ -108,8 +114,9 @@ def without_cuda(device: Device) -> Iterator[None]:
 
     places = [(torch.cuda, name, value) for name, value in STAND_INS.items()]
     places += [
-        (random, "_get_cuda_rng_state", _tracker_state), (random, "_set_cuda_rng_state", _set_generator_state),
-    ]  # fmt: skip
+        (random, "_get_cuda_rng_state", _tracker_state),
+        (random, "_set_cuda_rng_state", _set_generator_state),
+    ]
     before = [(place, name, getattr(place, name)) for place, name, _ in places]
     for place, name, value in places:
         setattr(place, name, value)

@@ -1,6 +1,6 @@
 """Log-probs and entropy where every tensor place holds a slice of the vocabulary, without logits ever existing whole.
 
-Called by `megatron_stages` on the last pipeline stage, on all tensor places together. As `learners.models.logprobs`, with sums
+As `learners.models.logprobs`, with sums
 over the slices. Guarantees:
 1. at most `chunk_tokens` rows of a slice of the logits exist at a time, in forward and in backward;
 2. every tensor place gets the same bits, and the gradient of the hidden states is the whole one on each of them;
@@ -74,12 +74,12 @@ class _SlicedLogprobs(torch.autograd.Function):
     """Forward keeps logsumexp and entropy; backward computes the softmax of the slice again, chunk by chunk."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - torch passes by position
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: Slice, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse, _ = _pass(
             hidden, weight, targets, part, temperature=temperature, chunk=chunk, squares=False
-        )  # fmt: skip
+        )
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.part, ctx.temperature, ctx.chunk = part, temperature, chunk
         return logprobs, entropy
@@ -123,11 +123,17 @@ def sliced_logprobs(
 
 @torch.no_grad()
 def sliced_numbers(
-    hidden: Tensor, weight: Tensor, targets: Tensor, part: Slice, *, temperature: float = 1.0,
-    chunk_tokens: int = 1024, squares: bool = False,
-) -> TokenNumbers:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    part: Slice,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    squares: bool = False,
+) -> TokenNumbers:
     """As `sliced_logprobs`, without gradient; with `squares` the sums of squared probabilities. Collective."""
     logprobs, entropy, _, sums = _pass(
         hidden, weight, targets, part, temperature=temperature, chunk=chunk_tokens, squares=squares
-    )  # fmt: skip
+    )
     return TokenNumbers(logprobs, entropy, sums)

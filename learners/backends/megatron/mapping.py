@@ -1,6 +1,6 @@
 """Where the parts of Hugging Face tensors lie in the parameters of a Megatron-core model, for every rank. Pure.
 
-Called by `megatron`, `megatron_weights` and `megatron_checkpoint`. Reading, sending and checkpoints all follow from
+Reading, sending and checkpoints all follow from
 these parts: whoever holds a parameter knows which boxes of which Hugging Face tensors it is made of. Guarantees:
 1. the parts of all ranks cover every element of every Hugging Face tensor exactly once, leaving out parts that are
    copies (`Local.copy`): parameters that every tensor place holds whole, and the head of a model with tied embeddings
@@ -30,9 +30,14 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 #: Tensors of a layer, in the order of its modules in transformers.
 IN_LAYER = (
     *(f"self_attn.{letter}_proj.{kind}" for letter in "qkvo" for kind in ("weight", "bias")),
-    "self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
-    "mlp.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
-)  # fmt: skip
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not change with the length of a row
 
 
@@ -104,12 +109,17 @@ def facts_of(config: Mapping[str, Any]) -> Facts:
         raise _refused(kind, f"rope type {rope.get('rope_type', rope.get('type'))!r}")
     heads = int(config["num_attention_heads"])
     return Facts(
-        layers=int(config["num_hidden_layers"]), hidden=int(config["hidden_size"]), heads=heads,
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        mlp=int(config["intermediate_size"]), vocab=int(config["vocab_size"]),
-        tied=bool(config.get("tie_word_embeddings", False)), qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
-    )  # fmt: skip
+        mlp=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2",
+    )
 
 
 def _refused(kind: str, why: str) -> ConfigError:
@@ -120,8 +130,10 @@ def check_layout(facts: Facts, topology: Topology) -> None:
     """Raise `config.conflict` where a model does not divide into a layout."""
     tensor, pipeline = topology.tensor, topology.pipeline
     for what, size in (
-        ("num_attention_heads", facts.heads), ("num_key_value_heads", facts.kv_heads), ("intermediate_size", facts.mlp),
-    ):  # fmt: skip
+        ("num_attention_heads", facts.heads),
+        ("num_key_value_heads", facts.kv_heads),
+        ("intermediate_size", facts.mlp),
+    ):
         if size % tensor:
             raise _unfit(f"{what} = {size} does not divide by learner.parallel.tensor = {tensor}")
     if facts.layers < pipeline:
@@ -187,9 +199,7 @@ def _whole(place: Topology, own: str, theirs: str, shape: tuple[int, ...]) -> Lo
 
 def _rows(name: str, total: int, rest: tuple[int, ...], *, start: int, at: int, count: int) -> Part:
     """`count` rows from `start` on of a tensor of `total` rows, at row `at` of the parameter."""
-    return Part(
-        name, (total, *rest), ((start, start + count), *whole(rest)), ((at, at + count), *whole(rest))
-    )  # fmt: skip
+    return Part(name, (total, *rest), ((start, start + count), *whole(rest)), ((at, at + count), *whole(rest)))
 
 
 def _vocabulary(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
@@ -237,9 +247,7 @@ def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:
     parts: dict[str, list[Part]] = {}
     for part in local.parts:
         parts.setdefault(part.name, []).append(part)
-    return [
-        (name, ((some[0].box[0][0], some[-1].box[0][1]), *some[0].box[1:]), some) for name, some in parts.items()
-    ]  # fmt: skip
+    return [(name, ((some[0].box[0][0], some[-1].box[0][1]), *some[0].box[1:]), some) for name, some in parts.items()]
 
 
 # ---------------------------------------------------------------- all ranks

@@ -1,6 +1,6 @@
 """A Hugging Face decoder as a Megatron-core model: this rank's tensor place and pipeline stage of it.
 
-Called by `megatron`. Guarantees:
+Guarantees:
 1. a row is a list of sequences (`PackedSeqParams`, "thd"): positions begin at 0 in every sequence and no token sees
    another sequence, on a CPU (`BySequence`) as with TransformerEngine;
 2. rotary frequencies are those that transformers computes from the same config;
@@ -90,7 +90,7 @@ def join_groups(topology: Topology, *, seed: int, minutes: int) -> None:
         state.destroy_model_parallel()
     state.initialize_model_parallel(
         topology.tensor, topology.pipeline, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
-    )  # fmt: skip
+    )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
@@ -124,21 +124,41 @@ def transformer_config(facts: Facts, config: Config, topology: Topology, device:
     if config.learner.gradient_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=facts.layers, hidden_size=facts.hidden, ffn_hidden_size=facts.mlp,
-        num_attention_heads=facts.heads, num_query_groups=facts.kv_heads, kv_channels=facts.head_dim,
-        normalization="RMSNorm", layernorm_epsilon=eps, qk_layernorm=facts.qk_norm, gated_linear_unit=True,
-        activation_func=nn.functional.silu, add_bias_linear=False, add_qkv_bias=facts.qkv_bias,
-        attention_dropout=0.0, hidden_dropout=0.0,
-        tensor_model_parallel_size=topology.tensor, pipeline_model_parallel_size=topology.pipeline,
+        num_layers=facts.layers,
+        hidden_size=facts.hidden,
+        ffn_hidden_size=facts.mlp,
+        num_attention_heads=facts.heads,
+        num_query_groups=facts.kv_heads,
+        kv_channels=facts.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=eps,
+        qk_layernorm=facts.qk_norm,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=facts.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=topology.tensor,
+        pipeline_model_parallel_size=topology.pipeline,
         pipeline_model_parallel_layout=stages_text(facts, topology),
         sequence_parallel=config.learner.megatron.sequence_parallel and topology.tensor > 1,  # not run
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", calculate_per_token_loss=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False, bias_dropout_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        persist_layer_norm=False, **recompute,
-    )  # fmt: skip
+        perform_initialization=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+    )
 
 
 class BySequence(nn.Module):
@@ -158,9 +178,13 @@ class BySequence(nn.Module):
         found = []
         for q, k, v in zip(*(torch.split(heads, lengths) for heads in (query, key, value)), strict=True):
             out = nn.functional.scaled_dot_product_attention(
-                q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=self.scale,
+                q.transpose(0, 1),
+                k.transpose(0, 1),
+                v.transpose(0, 1),
+                is_causal=True,
+                scale=self.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
+            )
             found.append(out.transpose(0, 1))
         return torch.cat(found)
 
@@ -187,11 +211,15 @@ def build(facts: Facts, hf: Any, settings: Any, topology: Topology, device: Devi
             return hidden_states
 
     model = Policy(
-        settings, layer_spec(facts, device), vocab_size=facts.padded(topology.tensor),
-        max_sequence_length=int(hf.max_position_embeddings), pre_process=topology.stage == 0,
-        post_process=topology.stage == topology.pipeline - 1, share_embeddings_and_output_weights=facts.tied,
+        settings,
+        layer_spec(facts, device),
+        vocab_size=facts.padded(topology.tensor),
+        max_sequence_length=int(hf.max_position_embeddings),
+        pre_process=topology.stage == 0,
+        post_process=topology.stage == topology.pipeline - 1,
+        share_embeddings_and_output_weights=facts.tied,
         position_embedding_type="rope",
-    )  # fmt: skip
+    )
     model.rotary_pos_emb.inv_freq = frequencies(hf, facts.head_dim)
     if settings.bf16:
         model.bfloat16()
@@ -246,7 +274,7 @@ def packed_params(ends: Sequence[int], device: torch.device) -> Any:
     cut = torch.tensor(ends, dtype=torch.int32, device=device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cut, cu_seqlens_kv=cut, max_seqlen_q=longest, max_seqlen_kv=longest
-    )  # fmt: skip
+    )
 
 
 def hidden_states(model: Any, tensors: Micro, ends: Sequence[int]) -> Tensor:
@@ -255,5 +283,5 @@ def hidden_states(model: Any, tensors: Micro, ends: Sequence[int]) -> Tensor:
     flat = nn.functional.pad(flat, (0, ends[-1] - flat.shape[1]))
     found: Tensor = model(
         input_ids=flat, position_ids=None, attention_mask=None, packed_seq_params=packed_params(ends, flat.device)
-    )  # fmt: skip
+    )
     return found

@@ -1,6 +1,6 @@
 """Megatron-core's distributed optimizer: AdamW over float32 master weights that the shares of a batch divide.
 
-Called by `megatron`. Guarantees:
+Guarantees:
 1. gradients are summed over the shares in float32, never averaged: losses already have global denominators;
 2. the norm counts every parameter once, over all tensor places, stages and shares, a tied head once;
 3. a gradient that is not finite changes nothing;
@@ -38,10 +38,19 @@ class Optimizer:
         self._ddp = ddp
         self._shares = parallel_state.get_data_parallel_group()
         settings = OptimizerConfig(
-            optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2, adam_eps=optim.eps, decoupled_weight_decay=True, bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32, use_distributed_optimizer=True, clip_grad=0.0,
-        )  # fmt: skip
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=0.0,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            adam_eps=optim.eps,
+            decoupled_weight_decay=True,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
+        )
         # Empty overrides: without them norms and biases would not decay.
         chained = get_megatron_optimizer(settings, [ddp], config_overrides={}, use_gloo_process_groups=False)
         (self._inner,) = chained.chained_optimizers
@@ -66,7 +75,6 @@ class Optimizer:
         return norm
 
     def forget(self) -> None:
-        """Drop the gradients."""
         self._ddp.zero_grad_buffer()
         self._inner.zero_grad()
 
@@ -156,11 +164,13 @@ def wrap(model: Any, settings: Any) -> Any:
     ddp = DistributedDataParallel(
         settings,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
         ),
         model,
-    )  # fmt: skip
+    )
 
     def finalize(models: Any, _: Any = None, **options: Any) -> None:
         """Without the count of tokens: losses have their denominators."""

@@ -1,6 +1,6 @@
 """Micro-batches through the pipeline stages of a Megatron-core model: schedule, log-probs, losses.
 
-Called by `megatron`. Guarantees:
+Guarantees:
 1. Megatron-core's schedule decides when which stage works (one forward, one backward); gradients are reduced once, by
    `finalize_model_grads`, with the last backward: sums over shares, partial sums over tensor places, tied heads;
 2. the loss is computed with gradients on the last stage alone, by every tensor place; its numbers then go to the other
@@ -70,9 +70,14 @@ class Stages:
 
         with without_cuda(self._device), torch.set_grad_enabled(loss is not None):
             found = get_forward_backward_func()(
-                forward_step_func=forward, data_iterator=iter(range(len(micro))), model=[model],
-                num_microbatches=len(micro), seq_length=1, micro_batch_size=1, forward_only=loss is None,
-            )  # fmt: skip
+                forward_step_func=forward,
+                data_iterator=iter(range(len(micro))),
+                model=[model],
+                num_microbatches=len(micro),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=loss is None,
+            )
         return found if self._place.pipeline == 1 else self._told(found, given, loss, squares=squares)
 
     def _numbers(self, model: Any, hidden: Tensor, tensors: Micro, *, squares: bool) -> TokenNumbers:
@@ -93,7 +98,7 @@ class Stages:
             return TokenNumbers(*told, None)
         return sliced_numbers(
             states, weight, tensors.targets, part, chunk_tokens=self._chunk, squares=squares, **options
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def _told(

@@ -1,6 +1,6 @@
 """Hugging Face weights into this rank's Megatron-core parameters, and out of all ranks to rank 0.
 
-Called by `megatron`; `megatron_checkpoint` assembles by it too. What lies where says `megatron_mapping`. Guarantees:
+`megatron_checkpoint` assembles by it too. What lies where says `megatron_mapping`. Guarantees:
 1. a rank reads only the parts of the files that it holds, straight from safetensors: no pickle, no whole copy;
 2. a tensor that is missing or has another shape is `config.model`, by name;
 3. weights leave tensor by tensor in the order of `shapes_of`; rank 0 alone gets data, one tensor is whole at a time;
@@ -66,7 +66,6 @@ class Folder:
         return piece
 
     def close(self) -> None:
-        """Close the files."""
         while self._files:
             self._files.popitem()[1].__exit__(None, None, None)
 

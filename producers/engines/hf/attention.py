@@ -1,6 +1,6 @@
 """Attention of a decode step in bands: short rows do not read as far as the longest one.
 
-Called by transformers' attention layers, once `install` has named it to the model; `slot_memory` plans the bands. The
+`slot_memory` plans the bands. The
 slots of a step lie in one block, and one call over it reads every row up to the longest: 63 samples of 60 tokens beside
 one of 7000 cost as much as 64 of 7000. Guarantees:
 1. every row gets what one call over the whole block gives it: the first band is all rows up to a short length, and what

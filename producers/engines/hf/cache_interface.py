@@ -29,8 +29,6 @@ UNFIT = (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyErr
 
 
 class Memory(Protocol):
-    """See the module."""
-
     max_len: int  # tokens of a sample, prompt and response
 
     def prefill(self, prompts: Sequence[Tokens]) -> list[Any]:

@@ -1,7 +1,6 @@
 """transformers' own caches, one for each set of samples of equal length: the memory of every other decoder.
 
-Called by `decoder` (see `memory`), made by `loading` for models that do not keep K and V of every token: recurrent and
-hybrid layers, compressed or shared K/V, layers that forget. A cohort is a set of samples that were seated together, all
+A cohort is a set of samples that were seated together, all
 of one length for as long as they live, so that the model makes its own masks, positions and states and sees no padding.
 Guarantees:
 1. a forward has the shape that `generate()` would give it for a batch of prompts of equal length;
@@ -43,8 +42,6 @@ class Cohort:
 
 
 class CohortMemory:
-    """See the module."""
-
     def __init__(self, model: torch.nn.Module, *, max_len: int, device: torch.device, where: str) -> None:
         """Raises ConfigError `config.model` where the model has no cache of its own that can be copied by rows."""
         self.model = model
@@ -71,7 +68,7 @@ class CohortMemory:
         except UNFIT as error:
             raise ConfigError(
                 "config.model", f"it makes no cache: {type(error).__name__}: {error}", where=where
-            ) from error  # fmt: skip
+            ) from error
 
     def nbytes(self, *, slots: int, where: str) -> int:
         """Bytes of the caches of this many samples at their longest, as far as two short caches tell: what does not
@@ -92,7 +89,6 @@ class CohortMemory:
         return [self._fed([prompt]) for prompt in prompts]
 
     def seat(self, first: int, lanes: Sequence[int], kept: Any | None) -> None:
-        """A new cohort."""
         del first
         cache = None if kept is None else self._chosen(copy.deepcopy(kept), [0] * len(lanes))
         self.cohorts.append(Cohort(list(lanes), cache))

@@ -1,6 +1,6 @@
 """The decode loop of the hf engine, one step at a time, without threads and without asyncio.
 
-Called by `producers.engines.hf.engine` on its decode thread, and by tests directly. A step is: seat waiting samples in free
+A step is: seat waiting samples in free
 rows, feed the live rows, one token per row, hand out the finished ones. What the model remembers of the samples, and
 how it is fed, is a `memory.Memory`. Guarantees:
 1. a prompt is prefilled once per group and version, and copied for its samples; prompts of several waiting groups are
@@ -149,9 +149,12 @@ class Decoder:
         knobs = self.table.knobs[:live]
         cuts = self.table.cuts
         return sample(
-            logits, self.table.numbers(state), knobs[:, 0],
-            top_p=knobs[:, 1] if cuts else None, top_k=state[:, TOP_K] if cuts else None,
-        )  # fmt: skip
+            logits,
+            self.table.numbers(state),
+            knobs[:, 0],
+            top_p=knobs[:, 1] if cuts else None,
+            top_k=state[:, TOP_K] if cuts else None,
+        )
 
     # ------------------------------------------------------------ rows
 

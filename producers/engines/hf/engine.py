@@ -1,6 +1,6 @@
 """The default engine: a sampler on the transformers forward. It runs wherever torch does, a laptop's CPU included.
 
-Called by `producers.main` through `asyncrl.engine.Engine`. The decode loop owns the model and runs in one thread; the
+The decode loop owns the model and runs in one thread; the
 event loop talks to it by a queue of closures and gets finished samples back by `call_soon_threadsafe`. Guarantees:
 1. samples of a request come as they finish; those of one step are handed over together;
 2. weights change between two decode steps, by an exchange of storages (`weights`); the digests of the buckets, and of
@@ -83,10 +83,15 @@ class HFEngine:
         self._model = load_model(config, device=device, max_len=self._max_len)
         self._weights = ModelWeights(self._model, in_place=config.weightsync.in_place)
         built = build_decoder(
-            self._model, slots=config.producers.slots, max_prompt=config.data.max_prompt_tokens, max_new=self._max_new,
-            recompute=config.producers.kv_at_swap == "recompute", where=config.model.path,
-            beside=self._weights.second_copy, tried=self.tried,
-        )  # fmt: skip
+            self._model,
+            slots=config.producers.slots,
+            max_prompt=config.data.max_prompt_tokens,
+            max_new=self._max_new,
+            recompute=config.producers.kv_at_swap == "recompute",
+            where=config.model.path,
+            beside=self._weights.second_copy,
+            tried=self.tried,
+        )
         if built.way == "caches":
             self._detail = f"decodes with transformers' caches, one forward per group: {built.why}"
             print(f"engine hf: {self._detail}", flush=True)
@@ -105,21 +110,31 @@ class HFEngine:
         if decoder is None:
             return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
         return EngineHealth(
-            alive=self._failure is None, version=-1 if self._dirty else decoder.version,
-            running=decoder.table.live, waiting=decoder.waiting,
-            generated_tokens=decoder.generated_tokens, busy_s=decoder.busy_s, swap_s=self._swap_s,
+            alive=self._failure is None,
+            version=-1 if self._dirty else decoder.version,
+            running=decoder.table.live,
+            waiting=decoder.waiting,
+            generated_tokens=decoder.generated_tokens,
+            busy_s=decoder.busy_s,
+            swap_s=self._swap_s,
             detail=self._failure.message if self._failure else self._detail,
-            kv_used=decoder.table.held / (decoder.table.slots * self._max_len), paused=decoder.paused,
-        )  # fmt: skip
+            kv_used=decoder.table.held / (decoder.table.slots * self._max_len),
+            paused=decoder.paused,
+        )
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do with its configuration."""
         slots = self._config.producers.slots
         return EngineCapabilities(
-            "hf", max_samples=slots, max_tokens=self._max_len, kv_tokens=slots * self._max_len,
-            encodings=("full",) if self.in_place else ("full", "adapter"), in_place=self.in_place, continues=True,
+            "hf",
+            max_samples=slots,
+            max_tokens=self._max_len,
+            kv_tokens=slots * self._max_len,
+            encodings=("full",) if self.in_place else ("full", "adapter"),
+            in_place=self.in_place,
+            continues=True,
             priority=True,
-        )  # fmt: skip
+        )
 
     def fingerprint(self) -> str:
         """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""

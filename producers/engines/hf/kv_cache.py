@@ -1,6 +1,6 @@
 """The key-value memory of the slot sampler, and the two caches that transformers sees of it.
 
-Called by `slot_memory`. `KVStore` holds K and V of each layer as `[slots, kv_heads, length, head_dim]`; the live rows
+`KVStore` holds K and V of each layer as `[slots, kv_heads, length, head_dim]`; the live rows
 are the first ones. `SlotCache` is what a decode step passes as `past_key_values`: it writes one position per row and
 shows the live rows up to the longest. `CaptureCache` is what a prefill passes: it keeps what each layer computed.
 Guarantees:
@@ -43,7 +43,6 @@ class CaptureCache:
         return keys, values
 
     def get_seq_length(self, _layer: int = 0) -> int:
-        """No past."""
         return 0
 
 

@@ -1,6 +1,6 @@
 """Loads a model for the hf engine, finds the decoder that fits it, and says early why a model cannot be used.
 
-Called by the hf engine at its start. Guarantees:
+Guarantees:
 1. files come from `model.path` alone, never from the network;
 2. slots are tried first, transformers' own caches (`cohorts`) where they do not fit; either must pass the self-check,
    which compares log-probs with the model's plain forward;
@@ -109,9 +109,16 @@ def settle_attention(model: Any, *, device: torch.device, where: str) -> None:
 
 
 def build_decoder(
-    model: torch.nn.Module, *, slots: int, max_prompt: int, max_new: int, recompute: bool, where: str, beside: int = 0,
+    model: torch.nn.Module,
+    *,
+    slots: int,
+    max_prompt: int,
+    max_new: int,
+    recompute: bool,
+    where: str,
+    beside: int = 0,
     tried: Sequence[str] = TRIED,
-) -> Built:  # fmt: skip
+) -> Built:
     """The first decoder that fits this model, proved; `beside`: bytes that a second copy of the weights will take.
 
     Raises:

@@ -1,6 +1,6 @@
 """Adapter versions: a low-rank update that is added to the base weights once, so that decoding costs nothing more.
 
-Called by `producers.engines.hf.weights`; what an adapter is stands in `weightsync.encoding.adapter`. `W = W0 + s B A`
+What an adapter is stands in `weightsync.encoding.adapter`. `W = W0 + s B A`
 (arXiv 2106.09685, equation 3; s as in `AdapterConfig.scaling`). Guarantees:
 1. W0 is kept, and every version is computed from it: a hundred versions one after the other leave no rounding behind;
    modules that a later adapter leaves out get W0 back;
@@ -37,9 +37,10 @@ class AdapterUpdate:
         """Raises `sync.failed` on another base, `sync.plan` on an adapter that this model or formula cannot take."""
         if not manifest.base or manifest.base != weights.base:
             raise WorkError(
-                "sync.failed", f"version {manifest.version} is an adapter of the base {manifest.base[:12] or '?'}, "
+                "sync.failed",
+                f"version {manifest.version} is an adapter of the base {manifest.base[:12] or '?'}, "
                 f"the model holds {weights.base[:12] or 'none'}",
-            )  # fmt: skip
+            )
         self.manifest = manifest
         self.layout = Layout(manifest, tensors)
         self.missing = set(range(len(self.layout.buckets)))
@@ -101,9 +102,10 @@ def by_parameter(pairs: Sequence[Pair], weights: ModelWeights) -> dict[str, Pair
             )
         if (pair.b.shape[0], pair.a.shape[1]) != tuple(parameter.shape) or pair.a.dtype not in DTYPES:
             raise AsyncRLError(
-                "sync.plan", f"{pair.module}: A is {pair.a.dtype} {pair.a.shape}, B {pair.b.shape}, the weight "
+                "sync.plan",
+                f"{pair.module}: A is {pair.a.dtype} {pair.a.shape}, B {pair.b.shape}, the weight "
                 f"{tuple(parameter.shape)}",
-            )  # fmt: skip
+            )
         found[f"{pair.module}.weight"] = pair
     return found
 

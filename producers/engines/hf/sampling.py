@@ -1,6 +1,6 @@
 """Draws one token per row from logits, for all rows at once.
 
-Called by the decoder on every step. Guarantees:
+Guarantees:
 1. a row's token is a function of its logits, its settings and its one uniform number: it does not depend on the
    other rows (up to the float noise of the forward pass);
 2. the log-prob is that of the full temperature-scaled softmax in float32, also where top-k or top-p cut the set that

@@ -1,6 +1,6 @@
 """Proves at start that the decoder of a model gives the log-probs of its plain forward.
 
-Called by `loading` for every decoder that it tries, before any weights arrive. Guarantees:
+Guarantees:
 1. a model whose attention ignores the mask or the positions that it is handed, or whose cache does not bear to be
    copied and cut by rows, is refused (`config.model`) with the size of the disagreement, instead of training on wrong
    log-probs. What is compared: two prompts of unequal length in one batch, several samples of each, once all to the
@@ -53,9 +53,11 @@ def check_decoder(decoder: Decoder, model: Any, *, max_prompt: int, max_new: int
     limit = LIMIT.get(next(model.parameters()).dtype, HALF_LIMIT)
     if not gap <= limit:  # NaN is refused too
         raise ConfigError(
-            "config.model", f"log-probs of decoding differ from the model's plain forward by {gap:.3g}",
-            where=where, remedy="use another engine (producers.engine) for this model",
-        )  # fmt: skip
+            "config.model",
+            f"log-probs of decoding differ from the model's plain forward by {gap:.3g}",
+            where=where,
+            remedy="use another engine (producers.engine) for this model",
+        )
 
 
 def borders(config: Any) -> set[int]:

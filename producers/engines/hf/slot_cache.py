@@ -1,6 +1,6 @@
 """K and V of all samples in one block, one forward per step: the memory of models that keep K and V of every token.
 
-Called by `decoder` (see `memory`), made by `loading`. Guarantees:
+Guarantees:
 1. a step feeds one token of every live row, at its own position, under its own mask: no padding is computed;
 2. layers with a window (`sliding_attention`) or with chunks (`chunked_attention`) keep all tokens and get a mask that
    shows what they may see: exact, at the cost of memory that they would not need;
@@ -62,8 +62,6 @@ def sights(config: Any, *, max_len: int) -> dict[str, Sight]:
 
 
 class SlotMemory:
-    """See the module."""
-
     def __init__(self, model: torch.nn.Module, *, slots: int, max_len: int, device: torch.device, where: str) -> None:
         """Raises ConfigError `config.model` where the model keeps something else than K and V."""
         self.model = model
@@ -86,8 +84,10 @@ class SlotMemory:
             raise
         except UNFIT as error:
             raise ConfigError(
-                "config.model", f"its layers do not keep keys and values of every token: {error}", where=where,
-            ) from error  # fmt: skip
+                "config.model",
+                f"its layers do not keep keys and values of every token: {error}",
+                where=where,
+            ) from error
         self.store = KVStore(self.like, slots=slots, max_len=max_len)
 
     # ------------------------------------------------------------ Memory
@@ -164,9 +164,13 @@ class SlotMemory:
 
     def _call(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any) -> Any:
         return self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True,
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
             **self._options,
-        )  # fmt: skip
+        )
 
 
 def _within(bands: list[Band], visible: int) -> list[Band]:

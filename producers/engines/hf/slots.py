@@ -1,6 +1,6 @@
 """Which sample sits in which row, and what each row needs for its next step.
 
-Called by the decoder, on its thread. A sample has a lane (fixed while it lives: its tokens, log-probs and random
+A sample has a lane (fixed while it lives: its tokens, log-probs and random
 numbers) and a row (its place in the packed front of the K/V store). Guarantees:
 1. rows `0..live` are exactly the live samples: when rows finish, the last live rows are moved into the holes, so a
    step costs what is alive (`release` says which rows moved, the K/V store follows);

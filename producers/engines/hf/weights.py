@@ -1,6 +1,6 @@
 """The weights of one model: what it holds, and a new version that is built beside it and exchanged between two steps.
 
-Called by the hf engine: `begin`, every bucket once by `apply`, `exchange` on the decode thread, then `digest`; or
+Or
 `abort`. Guarantees:
 1. the model is not touched before `exchange`, which swaps storages (`parameter.data`) and copies nothing: it takes the
    same time for a model of any size. Only with `in_place` do buckets go into the parameters themselves;
@@ -40,9 +40,11 @@ from weightsync.plan.digest import whole_digest
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Wire dtype -> dtypes of a model that hold every one of its values.
 _HOLDS = {
-    "F64": (torch.float64,), "F32": (torch.float32, torch.float64),
-    "F16": (torch.float16, torch.float32, torch.float64), "BF16": (torch.bfloat16, torch.float32, torch.float64),
-}  # fmt: skip
+    "F64": (torch.float64,),
+    "F32": (torch.float32, torch.float64),
+    "F16": (torch.float16, torch.float32, torch.float64),
+    "BF16": (torch.bfloat16, torch.float32, torch.float64),
+}
 
 
 class Room:
@@ -144,9 +146,14 @@ class FullUpdate:
     """All weights. `in_place`: into the parameters themselves, else beside them."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], manifest: Manifest, tensors: Sequence[Tensor], *,
-        room: Room, in_place: bool,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        manifest: Manifest,
+        tensors: Sequence[Tensor],
+        *,
+        room: Room,
+        in_place: bool,
+    ) -> None:
         self.manifest = manifest
         self.layout = Layout(manifest, tensors)
         self.missing = set(range(len(self.layout.buckets)))
@@ -183,7 +190,6 @@ class FullUpdate:
         return self.layout.fill(number, data, self.held)
 
     def held(self, name: str) -> torch.Tensor:
-        """The new value."""
         return self._values[name]
 
     def complete(self) -> None:
@@ -308,7 +314,6 @@ class ModelWeights:
             return held.layout.read(number, into, held.held)
 
     def held(self, name: str) -> torch.Tensor:
-        """The parameter's value."""
         return self._parameters[name].data
 
     def base_value(self, name: str) -> torch.Tensor:
@@ -376,9 +381,10 @@ def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
         if parameter.dtype not in _HOLDS.get(tensor.dtype, ()):
             held = str(parameter.dtype).removeprefix("torch.")
             raise AsyncRLError(
-                "sync.plan", f"{tensor.name}: sent as {tensor.dtype}, which {held} does not hold without loss",
-                remedy="set producers.dtype = \"auto\", or both ends to the same dtype",
-            )  # fmt: skip
+                "sync.plan",
+                f"{tensor.name}: sent as {tensor.dtype}, which {held} does not hold without loss",
+                remedy='set producers.dtype = "auto", or both ends to the same dtype',
+            )
         given.add(id(parameter))
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
     if missing:

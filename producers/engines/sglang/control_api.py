@@ -1,6 +1,6 @@
 """The control plane of an SGLang server (0.5.23): pause, sessions, groups, checksums, facts. One method per call.
 
-Called by the sglang engine. Guarantees:
+Guarantees:
 1. every call has a deadline; a server that refuses (4xx), says `success: false`, answers 5xx or garbage, or is gone,
    raises `engine.broken` with what it said;
 2. servers without weight sessions (404 for `/end_weight_update`) are driven without; `sessions` says which it is;
@@ -27,10 +27,19 @@ LOOK_S = 0.5
 NOT_FOUND = 404
 #: safetensors names of dtypes as torch calls them.
 DTYPE_NAMES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
     "BOOL": "bool",
-}  # fmt: skip
+}
 
 
 class _State(msgspec.Struct):
@@ -148,7 +157,6 @@ class SGLangServer:
         await self.facts()  # the pause itself is only posted to the scheduler
 
     async def resume(self) -> None:
-        """Go on."""
         await self._do("/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
@@ -177,9 +185,13 @@ class SGLangServer:
     async def join_group(self, name: str, *, host: str, port: int, size: int, backend: str) -> None:
         """Its workers become the ranks 1 and above of a group. Rank 0 must be building it meanwhile."""
         body = {
-            "master_address": host, "master_port": port, "rank_offset": 1, "world_size": size, "group_name": name,
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": name,
             "backend": backend,
-        }  # fmt: skip
+        }
         await self._do("/init_weights_update_group", body, timeout_s=self._swap_s)
 
     async def leave_group(self, name: str) -> None:
@@ -201,10 +213,15 @@ class SGLangServer:
     ) -> None:
         """Its workers take these tensors, back to back in one broadcast, which `sending` sends."""
         body = {
-            "names": [tensor.name for tensor in tensors], "dtypes": [DTYPE_NAMES[tensor.dtype] for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors], "group_name": group, "flush_cache": False,
-            "abort_all_requests": False, "weight_version": label, "load_format": "flattened_bucket",
-        }  # fmt: skip
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [DTYPE_NAMES[tensor.dtype] for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": label,
+            "load_format": "flattened_bucket",
+        }
         await together(self._do("/update_weights_from_distributed", body, timeout_s=self._swap_s), sending)
 
 

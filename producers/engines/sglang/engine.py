@@ -1,6 +1,6 @@
 """The sglang engine: an SGLang server behind a URL, driven over HTTP; weights go to it in a process group.
 
-Called by `producers.main` through `asyncrl.engine.Engine`. The server belongs to this producer alone. Guarantees:
+The server belongs to this producer alone. Guarantees:
 1. tokens go in and come out as ids; each sample is a request of its own. At most `capabilities().max_samples` are at
    the server; the others wait here, the urgent first;
 2. a version is staged in a file while generation goes on (`staged`); at the commit the server is paused, takes the
@@ -104,9 +104,13 @@ class SGLangEngine:
         device = config.producers.device.partition(":")[0]
         backend = {"cuda": "nccl", "npu": "hccl"}.get(device, "gloo")
         group = self._group = GroupSender(
-            f"asyncrl-{self._owner}", workers=found.tp_size, backend=backend, host=address_towards(url),
-            timeout_s=self._limit_s, device=config.producers.device if backend != "gloo" else "",
-        )  # fmt: skip
+            f"asyncrl-{self._owner}",
+            workers=found.tp_size,
+            backend=backend,
+            host=address_towards(url),
+            timeout_s=self._limit_s,
+            device=config.producers.device if backend != "gloo" else "",
+        )
         port = await group.listen()
         joining = server.join_group(group.name, host=group.host, port=port, size=group.size, backend=backend)
         await together(joining, group.join())  # bounded: by the group's limit
@@ -136,15 +140,22 @@ class SGLangEngine:
             return EngineHealth(alive=False, version=-1, running=0, waiting=0, detail="not started")
         held = sum(
             len(sample.request.prompt_ids) + len(sample.tokens)
-            for samples in list(self._samples.values()) for sample in samples if sample.turns
-        )  # fmt: skip
+            for samples in list(self._samples.values())
+            for sample in samples
+            if sample.turns
+        )
         return EngineHealth(
-            alive=failure is None, version=self._version, running=self._admission.inside,
-            waiting=self._admission.waiting, generated_tokens=self._generated,
+            alive=failure is None,
+            version=self._version,
+            running=self._admission.inside,
+            waiting=self._admission.waiting,
+            generated_tokens=self._generated,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._admission.inside else 0.0),
-            swap_s=self._swap_s, detail=failure.message if failure is not None else "",
-            kv_used=min(1.0, held / max(1, found.max_total_num_tokens)), paused=self._paused,
-        )  # fmt: skip
+            swap_s=self._swap_s,
+            detail=failure.message if failure is not None else "",
+            kv_used=min(1.0, held / max(1, found.max_total_num_tokens)),
+            paused=self._paused,
+        )
 
     def capabilities(self) -> EngineCapabilities:
         """What this server can do. Seeds count where it was started with --enable-deterministic-inference."""
@@ -153,10 +164,14 @@ class SGLangEngine:
         assert found is not None
         longest = self._config.data.max_prompt_tokens + self._max_new
         return EngineCapabilities(
-            "sglang", max_samples=self._admission.limit, max_tokens=min(longest, found.max_req_input_len + 1),
-            kv_tokens=found.max_total_num_tokens, priority=True, seeded=found.enable_deterministic_inference,
+            "sglang",
+            max_samples=self._admission.limit,
+            max_tokens=min(longest, found.max_req_input_len + 1),
+            kv_tokens=found.max_total_num_tokens,
+            priority=True,
+            seeded=found.enable_deterministic_inference,
             continues=found.enable_deterministic_inference,
-        )  # fmt: skip
+        )
 
     def fingerprint(self) -> str:
         """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""

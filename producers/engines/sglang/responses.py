@@ -1,6 +1,6 @@
 """What SGLang says of a sample: strict decoding of the answers to `/generate`.
 
-Called by the sglang engine. Guarantees:
+Guarantees:
 1. an answer that lacks a field, has one of another type, or has not one log-prob per token is `engine.broken`;
 2. it does not matter whether the server's stream is cumulative (its default) or incremental: `completion_tokens` says
    where the tokens of an event end;
@@ -85,19 +85,23 @@ def piece_of(event: Any, taken: int, *, where: str) -> Piece:
     first = taken - begin  # of what is new, in `ids`
     if begin < 0 or not 0 <= first <= len(ids) or len(meta.output_token_logprobs) != len(ids):
         raise WorkError(
-            "engine.broken", f"{len(ids)} ids and {len(meta.output_token_logprobs)} log-probs of "
-            f"{meta.completion_tokens} tokens, after {taken} were taken", where=where,
-        )  # fmt: skip
+            "engine.broken",
+            f"{len(ids)} ids and {len(meta.output_token_logprobs)} log-probs of "
+            f"{meta.completion_tokens} tokens, after {taken} were taken",
+            where=where,
+        )
     new = meta.output_token_logprobs[first:]
     if [token for _, token, _ in new] != ids[first:]:
         raise WorkError("engine.broken", "log-probs of other tokens than the sample's", where=where)
     finish = meta.finish_reason
     spans = meta.weight_versions if finish is not None else None
     return Piece(
-        ids[first:], [value for value, _, _ in new], finish.type if finish is not None else "",
+        ids[first:],
+        [value for value, _, _ in new],
+        finish.type if finish is not None else "",
         None if spans is None else [(span.version, span.start, span.end) for span in spans],
         finish.message if finish is not None else "",
-    )  # fmt: skip
+    )
 
 
 def _not_an_answer(event: Any, why: str, *, where: str) -> WorkError:

@@ -1,6 +1,6 @@
 """One sample at an SGLang server: what has come, of which weights it is, and what is asked next.
 
-Called by the sglang engine, on its event loop. Guarantees:
+Guarantees:
 1. a delta holds tokens whose version is certain: those of a turn while no weights have changed since it was sent, else
    those that the server's last event names. So after a swap no delta comes before the end of the sample;
 2. versions of tokens that were handed on never change: an engine that says otherwise later is `engine.broken`;
@@ -63,16 +63,30 @@ class Sample:
         request = self.request
         every = request.delta_tokens or max(LEAST_INTERVAL, self.left // EVENTS)
         return {
-            "rid": self.name, "input_ids": [*request.prompt_ids.tolist(), *self.tokens], "stream": True,
-            "return_logprob": True, "logprob_start_len": -1, "extra_key": salt, "cache_salt": salt,
+            "rid": self.name,
+            "input_ids": [*request.prompt_ids.tolist(), *self.tokens],
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "extra_key": salt,
+            "cache_salt": salt,
             "sampling_params": {
-                "max_new_tokens": self.left, "temperature": request.temperature, "top_p": request.top_p,
-                "top_k": request.top_k or -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-                "repetition_penalty": 1.0, "min_new_tokens": 0, "stop_token_ids": list(request.stop_ids),
-                "ignore_eos": not request.stop_ids, "skip_special_tokens": False, "stream_interval": every,
+                "max_new_tokens": self.left,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k or -1,
+                "min_p": 0.0,
+                "frequency_penalty": 0.0,
+                "presence_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "min_new_tokens": 0,
+                "stop_token_ids": list(request.stop_ids),
+                "ignore_eos": not request.stop_ids,
+                "skip_special_tokens": False,
+                "stream_interval": every,
                 "sampling_seed": seed_of(request.seed, self.index),
             },
-        }  # fmt: skip
+        }
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """New tokens, in order."""
@@ -100,9 +114,14 @@ class Sample:
         start, end = self._sent, len(self.versions)
         self._sent = end
         delta = GenDelta(
-            self.request.id, self.index, np.asarray(self.tokens[start:end], dtype=np.int32),
-            np.asarray(self.logprobs[start:end], dtype=np.float32), runs_of(self.versions[start:]), finish, start,
-        )  # fmt: skip
+            self.request.id,
+            self.index,
+            np.asarray(self.tokens[start:end], dtype=np.int32),
+            np.asarray(self.logprobs[start:end], dtype=np.float32),
+            runs_of(self.versions[start:]),
+            finish,
+            start,
+        )
         self.outbox.put_nowait(delta)
 
 

@@ -1,6 +1,6 @@
 """Whether an SGLang server fits a run, looked at once before anything is generated; and a request the engine.
 
-Called by the sglang engine. Every refusal is `config.conflict` with the argument of the server that is to
+Every refusal is `config.conflict` with the argument of the server that is to
 be changed, but for a missing address and another model. Guarantees:
 1. a server whose token versions would be wrong is refused: with overlap scheduling SGLang pauses in place while a step
    is under way, and the token of that step is named after the new weights. `recompute` retracts what runs, which takes
@@ -88,17 +88,23 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
     own = uuid.uuid4().hex  # the producer before has left its probes in the cache
     for salt in (f"{own}/1", f"{own}/1", f"{own}/2"):
         body = {
-            "input_ids": prompt, "return_logprob": True, "logprob_start_len": -1, "extra_key": salt, "cache_salt": salt,
+            "input_ids": prompt,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "extra_key": salt,
+            "cache_salt": salt,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
-        }  # fmt: skip
+        }
         answer: Answer = answer_as(await client.post("/generate", body, timeout_s=CALL_S), Answer, client.url)
         cached.append(answer.meta_info.cached_tokens)
     if cached[2] and not found.disable_radix_cache:
         raise ConfigError(
-            "config.conflict", f"SGLang {found.version}: {cached[2]} of {length} prompt tokens came from the prefix "
-            "cache of another salt: after new weights prompts would meet K/V of the old ones", where=client.url,
+            "config.conflict",
+            f"SGLang {found.version}: {cached[2]} of {length} prompt tokens came from the prefix "
+            "cache of another salt: after new weights prompts would meet K/V of the old ones",
+            where=client.url,
             remedy="start it with --disable-radix-cache",
-        )  # fmt: skip
+        )
 
 
 def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:

@@ -1,6 +1,5 @@
 """One version from its file into an SGLang server, in a weight session.
 
-Called by the sglang engine, between the moment in which it lets no request in and the one in which it goes on.
 Guarantees:
 1. the server is paused from before the first byte on, and stays paused;
 2. tensors go in plan order, one broadcast per piece that lies back to back; the last one carries the label, and what
@@ -17,9 +16,7 @@ from producers.engines.staged_weights import StagedVersion
 from weightsync.plan.digest import bucket_digest, whole_digest
 
 
-async def load(
-    server: SGLangServer, group: GroupSender, staged: StagedVersion, label: str, *, recompute: bool
-) -> None:  # fmt: skip
+async def load(server: SGLangServer, group: GroupSender, staged: StagedVersion, label: str, *, recompute: bool) -> None:
     """Pause the server and load the version. `recompute`: K/V of what runs is given up and will be made again."""
     await server.pause("retract" if recompute else "in_place")
     if recompute:

@@ -1,7 +1,6 @@
 """Settings of the vllm engine: from the configuration to the names of vLLM's `AsyncEngineArgs`.
 
-Called by `producers.engines.vllm.engine` at its start, and by `asyncrl check` in the engine's own environment
-(`python -m producers.engines.vllm.args`). Guarantees:
+Guarantees:
 1. `arguments` is pure: what vLLM would refuse by name is refused here, with the nearest name it has;
 2. what asyncrl needs as it is (`OURS`) cannot be set in `[producers.engine_args]`; everything else can, and wins over
    the defaults;
@@ -63,10 +62,13 @@ def logprobs_problem(sampling: SamplingConfig) -> AsyncRLError | None:
     if not what or sampling.temperature == 1:
         return None
     return ConfigError(
-        "config.conflict", f"this vLLM cannot record log-probs of the full softmax with sampling.{what} and "
+        "config.conflict",
+        f"this vLLM cannot record log-probs of the full softmax with sampling.{what} and "
         f"sampling.temperature = {sampling.temperature:g}: its raw ones are before the temperature, its processed ones "
-        "after the cut", where="sampling", remedy="set sampling.temperature = 1, or nothing that cuts; or engine = hf",
-    )  # fmt: skip
+        "after the cut",
+        where="sampling",
+        remedy="set sampling.temperature = 1, or nothing that cuts; or engine = hf",
+    )
 
 
 def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: int = 1 << 62) -> dict[str, Any]:
@@ -95,12 +97,14 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
             what = f"vLLM on a CPU dies where it computes the prompt of a seeded request in pieces ({CHUNKED})"
             raise ConfigError("config.conflict", what, where=f"{TABLE}.{CHUNKED}", remedy="leave it out")
         made |= {
-            "enforce_eager": True, "max_num_batched_tokens": max(LEAST_BATCHED_TOKENS, longest, producers.slots),
+            "enforce_eager": True,
+            "max_num_batched_tokens": max(LEAST_BATCHED_TOKENS, longest, producers.slots),
             CHUNKED: False,
-        }  # fmt: skip
+        }
         if not {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & set(given):
-            made["kv_cache_memory_bytes"] = kv_bytes(config, item_bytes=4 if made["dtype"] == "float32" else 2,
-                                                     free_bytes=free_bytes)  # fmt: skip
+            made["kv_cache_memory_bytes"] = kv_bytes(
+                config, item_bytes=4 if made["dtype"] == "float32" else 2, free_bytes=free_bytes
+            )
     return {name: value for name, value in made.items() if name in known} | given
 
 
@@ -109,8 +113,9 @@ def problems(given: dict[str, Any], known: Collection[str]) -> Iterator[AsyncRLE
     for name in given:
         where = f"{TABLE}.{name}"
         if name in OURS:
-            yield ConfigError("config.conflict", f"{name} is not to be set here: it follows from {OURS[name]}",
-                              where=where)  # fmt: skip
+            yield ConfigError(
+                "config.conflict", f"{name} is not to be set here: it follows from {OURS[name]}", where=where
+            )
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

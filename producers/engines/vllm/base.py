@@ -81,15 +81,18 @@ class Sample:
             )
         start, self.sent, self.versions = self.sent, len(self.tokens), versions
         delta = GenDelta(
-            self.request.id, self.index, np.asarray(self.tokens[start:], dtype=np.int32),
-            np.asarray(self.logprobs[start:], dtype=np.float32), runs_of(versions[start:]), finish, start,
-        )  # fmt: skip
+            self.request.id,
+            self.index,
+            np.asarray(self.tokens[start:], dtype=np.int32),
+            np.asarray(self.logprobs[start:], dtype=np.float32),
+            runs_of(versions[start:]),
+            finish,
+            start,
+        )
         self.outbox.put_nowait(delta)
 
 
 class VLLMBase:
-    """See the module."""
-
     def __init__(self, config: Config, *, tag: str = "") -> None:
         """`tag` is part of every label, see `staged.Labels`."""
         self._config = config
@@ -343,9 +346,10 @@ def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
     for tensor in tensors:
         if tensor.dtype not in HOLDS[dtype]:
             raise AsyncRLError(
-                "sync.plan", f"{tensor.name}: sent as {tensor.dtype}, which {dtype} does not hold without loss",
-                remedy="set producers.dtype = \"auto\", or both ends to the same dtype",
-            )  # fmt: skip
+                "sync.plan",
+                f"{tensor.name}: sent as {tensor.dtype}, which {dtype} does not hold without loss",
+                remedy='set producers.dtype = "auto", or both ends to the same dtype',
+            )
 
 
 def seed_of(seed: int, index: int) -> int:

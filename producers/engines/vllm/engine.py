@@ -1,6 +1,6 @@
 """The vllm engine: AsyncLLM in this process, its workers beside it, weights by vLLM's own transfer interface.
 
-Called by `producers.main` through `asyncrl.engine.Engine`, in an environment that has vLLM. Guarantees:
+Guarantees:
 1. tokens go in and come out as ids; a sample is one request of its own, with its own seed, so the same seed and index
    give the same tokens whatever else is decoded;
 2. a version is staged in a file while generation goes on (`staged`); at the commit the engine is paused, the workers
@@ -96,19 +96,30 @@ class VLLMEngine(VLLMBase):
         detail = self._failure.message if self._failure is not None else self._dead()
         running = min(stats.running, samples)  # vLLM says nothing while it has nothing to do
         return EngineHealth(
-            alive=not detail, version=self._version, running=running, waiting=min(stats.waiting, samples - running),
-            generated_tokens=self._generated, busy_s=stats.busy_s, swap_s=self._swap_s, detail=detail,
-            kv_used=stats.kv_used, paused=self._paused, preempted=stats.preempted,
-        )  # fmt: skip
+            alive=not detail,
+            version=self._version,
+            running=running,
+            waiting=min(stats.waiting, samples - running),
+            generated_tokens=self._generated,
+            busy_s=stats.busy_s,
+            swap_s=self._swap_s,
+            detail=detail,
+            kv_used=stats.kv_used,
+            paused=self._paused,
+            preempted=stats.preempted,
+        )
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do with its configuration."""
         self._require()
         cache: Any = self._llm.vllm_config.cache_config
         return EngineCapabilities(
-            "vllm", max_samples=int(self._args["max_num_seqs"]), max_tokens=self._max_len,
-            kv_tokens=int(cache.kv_cache_size_tokens or 0), priority=self._args.get("scheduling_policy") == "priority",
-        )  # fmt: skip
+            "vllm",
+            max_samples=int(self._args["max_num_seqs"]),
+            max_tokens=self._max_len,
+            kv_tokens=int(cache.kv_cache_size_tokens or 0),
+            priority=self._args.get("scheduling_policy") == "priority",
+        )
 
     def _dead(self) -> str:
         if self._llm is None:
@@ -211,8 +222,17 @@ def _params(sample: Sample) -> Any:
 
     request = sample.request
     return SamplingParams(
-        n=1, seed=seed_of(request.seed, sample.index), temperature=request.temperature, top_p=request.top_p,
-        top_k=request.top_k, max_tokens=request.max_new_tokens, stop_token_ids=list(request.stop_ids),
-        ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.DELTA,
+        n=1,
+        seed=seed_of(request.seed, sample.index),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=request.max_new_tokens,
+        stop_token_ids=list(request.stop_ids),
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
         skip_special_tokens=False,
-    )  # fmt: skip
+    )

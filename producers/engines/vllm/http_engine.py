@@ -1,6 +1,6 @@
 """The vllm_http engine: a vLLM server of its own behind a URL, driven by its token and developer routes.
 
-Called by `producers.main` through `asyncrl.engine.Engine`; needs no torch where the server reads this host's files.
+Needs no torch where the server reads this host's files.
 One producer per server (`producers.url`): it alone brings weights there. Guarantees, besides those of `vllm_common`:
 1. the server is looked at before it is used (`vllm_server`); one that does not fit is refused with what to do;
 2. weights come out of the staged file where the server's workers see it, else through a process group in which this
@@ -90,14 +90,22 @@ class VLLMHTTPEngine(VLLMBase):
             backend = self._config.weightsync.collective_backend
             backend = backend if backend != "auto" else "nccl" if server.device == "cuda" else "gloo"
             self._group = GroupSender(
-                f"asyncrl-{secrets.token_hex(4)}", workers=server.workers, backend=backend,
-                host=self._config.weightsync.collective_host, timeout_s=CALL_LIMIT_S,
-            )  # fmt: skip
+                f"asyncrl-{secrets.token_hex(4)}",
+                workers=server.workers,
+                backend=backend,
+                host=self._config.weightsync.collective_host,
+                timeout_s=CALL_LIMIT_S,
+            )
             port = await self._group.listen()
             info = {
-                "group": self._group.name, "master_address": self._group.host, "master_port": port, "rank_offset": 1,
-                "world_size": self._group.size, "backend": backend, "timeout_s": CALL_LIMIT_S,
-            }  # fmt: skip
+                "group": self._group.name,
+                "master_address": self._group.host,
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": self._group.size,
+                "backend": backend,
+                "timeout_s": CALL_LIMIT_S,
+            }
             init = asyncio.ensure_future(self._group.join())  # bounded: by timeout_s above
         try:
             # bounded: both have a limit of their own
@@ -129,19 +137,30 @@ class VLLMHTTPEngine(VLLMBase):
         samples, places = len(self._samples), self._server.max_samples if self._server is not None else 0
         running = min(samples, places)
         return EngineHealth(
-            alive=not detail, version=self._version, running=running, waiting=samples - running,
-            generated_tokens=self._generated, busy_s=self._busy_s, swap_s=self._swap_s, detail=detail,
-            kv_used=self._kv_used, paused=self._paused, preempted=self._preempted,
-        )  # fmt: skip
+            alive=not detail,
+            version=self._version,
+            running=running,
+            waiting=samples - running,
+            generated_tokens=self._generated,
+            busy_s=self._busy_s,
+            swap_s=self._swap_s,
+            detail=detail,
+            kv_used=self._kv_used,
+            paused=self._paused,
+            preempted=self._preempted,
+        )
 
     def capabilities(self) -> EngineCapabilities:
         """What the server can do."""
         self._require()
         assert self._server is not None
         return EngineCapabilities(
-            "vllm_http", max_samples=self._server.max_samples, max_tokens=self._max_len,
-            kv_tokens=self._server.kv_tokens, priority=self._server.priority,
-        )  # fmt: skip
+            "vllm_http",
+            max_samples=self._server.max_samples,
+            max_tokens=self._max_len,
+            kv_tokens=self._server.kv_tokens,
+            priority=self._server.priority,
+        )
 
     def _dead(self) -> str:
         return "the engine was not started" if self._client is None or self._server is None else ""
@@ -199,26 +218,39 @@ class VLLMHTTPEngine(VLLMBase):
     def _body(self, sample: Sample) -> dict[str, Any]:
         request = sample.request
         return {
-            "request_id": sample.name, "token_ids": request.prompt_ids.tolist(), "stream": True,
-            "cache_salt": self._labels.current, "priority": request.priority if self._server.priority else 0,  # type: ignore[union-attr]
+            "request_id": sample.name,
+            "token_ids": request.prompt_ids.tolist(),
+            "stream": True,
+            "cache_salt": self._labels.current,
+            "priority": request.priority if self._server.priority else 0,  # type: ignore[union-attr]
             "sampling_params": {
-                "n": 1, "seed": seed_of(request.seed, sample.index), "temperature": request.temperature,
-                "top_p": request.top_p, "top_k": request.top_k, "max_tokens": request.max_new_tokens,
-                "stop_token_ids": list(request.stop_ids), "ignore_eos": True, "detokenize": False, "logprobs": 0,
+                "n": 1,
+                "seed": seed_of(request.seed, sample.index),
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "max_tokens": request.max_new_tokens,
+                "stop_token_ids": list(request.stop_ids),
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 0,
             },
-        }  # fmt: skip
+        }
 
     def _took(self, sample: Sample, event: Any) -> None:
         if "error" in event:
             raise WorkError("engine.broken", f"the server says {str(event['error'])[:300]}", where=sample.name)
         for choice in event.get("choices", ()):
             content = (choice.get("logprobs") or {}).get("content") or ()
-            sample.take([int(token) for token in choice.get("token_ids") or ()],
-                        [float(entry["logprob"]) for entry in content])  # fmt: skip
+            sample.take(
+                [int(token) for token in choice.get("token_ids") or ()], [float(entry["logprob"]) for entry in content]
+            )
             self._generated += len(content)
             if choice.get("finish_reason") is not None:
-                spans = [(str(span["version"]), int(span["start"]), int(span["end"]))
-                         for span in choice.get("weight_versions") or ()]  # fmt: skip
+                spans = [
+                    (str(span["version"]), int(span["start"]), int(span["end"]))
+                    for span in choice.get("weight_versions") or ()
+                ]
                 self._finished(sample, spans, choice["finish_reason"])
             elif sample.due() and sample.label == self._labels.current:
                 spans = [(sample.label, 0, len(sample.tokens))]

@@ -1,6 +1,6 @@
 """The life of vLLM's processes under a producer: what they find in their environment, and their end.
 
-Called by the vllm engine. Guarantees:
+Guarantees:
 1. `prepare` sets variables before vLLM is imported and overrides none that the user set; with several producers on a
    host no two engines are bound to the same core;
 2. `end` asks vLLM to shut down and kills what is left after the grace.

@@ -1,7 +1,6 @@
 """What asyncrl adds to every process of vLLM: the weight transfer backend `asyncrl`, and an end with the producer.
 
-Called by vLLM itself, through the entry point `asyncrl` of group `vllm.general_plugins`, once per process (and by the
-worker extension of `producers.engines.vllm.weight_transfer`, where the entry point is not installed). Guarantees:
+Guarantees:
 1. the backend is registered by name alone: nothing of it is imported unless `WeightTransferConfig` asks for it, so a
    vLLM that is not ours is left as it was;
 2. a child process of a producer (its pid in `PRODUCER`) gets SIGKILL when its parent dies (Linux), so that a producer

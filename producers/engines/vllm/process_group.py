@@ -1,6 +1,6 @@
 """A worker's end of the process group through which a producer sends weights (`producers.engines.group_sender`).
 
-Called by `vllm_backend` in vLLM's worker processes. Guarantees: the group is made as the sender makes it (a TCPStore at
+Guarantees: the group is made as the sender makes it (a TCPStore at
 rank 0 under the prefix of the group's name, torch's own helper); every broadcast is uint8 from rank 0; every wait is
 bounded. vLLM's own groups are not touched.
 """
@@ -32,7 +32,6 @@ class Member:
         return memory
 
     def close(self) -> None:
-        """Leave the group."""
         with suppress(RuntimeError, ValueError):  # it may be broken already
             distributed_c10d.destroy_process_group(self._group)
         self._store = None

@@ -1,6 +1,6 @@
 """What a vLLM server is and can, found out before it gets weights; refusals that say how to start it.
 
-Called by the vllm_http engine at its start. Guarantees:
+Guarantees:
 1. nothing is assumed: developer routes, the worker extension and the backend of `vllm_backend`, the model's shape and
    dtype, the longest sample, which log-probs it records, and whether its workers read this host's files are all asked
    or tried;
@@ -31,9 +31,16 @@ from producers.engines.vllm.args import CHUNKED
 CALL_S = 60.0
 #: Fields of a model's configuration that make it another model.
 SHAPE = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
 START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --worker-extension-cls "
     'producers.engines.vllm.weight_transfer.HeldWeights --weight-transfer-config \'{"backend": "asyncrl"}\', asyncrl '
@@ -86,19 +93,26 @@ async def inspect(client: HttpClient, config: Config) -> ServerFacts:
     needed = config.data.max_prompt_tokens + config.longest_response
     if longest < needed:
         raise ConfigError(
-            "config.conflict", f"{client.url}: its max_model_len = {longest} is below data.max_prompt_tokens + "
-            f"max_new_tokens = {needed}", where="producers.url",
+            "config.conflict",
+            f"{client.url}: its max_model_len = {longest} is below data.max_prompt_tokens + max_new_tokens = {needed}",
+            where="producers.url",
             remedy=f"start it with --max-model-len {needed}",
-        )  # fmt: skip
+        )
     workers = await _same_model(client, config)
     if workers[0].device == "cpu" and scheduler.get(CHUNKED):
         what = f"{client.url} computes prompts in pieces: on a CPU it dies where one is of a request with a seed"
-        raise ConfigError("config.conflict", what, where="producers.url",
-                          remedy="start it with --no-enable-chunked-prefill")  # fmt: skip
+        raise ConfigError(
+            "config.conflict", what, where="producers.url", remedy="start it with --no-enable-chunked-prefill"
+        )
     return ServerFacts(
-        len(workers), workers[0].device, max_samples, kv_tokens, policy == "priority", await _logprobs(client),
+        len(workers),
+        workers[0].device,
+        max_samples,
+        kv_tokens,
+        policy == "priority",
+        await _logprobs(client),
         await _shared_folders(client, (SHARED_MEMORY, config.run_dir / "scratch")),
-    )  # fmt: skip
+    )
 
 
 async def _settings(client: HttpClient) -> dict[str, Any]:
@@ -110,14 +124,22 @@ async def _settings(client: HttpClient) -> dict[str, Any]:
     except WorkError as error:
         if getattr(error, "status", 0) not in (404, 405):
             raise
-        raise ConfigError("config.conflict", f"{client.url} has no developer routes: weights could not be updated",
-                          where="producers.url", remedy=START) from None  # fmt: skip
+        raise ConfigError(
+            "config.conflict",
+            f"{client.url} has no developer routes: weights could not be updated",
+            where="producers.url",
+            remedy=START,
+        ) from None
     except (KeyError, TypeError) as error:
         raise WorkError("engine.broken", f"/server_info is no vLLM's: {error}", where=client.url) from None
     backend = (settings.get("weight_transfer_config") or {}).get("backend")
     if backend != "asyncrl":
-        raise ConfigError("config.conflict", f"{client.url} takes weights by {backend or 'nothing'}, not by asyncrl",
-                          where="producers.url", remedy=START)  # fmt: skip
+        raise ConfigError(
+            "config.conflict",
+            f"{client.url} takes weights by {backend or 'nothing'}, not by asyncrl",
+            where="producers.url",
+            remedy=START,
+        )
     return settings
 
 
@@ -126,19 +148,27 @@ async def _same_model(client: HttpClient, config: Config) -> list[_Model]:
     try:
         workers = msgspec.convert(await rpc(client, "asyncrl_model"), list[_Model])
     except (WorkError, *UNREADABLE) as error:
-        raise ConfigError("config.conflict", f"{client.url}: its workers lack the extension of asyncrl ({error})",
-                          where="producers.url", remedy=START) from None  # fmt: skip
+        raise ConfigError(
+            "config.conflict",
+            f"{client.url}: its workers lack the extension of asyncrl ({error})",
+            where="producers.url",
+            remedy=START,
+        ) from None
     mine = msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes())
     mine = mine.get("text_config", mine)
     dtype = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
     for worker in workers:
-        differ = [f"{key} {worker.shape[key]} there, {mine[key]} here" for key in SHAPE
-                  if key in mine and key in worker.shape and mine[key] != worker.shape[key]]  # fmt: skip
+        differ = [
+            f"{key} {worker.shape[key]} there, {mine[key]} here"
+            for key in SHAPE
+            if key in mine and key in worker.shape and mine[key] != worker.shape[key]
+        ]
         if worker.dtype != dtype:
             differ.append(f"dtype {worker.dtype} there, {dtype} here")
         if differ:
-            raise HandshakeError("handshake.mismatch", f"{client.url} serves another model: {'; '.join(differ)}",
-                                 where="producers.url")  # fmt: skip
+            raise HandshakeError(
+                "handshake.mismatch", f"{client.url} serves another model: {'; '.join(differ)}", where="producers.url"
+            )
     return workers
 
 
@@ -155,18 +185,26 @@ async def _logprobs(client: HttpClient) -> str:
 
 async def _likeliest(client: HttpClient, temperature: float) -> float:
     body = {
-        "token_ids": [1], "cache_salt": secrets.token_hex(8),
-        "sampling_params": {"temperature": temperature, "top_k": 1, "max_tokens": 1, "logprobs": 0,
-                            "ignore_eos": True, "detokenize": False},
-    }  # fmt: skip
+        "token_ids": [1],
+        "cache_salt": secrets.token_hex(8),
+        "sampling_params": {
+            "temperature": temperature,
+            "top_k": 1,
+            "max_tokens": 1,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+        },
+    }
     try:
         answer = await client.post("/inference/v1/generate", body, timeout_s=CALL_S)
         return float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
     except WorkError as error:
         if getattr(error, "status", 0) not in (404, 405):
             raise
-        raise ConfigError("config.conflict", f"{client.url} has no /inference/v1/generate", where="producers.url",
-                          remedy=START) from None  # fmt: skip
+        raise ConfigError(
+            "config.conflict", f"{client.url} has no /inference/v1/generate", where="producers.url", remedy=START
+        ) from None
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise WorkError("engine.broken", f"no log-prob in its answer: {error}", where=client.url) from None
 

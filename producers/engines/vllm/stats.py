@@ -1,6 +1,6 @@
 """What vLLM's scheduler says of itself, for `Engine.health`.
 
-Called by vLLM's output loop (a stat logger of its own) and read by the vllm engine, from any thread. Guarantees:
+Guarantees:
 1. numbers are of the last step; nothing waits and nothing is asked;
 2. `busy_s` counts the time between two steps that follow each other within `GAP_S` while samples were running: an
    engine that stands still is not busy.
@@ -26,7 +26,6 @@ class Stats:
         self._at = 0.0
 
     def take(self, scheduler: Any, iteration: Any) -> None:
-        """One step."""
         now = time.monotonic()
         if self.running and now - self._at < GAP_S:
             self.busy_s += now - self._at

@@ -1,14 +1,15 @@
 """vLLM's end of an update, inside its worker processes: the weight transfer backend `asyncrl`.
 
-Created by vLLM (`WeightTransferConfig(backend="asyncrl")`, registered by `vllm_plugin`). Called by vLLM's own interface
-between `start_weight_update` and `finish_weight_update`; `HeldWeights` adds two calls to its worker. Guarantees:
+Created by vLLM (`WeightTransferConfig(backend="asyncrl")`, registered by `vllm_plugin`). `HeldWeights` adds two calls
+to its worker. Guarantees:
 1. the tensors of the update come out of one mapped file, or of a process group (rank 0 sends bucket after bucket as
    uint8), and go into `load_weights` inside vLLM's layerwise reload, under their Hugging Face names: each worker of a
    tensor-parallel engine takes its own shards;
 2. the digest is taken, bucket by bucket, of the very memory that `load_weights` reads; nothing can change it in between
    (a private mapping). `asyncrl_held` gives it back;
 3. tensors that vLLM keeps until a layer is complete stay valid until the update is finished.
-The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine` sees to it).
+The layers are without memory between start and finish: the engine must be paused (`producers.engines.vllm.engine`
+sees to it).
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     path: str = ""
 
     def planned(self) -> list[Tensor]:
-        """The tensors."""
         return [Tensor(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in self.tensors]
 
 
@@ -78,8 +78,6 @@ class _Arrived:
 
 
 class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """See the module."""
-
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
 
@@ -105,10 +103,15 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._timeout_s = init_info.timeout_s
         self._group = join(
-            init_info.group, rank=rank, size=init_info.world_size, backend=init_info.backend,
-            host=init_info.master_address, port=init_info.master_port, timeout=timedelta(seconds=init_info.timeout_s),
+            init_info.group,
+            rank=rank,
+            size=init_info.world_size,
+            backend=init_info.backend,
+            host=init_info.master_address,
+            port=init_info.master_port,
+            timeout=timedelta(seconds=init_info.timeout_s),
             device=self.device,
-        )  # fmt: skip
+        )
 
     def start_weight_update(self) -> None:
         """Layerwise reload begins: the layers are without memory from here on."""
@@ -145,7 +148,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._arrived.mapping = _mapped(update.path, size)
         return torch.frombuffer(
             self._arrived.mapping, dtype=torch.uint8, count=update.bucket_bytes[number], offset=starts[number]
-        )  # fmt: skip
+        )
 
     def _from_group(self, size: int) -> torch.Tensor:
         if self._group is None:
@@ -180,7 +183,6 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
-        """Leave the group."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -193,7 +195,6 @@ class FullSoftmax(Sampler):  # type: ignore[misc]
     _temperature: torch.Tensor | None = None
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
-        """As vLLM's."""
         self._temperature = sampling_metadata.temperature
         return super().forward(logits, sampling_metadata, *args, **more)
 

@@ -1,6 +1,6 @@
 """The forms of reward functions, ours and those of other trainers, recognised by parameter names.
 
-Called by `producers.rewards.functions`. A form knows which functions are its own, what it gives them, and how many
+A form knows which functions are its own, what it gives them, and how many
 values a result holds; what a value means is not its business.
 
 | form | recognised by | per |
@@ -44,10 +44,11 @@ def parameters_of(function: Callable[..., Any], args: Mapping[str, Any], *, name
         raise ConfigError("config.reward", f"args has {', '.join(unknown)}; its parameters: {shown}", where=name)
     left = [p for p in named if p.name not in args]
     return Parameters(
-        names=frozenset(p.name for p in left), takes_all=takes_all,
+        names=frozenset(p.name for p in left),
+        takes_all=takes_all,
         required=frozenset(p.name for p in left if p.default is p.empty),
         positional=tuple(p.name for p in left if p.kind is not p.KEYWORD_ONLY),
-    )  # fmt: skip
+    )
 
 
 def recognise(
@@ -66,6 +67,8 @@ def recognise(
     shown = ", ".join((*parameters.positional, *keywords))
     forms = " | ".join(form.shown for form in reversed(FORMS))
     raise ConfigError(
-        "config.reward", f"its parameters ({shown or 'none'}) fit none of the forms {forms}", where=name,
+        "config.reward",
+        f"its parameters ({shown or 'none'}) fit none of the forms {forms}",
+        where=name,
         remedy="give it the parameters of one of these forms, or further ones a default or a value in args",
-    )  # fmt: skip
+    )

@@ -27,11 +27,14 @@ class AReaL(Form):
         """Of the sample and its row; `answer` falls back to the ground truth."""
         sample = samples[0]
         return {
-            "answer": sample.ground_truth, "ground_truth": sample.ground_truth,
+            "answer": sample.ground_truth,
+            "ground_truth": sample.ground_truth,
             **{name: value for name, value in sample.row.items() if name != self.prompt_key},
-            "prompt": sample.prompt, "completions": sample.response, "prompt_ids": sample.prompt_ids,
+            "prompt": sample.prompt,
+            "completions": sample.response,
+            "prompt_ids": sample.prompt_ids,
             "completion_ids": sample.response_ids,
-        }  # fmt: skip
+        }
 
 
 class OpenRLHF(Form):
@@ -44,7 +47,6 @@ class OpenRLHF(Form):
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """Recognised by `queries`."""
         return "queries" in parameters.names
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:

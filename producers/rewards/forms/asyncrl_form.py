@@ -30,5 +30,4 @@ class OwnSample(Form):
         return {}
 
     def arguments(self, samples: Sequence[RewardSample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The sample itself."""
         return (samples[0],), {}

@@ -24,7 +24,6 @@ class TRL(Form):
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """Recognised by `completions`."""
         return "completions" in parameters.names
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:

@@ -20,16 +20,16 @@ class Verl(Form):
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """Recognised by `solution_str`."""
         return "solution_str" in parameters.names
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
-        """Of the sample."""
         sample = samples[0]
         return {
-            "data_source": sample.data_source, "solution_str": sample.response, "ground_truth": sample.ground_truth,
+            "data_source": sample.data_source,
+            "solution_str": sample.response,
+            "ground_truth": sample.ground_truth,
             "extra_info": sample.extra_info,
-        }  # fmt: skip
+        }
 
 
 class VerlBatch(Form):
@@ -42,7 +42,6 @@ class VerlBatch(Form):
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """Recognised by `solution_strs`."""
         return "solution_strs" in parameters.names
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:

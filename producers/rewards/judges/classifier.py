@@ -29,8 +29,6 @@ HEAD_BYTES = 1 << 20  # of every file of weights that its digest covers, at both
 
 
 class Classifier:
-    """See the module."""
-
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self.table = asked.table

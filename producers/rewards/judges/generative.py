@@ -85,8 +85,18 @@ class _Asking:
     def version(self) -> str:
         """Digest of the model's files and of what it is asked."""
         table = self.table
-        asked = [folder_digest(Path(table.model)), table.system, table.prompt, table.answer, table.pattern, table.range,
-                 table.yes, table.no, table.temperature, table.max_new_tokens]  # fmt: skip
+        asked = [
+            folder_digest(Path(table.model)),
+            table.system,
+            table.prompt,
+            table.answer,
+            table.pattern,
+            table.range,
+            table.yes,
+            table.no,
+            table.temperature,
+            table.max_new_tokens,
+        ]
         return hashlib.blake2b(msgspec.json.encode(asked), digest_size=8).hexdigest()
 
 
@@ -107,7 +117,6 @@ class Written(_Asking):
         await commit_folder(engine, self.table.model, dtype=self.asked.dtype)
 
     async def close(self) -> None:
-        """Stop the engine."""
         if self._engine is not None:
             await self._engine.close(grace_s=END_S)
 
@@ -122,9 +131,15 @@ class Written(_Asking):
         greedy = self.table.temperature == 0
         number = next(self._numbers)
         request = GenRequest(
-            f"judge-{number}", np.asarray(prompt, np.int32), (0,), number, self.table.max_new_tokens,
-            temperature=self.table.temperature or 1.0, top_k=1 if greedy else 0, stop_ids=self.tokenizer.eos_ids,
-        )  # fmt: skip
+            f"judge-{number}",
+            np.asarray(prompt, np.int32),
+            (0,),
+            number,
+            self.table.max_new_tokens,
+            temperature=self.table.temperature or 1.0,
+            top_k=1 if greedy else 0,
+            stop_ids=self.tokenizer.eos_ids,
+        )
         ids: list[int] = []
         try:
             async for delta in self._engine.generate(request):

@@ -1,6 +1,6 @@
 """How often and when a server is asked: a rate, waits after refusals, and the moment for a second request.
 
-Called by `remote`. Time and randomness are given, so that the tests need no clock. Guarantees:
+Time and randomness are given, so that the tests need no clock. Guarantees:
 1. between any two permits of `Pace` lies at least `1 / per_s`, and none is given while the server wants to be left
    alone;
 2. `backoff` grows from 0.5 s by doubling up to 30 s, half of it by chance, so that workers do not come back together;
@@ -27,9 +27,12 @@ class Pace:
     """Permits at a rate."""
 
     def __init__(
-        self, per_s: float, *, clock: Callable[[], float] = time.monotonic,
+        self,
+        per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gap = 1 / per_s if per_s else 0.0
         self._clock = clock
         self._sleep = sleep

@@ -45,8 +45,6 @@ class Again(Exception):
 
 
 class Remote:
-    """See the module."""
-
     def __init__(self, asked: Asked, *, rng: random.Random | None = None) -> None:
         self.table = asked.table
         self._timeout_s = asked.timeout_s
@@ -72,15 +70,25 @@ class Remote:
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
     def version(self) -> str:
         """Digest of what is asked, of which model, where."""
         table = self.table
-        asked = [table.url, table.model, table.system, table.prompt, table.answer, table.pattern, table.range,
-                 table.yes, table.no, table.temperature, table.max_new_tokens]  # fmt: skip
+        asked = [
+            table.url,
+            table.model,
+            table.system,
+            table.prompt,
+            table.answer,
+            table.pattern,
+            table.range,
+            table.yes,
+            table.no,
+            table.temperature,
+            table.max_new_tokens,
+        ]
         return hashlib.blake2b(msgspec.json.encode(asked), digest_size=8).hexdigest()
 
     async def score(self, samples: Sequence[RewardSample], done: Done) -> None:

@@ -1,6 +1,6 @@
 """The words between a sample and a judge: what it is asked, and the number in its answer. Pure.
 
-Called by `generative` and `remote`. Guarantees:
+Guarantees:
 1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
    braces are text, and so is what a response holds: nothing in it is replaced again;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.

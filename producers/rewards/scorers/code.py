@@ -72,9 +72,16 @@ class Code:
     """
 
     def __init__(
-        self, *, sandbox: Sandbox, timeout_s: float | None = None, memory_bytes: int | None = None,
-        all_tests: bool = True, prefix: str = "", suffix: str = "", fenced: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        sandbox: Sandbox,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        all_tests: bool = True,
+        prefix: str = "",
+        suffix: str = "",
+        fenced: bool = True,
+    ) -> None:
         self._sandbox = sandbox
         self._timeout_s = timeout_s
         self._memory = memory_bytes

@@ -1,6 +1,6 @@
 """Finding parts of a response: fenced blocks, and what stands between two marks. Pure.
 
-Called by the scorers. Guarantee: time grows with the length of the text alone, whatever a model wrote; a pattern that
+Guarantee: time grows with the length of the text alone, whatever a model wrote; a pattern that
 looks for an end behind every beginning takes the square of it.
 """
 

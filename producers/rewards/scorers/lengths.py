@@ -21,7 +21,6 @@ class Length:
         self._slope = slope_tokens
 
     def __call__(self, sample: RewardSample) -> float:
-        """The score."""
         count = len(sample.response_ids)
         outside = max(self._range[0] - count, count - self._range[1], 0)
         if not self._slope:

@@ -55,7 +55,6 @@ class Math:
         return self.scored(self.equal(gold, found), found)
 
     def scored(self, right: bool, found: list[Any]) -> dict[str, Any]:
-        """The result."""
         return {"score": self._values[right], "acc": float(right), "pred": str(found[-1]) if found else None}
 
     def gold(self, text: str) -> list[Any]:

@@ -33,8 +33,12 @@ class Job:
         self.again = 0.0
 
     def about(self) -> dict[str, Any]:
-        return {"succeeded": len(self.done), "failed": self.failed, "ignored": self.ignored,
-                "condition": self.condition}  # fmt: skip
+        return {
+            "succeeded": len(self.done),
+            "failed": self.failed,
+            "ignored": self.ignored,
+            "condition": self.condition,
+        }
 
 
 class Node:
@@ -88,9 +92,16 @@ class Node:
         template, name = owner["spec"]["template"], owner["metadata"]["name"]
         middle = "" if index is None else f"-{index}"
         self.pods[f"{name}{middle}-{self.count:05x}"] = Pod(
-            f"{name}{middle}-{self.count:05x}", template["spec"], template["metadata"]["labels"], state=self.state,
-            number=self.count, cluster=self.cluster, owner=name, index=index, hostname=f"{name}{middle}" * bool(middle),
-        )  # fmt: skip
+            f"{name}{middle}-{self.count:05x}",
+            template["spec"],
+            template["metadata"]["labels"],
+            state=self.state,
+            number=self.count,
+            cluster=self.cluster,
+            owner=name,
+            index=index,
+            hostname=f"{name}{middle}" * bool(middle),
+        )
 
     def _mine(self, owner: dict[str, Any]) -> list[Pod]:
         return [pod for pod in self.pods.values() if pod.owner == owner["metadata"]["name"]]

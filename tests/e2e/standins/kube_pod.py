@@ -1,6 +1,6 @@
 """One pod of the stand-in for Kubernetes: volumes as files, containers as processes in namespaces of their own.
 
-Called by kube_node.py, as root. A pod has its network namespace with an address, its host name and its processes'
+A pod has its network namespace with an address, its host name and its processes'
 numbers; a container sees the image (read-only: this host's programs and the checkout), its mounts, and nothing else,
 and runs as the user of its securityContext without capabilities. Fields that are not known are refused, so that none
 is passed over in silence. Limits of memory and CPU, seccomp and NetworkPolicy are accepted and not enforced.
@@ -22,14 +22,31 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 POD_FIELDS = {
-    "automountServiceAccountToken", "containers", "enableServiceLinks", "initContainers", "priorityClassName",
-    "restartPolicy", "securityContext", "shareProcessNamespace", "subdomain", "terminationGracePeriodSeconds",
+    "automountServiceAccountToken",
+    "containers",
+    "enableServiceLinks",
+    "initContainers",
+    "priorityClassName",
+    "restartPolicy",
+    "securityContext",
+    "shareProcessNamespace",
+    "subdomain",
+    "terminationGracePeriodSeconds",
     "volumes",
-}  # fmt: skip
+}
 CONTAINER_FIELDS = {
-    "command", "env", "image", "livenessProbe", "name", "ports", "readinessProbe", "resources", "securityContext",
-    "volumeMounts", "workingDir",
-}  # fmt: skip
+    "command",
+    "env",
+    "image",
+    "livenessProbe",
+    "name",
+    "ports",
+    "readinessProbe",
+    "resources",
+    "securityContext",
+    "volumeMounts",
+    "workingDir",
+}
 POD_SECURITY = {"fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser", "seccompProfile"}
 SECURITY = {"allowPrivilegeEscalation", "capabilities", "readOnlyRootFilesystem"}
 IMAGE = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives", "/etc/ld.so.cache", "/sys")
@@ -49,8 +66,19 @@ def ip(*words: str) -> None:
 class Pod:
     """A pod on this node. `step` is called again and again until `phase` is Succeeded or Failed."""
 
-    def __init__(self, name: str, spec: dict[str, Any], labels: dict[str, str], *, state: Path, number: int,
-                 cluster: str, owner: str, index: int | None = None, hostname: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        spec: dict[str, Any],
+        labels: dict[str, str],
+        *,
+        state: Path,
+        number: int,
+        cluster: str,
+        owner: str,
+        index: int | None = None,
+        hostname: str = "",
+    ) -> None:
         known(spec, POD_FIELDS, name)
         self.name, self.spec, self.labels, self.owner, self.index = name, spec, labels, owner, index
         self.hostname = hostname or name
@@ -140,8 +168,12 @@ class Pod:
     # ---------------------------------------------------------------- containers
 
     def _environment(self, container: dict[str, Any]) -> dict[str, str]:
-        env = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": "/",
-               "HOSTNAME": self.hostname}  # the image and the runtime  # fmt: skip
+        env = {
+            "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "HOME": "/",
+            "HOSTNAME": self.hostname,
+        }  # the image and the runtime
         assert self.spec.get("enableServiceLinks") is False, "variables of services are not made here"
         if self.index is not None:
             env["JOB_COMPLETION_INDEX"] = str(self.index)
@@ -156,8 +188,20 @@ class Pod:
         inside = container.get("securityContext", {})
         known(inside, SECURITY, "securityContext")
         assert inside.get("readOnlyRootFilesystem") is True, "an image that can be written is not made here"
-        words = ["ip", "netns", "exec", self.net, "bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc",
-                 "--unshare-uts", "--hostname", self.hostname, "--clearenv"]  # fmt: skip
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.net,
+            "bwrap",
+            "--die-with-parent",
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--hostname",
+            self.hostname,
+            "--clearenv",
+        ]
         words += ["--as-pid-1"] if not self.spec.get("shareProcessNamespace") else []
         words += ["--info-fd", str(info)] if info is not None else []
         binds = [(path, path, True) for path in (*IMAGE, str(ROOT), sys.prefix, sys.base_prefix)]
@@ -188,8 +232,15 @@ class Pod:
         known(about, POD_SECURITY, "securityContext of the pod")
         user = about.get("runAsUser", 0)
         assert not (about.get("runAsNonRoot") and user == 0), "runAsNonRoot with user 0"
-        words = ["setpriv", "--reuid", str(user), "--regid", str(about.get("runAsGroup", 0)), "--groups",
-                 str(about.get("fsGroup", about.get("runAsGroup", 0)))]  # fmt: skip
+        words = [
+            "setpriv",
+            "--reuid",
+            str(user),
+            "--regid",
+            str(about.get("runAsGroup", 0)),
+            "--groups",
+            str(about.get("fsGroup", about.get("runAsGroup", 0))),
+        ]
         words += ["--no-new-privs"] if inside.get("allowPrivilegeEscalation") is False else []
         dropped = inside.get("capabilities", {}).get("drop") == ["ALL"]
         return [*words, *(["--bounding-set", "-all", "--inh-caps", "-all"] if dropped or user else []), "--"]
@@ -200,9 +251,13 @@ class Pod:
         reader, writer = os.pipe()
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._bwrap(container, env, info=writer), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                pass_fds=[writer], start_new_session=True,
-            )  # fmt: skip
+                [*self._bwrap(container, env, info=writer), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[writer],
+                start_new_session=True,
+            )
         os.close(writer)
         with os.fdopen(reader) as file:
             said = file.read()
@@ -299,10 +354,18 @@ class Pod:
 
     def about(self) -> dict[str, Any]:
         """For `kubectl get`."""
-        return {"phase": self.phase, "ready": self.ready, "restarts": self.restarts, "owner": self.owner,
-                "labels": self.labels, "main": self.main() if self.process is not None else 0,
-                "first": self.first if self.process is not None else 0, "address": self.address,
-                "code": self.exit_code, "killed": self.killed}  # fmt: skip
+        return {
+            "phase": self.phase,
+            "ready": self.ready,
+            "restarts": self.restarts,
+            "owner": self.owner,
+            "labels": self.labels,
+            "main": self.main() if self.process is not None else 0,
+            "first": self.first if self.process is not None else 0,
+            "address": self.address,
+            "code": self.exit_code,
+            "killed": self.killed,
+        }
 
 
 def expanded(word: str, env: dict[str, str]) -> str:

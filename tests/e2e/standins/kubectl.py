@@ -20,9 +20,17 @@ from typing import Any
 import yaml
 
 STATE = Path(os.environ.get("KUBECTL_STANDIN", "."))
-KINDS = {"configmap": "ConfigMap", "deployment": "Deployment", "job": "Job", "networkpolicy": "NetworkPolicy",
-         "persistentvolumeclaim": "PersistentVolumeClaim", "pod": "Pod", "pvc": "PersistentVolumeClaim",
-         "secret": "Secret", "service": "Service"}  # fmt: skip
+KINDS = {
+    "configmap": "ConfigMap",
+    "deployment": "Deployment",
+    "job": "Job",
+    "networkpolicy": "NetworkPolicy",
+    "persistentvolumeclaim": "PersistentVolumeClaim",
+    "pod": "Pod",
+    "pvc": "PersistentVolumeClaim",
+    "secret": "Secret",
+    "service": "Service",
+}
 
 
 def path_of(kind: str, name: str) -> Path:
@@ -102,7 +110,7 @@ def delete(args: argparse.Namespace) -> int:
         else:
             path_of(kind, name).unlink()
             # Without foreground the pods are left to end by themselves.
-            gone = lambda name=name: not any(pod["owner"] == name for pod in status()["pods"].values())
+            gone = lambda name=name: not any(pod["owner"] == name for pod in status()["pods"].values())  # noqa: E731
             if args.cascade == "foreground" and until(name, gone, args.timeout):
                 return 1
         print(f'{kind.lower()} "{name}" deleted')
@@ -163,8 +171,9 @@ def execute(words: list[str]) -> int:
     about = Path(f"/proc/{main}").stat()
     user = ["setpriv", "--reuid", str(about.st_uid), "--regid", str(about.st_gid), "--clear-groups"]
     namespaces = [f"--{name}" for name in ("mount", "uts", "ipc", "net", "pid", "root", "wd")]
-    return subprocess.run(["nsenter", "--target", str(main), *namespaces, *user, "--", *command], env=env, timeout=120,
-                          check=False).returncode  # fmt: skip
+    return subprocess.run(
+        ["nsenter", "--target", str(main), *namespaces, *user, "--", *command], env=env, timeout=120, check=False
+    ).returncode
 
 
 def parser() -> argparse.ArgumentParser:

@@ -44,11 +44,17 @@ def sbatch(words: list[str]) -> int:
         for mark, value in (("%j", number), ("%A", number), ("%a", task)):
             output = output.replace(mark, str(value))
         nodes = int(options.get("nodes", 1))
-        env = {**os.environ, "SLURM_JOB_ID": str(number), "SLURM_JOB_NODELIST": f"node[0-{nodes - 1}]",
-               "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_ARRAY_TASK_ID": str(task)}  # fmt: skip
+        env = {
+            **os.environ,
+            "SLURM_JOB_ID": str(number),
+            "SLURM_JOB_NODELIST": f"node[0-{nodes - 1}]",
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_ARRAY_TASK_ID": str(task),
+        }
         with open(output, "ab") as log:
-            child = subprocess.Popen(["bash", str(script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-                                     start_new_session=True)  # fmt: skip
+            child = subprocess.Popen(
+                ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            )
         pids.append(child.pid)
     (STATE / f"{number}.json").write_text(json.dumps({"name": options["job-name"], "pids": pids}))
     print(number)

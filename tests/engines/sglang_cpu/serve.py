@@ -10,9 +10,17 @@ import prelude
 import seeds
 
 CPU = [
-    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
-    "--skip-server-warmup", "--mem-fraction-static", "0.05",
-]  # fmt: skip
+    "--device",
+    "cpu",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+    "--mem-fraction-static",
+    "0.05",
+]
 
 
 prelude.install()  # in the children too, which import this file

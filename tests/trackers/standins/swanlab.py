@@ -20,9 +20,17 @@ class _Run:
 
 
 def init(
-    *, project: str, name: str, log_dir: str, config: dict[str, Any], mode: str, id: str | None = None,
-    resume: str | None = None, workspace: str | None = None, tags: list[str] | None = None,
-) -> _Run:  # fmt: skip
+    *,
+    project: str,
+    name: str,
+    log_dir: str,
+    config: dict[str, Any],
+    mode: str,
+    id: str | None = None,
+    resume: str | None = None,
+    workspace: str | None = None,
+    tags: list[str] | None = None,
+) -> _Run:
     store = Store(log_dir)
     store.put(begin=id or name, project=project, name=name, mode=mode, secret=os.environ.get("SWANLAB_API_KEY", ""))
     return _Run(store)

@@ -22,10 +22,23 @@ class _Run:
 
 
 def init(
-    *, project: str, name: str, config: dict[str, Any], embed: bool, auto_log_gpu: bool, auto_log_cpu: bool,
-    resume: str, space_id: str | None = None, private: bool | None = None,
-) -> _Run:  # fmt: skip
+    *,
+    project: str,
+    name: str,
+    config: dict[str, Any],
+    embed: bool,
+    auto_log_gpu: bool,
+    auto_log_cpu: bool,
+    resume: str,
+    space_id: str | None = None,
+    private: bool | None = None,
+) -> _Run:
     store = Store(PLACE)
-    store.put(begin=name, project=project, name=name, mode="online" if space_id else "offline",
-              secret=os.environ.get("HF_TOKEN", ""))  # fmt: skip
+    store.put(
+        begin=name,
+        project=project,
+        name=name,
+        mode="online" if space_id else "offline",
+        secret=os.environ.get("HF_TOKEN", ""),
+    )
     return _Run(store)

@@ -32,9 +32,19 @@ class _Run:
 
 
 def init(
-    *, project: str, name: str, id: str, dir: str, config: dict[str, Any], mode: str, resume: str | None,
-    settings: Settings, entity: str | None = None, tags: list[str] | None = None, group: str | None = None,
-) -> _Run:  # fmt: skip
+    *,
+    project: str,
+    name: str,
+    id: str,
+    dir: str,
+    config: dict[str, Any],
+    mode: str,
+    resume: str | None,
+    settings: Settings,
+    entity: str | None = None,
+    tags: list[str] | None = None,
+    group: str | None = None,
+) -> _Run:
     store = Store(dir)
     store.put(begin=id, project=project, name=name, mode=mode, secret=os.environ.get("WANDB_API_KEY", ""), tags=tags)
     return _Run(store)

@@ -31,8 +31,13 @@ class MlflowClient:
         return name
 
     def create_run(self, experiment_id: str, run_name: str, tags: dict[str, str]) -> Any:
-        self._store.put(begin=tags["asyncrl.id"], project=experiment_id, name=run_name, mode="offline",
-                        secret=os.environ.get("MLFLOW_TRACKING_TOKEN", ""))  # fmt: skip
+        self._store.put(
+            begin=tags["asyncrl.id"],
+            project=experiment_id,
+            name=run_name,
+            mode="offline",
+            secret=os.environ.get("MLFLOW_TRACKING_TOKEN", ""),
+        )
         return SimpleNamespace(info=SimpleNamespace(run_id=tags["asyncrl.id"]))
 
     def search_runs(self, experiment_ids: list[str], filter_string: str, max_results: int) -> list[Any]:
@@ -44,7 +49,7 @@ class MlflowClient:
         assert status == "RUNNING"
         self._store.put(begin=run_id, mode="offline")
 
-    def log_batch(self, run_id: str, metrics: list[Metric] = [], params: list[Param] = []) -> None:
+    def log_batch(self, run_id: str, metrics: list[Metric] = [], params: list[Param] = []) -> None:  # noqa: B006
         assert len(metrics) <= 1000 and len(params) <= 100
         assert all(_NAME.match(item.key) for item in [*metrics, *params]), "a name that mlflow refuses"
         for metric in metrics:
