@@ -60,9 +60,9 @@ def simulated_run(root: Path, plant: Plant) -> tuple[RunDir, Simulation]:
     run.config.write_text(dump(config))
     simulation = Simulation(plant, scenario_of(config))
     events: list[Any] = []
-    simulation.groups.__class__ = Logged
+    simulation.machine.__class__ = Logged
     simulation.run()
-    events = simulation.groups.take().events
+    events = simulation.machine.take().events
     run.history.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     lines = []
     for number, step in enumerate(simulation.steps, start=1):
