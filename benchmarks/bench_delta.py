@@ -112,7 +112,7 @@ def synthetic(setting: Synthetic, kind: str) -> dict[str, Any]:
             return lambda: list(pool.map(function, *columns))
 
         def encode() -> None:
-            blobs[:] = delta.encode_buckets(old, new, groups, threads=setting.threads)
+            blobs[:] = pool.map(delta.encode, old, new, groups)
 
         writable = [memoryview(bucket) for bucket in held]
         parts: dict[str, Callable[[], object]] = {

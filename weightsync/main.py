@@ -44,7 +44,7 @@ from asyncrl.wire import (
     Stop,
     Welcome,
 )
-from weightsync.coordinator import status as standing
+from weightsync.coordinator import status as reports
 from weightsync.coordinator.records import Publisher
 from weightsync.coordinator.rounds import Rounds
 
@@ -131,7 +131,7 @@ class Service:
         if isinstance(message, Hello):
             return self._welcome(message)
         if isinstance(message, StatusRequest):
-            status = standing.status(self._rounds, now=now) | {"transport": self._mode, **self._responder.counters}
+            status = reports.status(self._rounds, now=now) | {"transport": self._mode, **self._responder.counters}
             return StatusReply(msgspec.json.encode(status).decode())
         if isinstance(message, Stop):
             self._stop_asked = message.reason or "asked to stop"
@@ -142,10 +142,10 @@ class Service:
         if message.role == "learner":
             self._rounds.hello(message.name, Publisher(message.host, message.fingerprint))
         self._sessions += 1
-        return Welcome(self._run_id, self._epoch, self._sessions, self._rounds.committed)
+        return Welcome(self._run_id, self._epoch, self._sessions, self._rounds.state.committed)
 
     def _hold_poll(self, call: Call, message: MemberPoll, now: float) -> Instruction | None:
-        if self._rounds.is_late(message):
+        if self._rounds.queries.is_late(message):
             return None  # a copy of an older question: nobody waits for its answer
         earlier = self._polls.pop(message.member, None)
         if earlier is not None and earlier.call.request != call.request:
@@ -166,18 +166,18 @@ class Service:
             instruction = self._rounds.instruct(name, now=now)
             if instruction is not None or now >= held.until:
                 del self._polls[name]
-                held.call.reply(instruction or standing.wait(self._rounds, name, now=now))
+                held.call.reply(instruction or reports.wait(self._rounds, name, now=now))
         self._write_finished()
 
     def _write_finished(self) -> None:
-        for round_, ended in self._rounds.finished:
-            numbers, words = standing.round_line(round_, ended=ended)
+        for round_, ended in self._rounds.state.finished:
+            numbers, words = reports.round_line(round_, ended=ended)
             self._log.write(numbers, **words)
-        self._rounds.finished.clear()
-        for name, error in self._rounds.complaints:
-            numbers, words = standing.complaint_line(self._rounds, name, error)
+        self._rounds.state.finished.clear()
+        for name, error in self._rounds.state.complaints:
+            numbers, words = reports.complaint_line(self._rounds, name, error)
             self._log.write(numbers, **words)
-        self._rounds.complaints.clear()
+        self._rounds.state.complaints.clear()
 
     def _retry_question(self, peer: bytes, held: Held, now: float) -> None:
         message: RoundRequest = held.call.message

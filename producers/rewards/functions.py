@@ -143,11 +143,6 @@ def bound(function: Callable[..., Any]) -> Mapping[str, Any]:
     return function.keywords if isinstance(function, functools.partial) else {}
 
 
-def validate_reward(function: Callable[..., Any], *, name: str = "") -> str:
-    """The name of a function's form. Raises `config.reward` where its parameters fit none."""
-    return recognise(function, name=name, args=bound(function)).name
-
-
 def value_of(raw: Any) -> Value:
     """The value of one result. Raises TypeError for what is no number, NotFinite for NaN and infinities."""
     parts: dict[str, float] = {}

@@ -13,7 +13,6 @@ from asyncrl.errors import HandshakeError
 from asyncrl.wire import Manifest, Tensor
 from weightsync.encoding.adapter import (
     AdapterConfig,
-    adapter_manifest,
     added,
     check_adapter,
     config_text,
@@ -44,7 +43,10 @@ def published(config: AdapterConfig = CONFIG) -> tuple[Manifest, tuple[Tensor, .
     rng = np.random.default_rng(0)
     buckets = [rng.normal(size=size // 4).astype(np.float32).tobytes() for size in plan.bucket_bytes]
     digests = [bucket_digest(g, b) for g, b in zip(by_bucket(plan.tensors, len(buckets)), buckets, strict=True)]
-    return adapter_manifest(3, plan, digests, base=BASE, config=config), plan.tensors, buckets
+    text = config_text(config)
+    digest = whole_digest(digests, base=BASE, adapter=text)
+    manifest = Manifest(3, plan.digest, plan.bucket_bytes, tuple(digests), digest, "adapter", BASE, text)
+    return manifest, plan.tensors, buckets
 
 
 def test_names_and_order_are_those_of_a_saved_adapter() -> None:

@@ -19,8 +19,8 @@ from producers.rewards.functions import (
     NotFinite,
     RewardCall,
     RewardSample,
+    bound,
     main,
-    validate_reward,
     value_of,
 )
 from producers.rewards.loading import load_function
@@ -117,7 +117,7 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], form: str) -> None:
-    assert validate_reward(function) == form
+    assert recognise(function, args=bound(function)).name == form
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], f
 )
 def test_other_forms_are_refused_with_their_parameters(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate_reward(function, name="m:f")
+        recognise(function, name="m:f", args=bound(function))
     assert caught.value.code == "config.reward" and words in caught.value.message and caught.value.where == "m:f"
 
 

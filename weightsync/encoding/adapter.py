@@ -26,10 +26,10 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, HandshakeError
 from asyncrl.wire import Manifest, Tensor
+from weightsync.encoding import ADAPTER
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import whole_digest
 
-NAME = "adapter"
 PREFIX = "base_model.model."
 A, B = "lora_A", "lora_B"
 _SAVED = re.compile(rf"(?:{re.escape(PREFIX)})?(.+)\.(lora_A|lora_B)(?:\.default)?\.weight")
@@ -120,15 +120,6 @@ def saved_name(name: str) -> str:
     return f"{PREFIX}{module}.{half}.weight"
 
 
-def adapter_manifest(
-    version: int, plan: Plan, bucket_digests: Sequence[str], *, base: str, config: AdapterConfig
-) -> Manifest:
-    """The manifest of an adapter; `base`: the digest of the weights that it is added to."""
-    text = config_text(config)
-    digest = whole_digest(bucket_digests, base=base, adapter=text)
-    return Manifest(version, plan.digest, plan.bucket_bytes, tuple(bucket_digests), digest, NAME, base, text)
-
-
 # ---------------------------------------------------------------- receiving
 
 
@@ -148,7 +139,7 @@ def check_adapter(manifest: Manifest, tensors: Sequence[Tensor], *, held: str) -
     """
     config = read_config(manifest.adapter)
     try:
-        if manifest.encoding != NAME or not manifest.base:
+        if manifest.encoding != ADAPTER or not manifest.base:
             raise ValueError(f"encoding {manifest.encoding!r}, base {manifest.base!r}")
         if whole_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter) != manifest.digest:
             raise ValueError("buckets, base and configuration do not make its digest")

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,6 @@ from asyncrl.wire import Buffer, Tensor
 from weightsync.plan.buckets import ITEM_BYTES
 from weightsync.transports.base import TransportError
 
-NAME = "delta"
 MAGIC = b"ADL\x01"  # the last byte is the number of the format
 #: Small numbers without order repeat no long strings: what pays is the entropy coder of level 1, and a table of matches
 #: that is kept short costs neither time nor the literals that it would break up.
@@ -82,17 +80,6 @@ def encode(old: Buffer, new: Buffer, tensors: Sequence[Tensor]) -> bytes:
     ]
     body = b"".join([_HEAD.pack(before.nbytes, len(sections)), *sections])
     return _SEAL.pack(MAGIC, xxhash.xxh3_64_intdigest(body)) + body
-
-
-def encode_buckets(
-    old: Sequence[Buffer], new: Sequence[Buffer], groups: Sequence[Sequence[Tensor]], *, threads: int
-) -> list[bytes]:
-    """`encode` of every bucket of a version, `threads` at a time; `groups` as from
-    `weightsync.plan.buckets.by_bucket`."""
-    if not len(old) == len(new) == len(groups):
-        raise ValueError(f"{len(old)} and {len(new)} buckets, tensors of {len(groups)}")
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weightsync-delta") as pool:
-        return list(pool.map(encode, old, new, groups))
 
 
 def decode(blob: Buffer, into: memoryview, tensors: Sequence[Tensor]) -> None:

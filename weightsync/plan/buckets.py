@@ -22,6 +22,8 @@ import msgspec
 from asyncrl.errors import HandshakeError
 from asyncrl.wire import ALIGNMENT, Manifest, Tensor
 
+#: (start, stop) for each axis of a tensor.
+Box = tuple[tuple[int, int], ...]
 #: Bytes per element by safetensors dtype name.
 ITEM_BYTES = {
     "F64": 8,
@@ -63,6 +65,15 @@ class Plan(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """Size of one copy of the weights, with the padding between tensors."""
         return sum(self.bucket_bytes)
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of all elements."""
+    return tuple((0, side) for side in shape)
+
+
+def volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int) -> Plan:

@@ -35,9 +35,9 @@ from asyncrl.errors import AsyncRLError, Unavailable, WorkError
 from asyncrl.net.sockets import Keys, Requester
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import BaseOffer, Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
-from weightsync.coordinator.queries import WANTED, mark
+from weightsync.coordinator.queries import WANTED, reply_digest
 from weightsync.copy_digest import cores
-from weightsync.encoding import full
+from weightsync.encoding import ADAPTER, FULL
 from weightsync.plan.buckets import Plan
 from weightsync.plan.digest import whole_digest
 from weightsync.plan.signature import signed
@@ -126,7 +126,7 @@ class Publisher:
         slot, digests = self._staging.fill(plan, chunks)
         failpoint("weightsync.staged")
         whole = whole_digest(digests, base=base, adapter=adapter)
-        encoding = "adapter" if base else full.NAME
+        encoding = ADAPTER if base else FULL
         manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole, encoding, base, adapter)
         manifest = signed(manifest, self._keys)
         with self._changed:
@@ -316,7 +316,7 @@ class Publisher:
         try:
             while (offer := self._wait_announced()) is not None:
                 reply, life = self._reply, self._life
-                question = RoundRequest(self._epoch, reply.round or offer.round, HOLD_S, mark(reply), done)
+                question = RoundRequest(self._epoch, reply.round or offer.round, HOLD_S, reply_digest(reply), done)
                 try:
                     packet = requester.request(question, timeout_s=REQUEST_S + HOLD_S, wait_s=HOLD_S)
                     if life == self._life:
