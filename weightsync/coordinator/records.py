@@ -77,7 +77,7 @@ class Route:
 
 @dataclass
 class Part:
-    """A member's part in one round. Open until `result` is set: the digest it acknowledged, or the reason of a failure."""
+    """A member's part in one round. Open until `result` is set: the acknowledged digest, or the reason of a failure."""
 
     member: str
     round: Round
@@ -151,7 +151,7 @@ class Publisher:
 
 @dataclass
 class SyncState:
-    """Everything that one service knows. `generation` is where collective groups start to count, unique over restarts."""
+    """What one service knows. `generation` is where collective groups start to count, unique over restarts."""
 
     config: WeightSyncConfig
     generation: int
