@@ -21,7 +21,7 @@ from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publ
 from weightsync.coordinator.records import Formation, Member, Part, Publisher, Round, Route, State, SyncState
 from weightsync.coordinator.rounds import Parts, Rounds
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 
 PLAN = plan_buckets([TensorSpec("w", "F32", (100,))], bucket_bytes=400)
 HOLD = ("local", "stream", "collective", "disk")
@@ -105,7 +105,7 @@ class Move(NamedTuple):
 
 def manifest_of(version: int, epoch: int, *, base: str = "") -> Manifest:
     digests = (f"v{version}e{epoch}",)
-    whole = whole_digest(digests, base=base)
+    whole = version_digest(digests, base=base)
     return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole, "adapter" if base else "full", base)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncrl.wire import Tensor
 from weightsync.encoding import delta
 from weightsync.encoding.delta import decode, encode
-from weightsync.plan.buckets import ITEM_BYTES, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import ITEM_BYTES, TensorSpec, group_by_bucket, plan_buckets
 from weightsync.transports.base import TransportError
 
 
@@ -163,7 +163,7 @@ def test_a_large_bucket_has_several_sections() -> None:
 
 def test_threads_share_nothing() -> None:
     plan = plan_buckets([TensorSpec(f"t{i}", "BF16", (50_000,)) for i in range(16)], bucket_bytes=100_000)
-    groups = by_bucket(plan.tensors, len(plan.bucket_bytes))
+    groups = group_by_bucket(plan.tensors, len(plan.bucket_bytes))
     old = [random_bytes(size, 2 * i) for i, size in enumerate(plan.bucket_bytes)]
     new = [changed(data, tuple(group), 0.05, 1) for data, group in zip(old, groups, strict=True)]
     with ThreadPoolExecutor(4) as pool:

@@ -15,7 +15,7 @@ from weightsync.coordinator.queries import WANTED, reply_digest
 from weightsync.coordinator.records import Publisher, Round
 from weightsync.coordinator.rounds import Rounds
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (2,))], bucket_bytes=16)
@@ -23,7 +23,7 @@ PLAN = plan_buckets([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (2,))]
 
 def manifest_of(version: int, salt: str = "") -> Manifest:
     digests = tuple(f"{version}-{number}{salt}" for number in range(len(PLAN.bucket_bytes)))
-    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests))
+    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, version_digest(digests))
 
 
 class Sim:

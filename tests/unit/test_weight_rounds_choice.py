@@ -16,7 +16,7 @@ from weightsync.coordinator.records import Publisher, Route
 from weightsync.coordinator.rounds import Rounds
 from weightsync.coordinator.routing import UNUSABLE_S
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (100,)), TensorSpec("b", "F32", (50,))], bucket_bytes=400)
@@ -25,7 +25,7 @@ ALL = ("local", "collective", "stream", "disk")
 
 def manifest_of(version: int, *, encoding: str = "full") -> Manifest:
     digests = tuple(f"{version}-{number}" for number in range(len(PLAN.bucket_bytes)))
-    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests), encoding)
+    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, version_digest(digests), encoding)
 
 
 def hop(base: int, *nbytes: int) -> Hop:

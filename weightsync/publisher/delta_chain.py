@@ -1,6 +1,6 @@
 """The publisher's versions, and the hops between them: what who holds an older version takes instead of the weights.
 
-`Chain` encodes the hop
+`DeltaChain` encodes the hop
 to the newest version on the publisher's encoding thread, never on the training thread. Guarantees:
 1. a hop is made of two versions that nobody overwrote meanwhile, or it is dropped;
 2. hops are contiguous and lead to their version: the last one leads from the version before, or where versions come
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.wire import Hop, Manifest, Tensor
 from weightsync.encoding.delta import encode
-from weightsync.plan.buckets import Plan, by_bucket
+from weightsync.plan.buckets import Plan, group_by_bucket
 from weightsync.staging import Slot, Staging
 
 
@@ -47,7 +47,7 @@ class Staged:
     def __post_init__(self) -> None:
         self.tensors = self.plan.tensors
 
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Never while a reader is served: `blobs` keeps the slot."""
         return False
 
@@ -60,11 +60,11 @@ class Staged:
             known = count <= len(self.hops) and self.hops[-count:] == tuple(hops)
             yield [memoryview(blob) for hop in self.encoded[-count:] for blob in hop] if known else None
             return
-        with self.staging.sending(self.slot, self.order) as intact:
+        with self.staging.hold(self.slot, self.order) as intact:
             yield self.slot.buckets(self.manifest.bucket_bytes) if intact else None
 
 
-class Chain:
+class DeltaChain:
     """The hops to the newest version. Used by one thread; `stop` by any."""
 
     def __init__(self, *, limit: int, deadline_s: float, threads: int) -> None:
@@ -89,7 +89,7 @@ class Chain:
         A version that was overwritten before it could be encoded changes nothing.
         """
         with ExitStack() as hold:
-            if not hold.enter_context(version.staging.sending(version.slot, version.order)):
+            if not hold.enter_context(version.staging.hold(version.slot, version.order)):
                 return
             started = time.monotonic()
             self.why = self.why if wanted else "nobody takes hops"
@@ -118,9 +118,9 @@ class Chain:
             self.why = "the version before has another layout"
             return None
         blobs = self._encode(base, version)
-        if blobs is not None and not base.staging.intact(base.slot, base.order):
+        if blobs is not None and not base.staging.is_intact(base.slot, base.order):
             self.why, blobs = "the version before was overwritten", None
-        if blobs is not None and not version.staging.intact(version.slot, version.order):
+        if blobs is not None and not version.staging.is_intact(version.slot, version.order):
             self.why, blobs = "it was overwritten", None
         if blobs is None:
             return None
@@ -135,7 +135,8 @@ class Chain:
         until = time.monotonic() + self._deadline_s
         with ThreadPoolExecutor(self._threads, thread_name_prefix="weightsync-encode") as pool:
             parts = [
-                pool.submit(encode, *of) for of in zip(old, new, by_bucket(version.tensors, len(sizes)), strict=True)
+                pool.submit(encode, *of)
+                for of in zip(old, new, group_by_bucket(version.tensors, len(sizes)), strict=True)
             ]
             try:
                 return self._collect(parts, version.plan.nbytes, until)

@@ -50,7 +50,7 @@ class Version(Protocol):
         """The blobs of `blob_sizes(manifest, hops)`, kept as they are while the context lasts; None where the version
         is gone, or these hops are not (a suffix of) its own."""
 
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether what `blobs` handed out may be something else by now: nothing more is to be sent of it."""
 
 

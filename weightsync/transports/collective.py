@@ -30,7 +30,7 @@ from asyncrl.runtime.device import collective_backend
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.process_groups import Place, dist, group_of
+from weightsync.transports.process_groups import Place, dist, group_maker
 from weightsync.transports.worker_thread import Worker
 
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
@@ -50,7 +50,7 @@ class CollectiveOutbox:
         self._host = host
         self._timeout_s = timeout_s
         self._backend = collective_backend(backend)
-        self._make_group = group_of(self._backend)
+        self._make_group = group_maker(self._backend)
         self._place = Place(self._backend, device=device)
         self._generation = 0  # the last one that was formed
         self._store: Any = None
@@ -185,7 +185,7 @@ class CollectiveInbox:
         backend, _, place = self._instruction.address.rpartition("://")
         host, _, port = place.rpartition(":")
         try:
-            make_group = group_of(backend or "gloo")
+            make_group = group_maker(backend or "gloo")
             self._place = Place(backend or "gloo", device=self._device)
         except ConfigError as error:
             raise TransportUnusable(f"collective: {error.message}") from None

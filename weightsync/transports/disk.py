@@ -33,9 +33,9 @@ import msgspec
 from asyncrl.errors import UNREADABLE, ConfigError, HandshakeError, Unavailable
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import ALIGNMENT, Hop, Instruction, Manifest, RoundReply, Tensor
-from weightsync.plan.buckets import by_bucket, check_layout
+from weightsync.plan.buckets import check_layout, group_by_bucket
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.object_store import File, Folders, folders_at
+from weightsync.transports.object_store import File, Folders, open_folders
 
 KEPT = 2
 MANIFEST = "manifest.json"
@@ -64,7 +64,7 @@ def file_names(manifest: Manifest) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def header_of(tensors: Sequence[Tensor], manifest: Manifest) -> bytes:
+def file_header(tensors: Sequence[Tensor], manifest: Manifest) -> bytes:
     """The head of a bucket's file: the tensors lie without the padding that they have between them in the bucket."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(manifest.version)}}
     end = 0
@@ -104,7 +104,7 @@ class DiskOutbox:
     def open(self) -> str:
         """Make the folder, remove what a killed publisher left. Raises `config.network` where it cannot be written."""
         if self._folders is None:
-            folders = folders_at(self._root)
+            folders = open_folders(self._root)
             try:
                 folders.make_ready()
                 self._kept = folders.names(PATTERN)
@@ -151,14 +151,14 @@ class DiskOutbox:
     def _write(self, name: str, version: Version) -> None:
         assert self._folders is not None
         manifest, buckets = version.manifest, len(version.manifest.bucket_bytes)
-        groups = by_bucket(version.tensors, buckets)
+        groups = group_by_bucket(version.tensors, buckets)
         with version.blobs(()) as blobs, version.blobs(version.hops) as steps:
             if blobs is None or (version.hops and steps is None):
                 raise TransportError(f"version {manifest.version} was superseded before it was written")
             files: list[File] = []
             for file, group, blob in zip(file_names(manifest), groups, blobs, strict=True):
                 parts = [blob[one.offset : one.offset + one.nbytes] for one in group if one.nbytes]
-                files.append((file, [header_of(group, manifest), *parts]))
+                files.append((file, [file_header(group, manifest), *parts]))
             for number in range(len(version.hops)):
                 assert steps is not None
                 files.append((f"hop-{number:05d}.bin", list(steps[number * buckets : (number + 1) * buckets])))
@@ -208,7 +208,7 @@ class DiskInbox:
     def open(self) -> None:
         """Read the manifest, compare what was told with what is there. Raises TransportUnusable where no such folder
         can be seen from here."""
-        folders = folders_at(self._root)
+        folders = open_folders(self._root)
         if not folders.visible():
             raise TransportUnusable(f"disk: {self._root} is not visible here")
         contents = read_contents(folders, self._name)
@@ -223,7 +223,7 @@ class DiskInbox:
         except HandshakeError as error:
             raise TransportError(f"disk: {self._name}: {error.message}") from None
         self._first = len(contents.hops) - len(self._hops)
-        self._tensors = by_bucket(contents.tensors, len(self._manifest.bucket_bytes))
+        self._tensors = group_by_bucket(contents.tensors, len(self._manifest.bucket_bytes))
         self._folders = folders
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
@@ -239,7 +239,7 @@ class DiskInbox:
                 group = self._tensors[number]
                 parts = [data[one.offset : one.offset + one.nbytes] for one in group if one.nbytes]
                 file = file_names(self._manifest)[number]
-                self._folders.read_into(self._name, file, len(header_of(group, self._manifest)), parts)
+                self._folders.read_into(self._name, file, len(file_header(group, self._manifest)), parts)
         except OSError as error:
             raise TransportError(f"disk: blob {number} of {self._name}: {error}") from None
         return data

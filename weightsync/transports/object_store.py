@@ -57,7 +57,7 @@ class Folders(Protocol):
         """Fill the parts with the bytes from `start` on."""
 
 
-def folders_at(root: str) -> Folders:
+def open_folders(root: str) -> Folders:
     """Folders at a path or URL. Raises `config.extra` for a URL without fsspec."""
     return Stored(root) if "://" in root else Files(root)
 

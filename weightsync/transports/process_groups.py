@@ -42,7 +42,7 @@ def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 GROUPS: dict[str, GroupMaker] = {"gloo": _gloo, "nccl": _nccl, "hccl": _hccl}
 
 
-def group_of(backend: str) -> GroupMaker:
+def group_maker(backend: str) -> GroupMaker:
     """The maker of process groups. Raises `config.extra` for a backend that this build does not have."""
     if backend not in GROUPS:
         raise ConfigError("config.extra", f"collective backend {backend!r} is not one of {', '.join(GROUPS)}")

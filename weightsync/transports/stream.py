@@ -137,7 +137,7 @@ class StreamOutbox:
             self._note(call.peer, message, last=end == blob.nbytes and not any(map(len, blobs[message.blob + 1 :])))
 
     def _version_of(self, digest: str) -> Version:
-        if self._kept is not None and self._kept.version.gone():
+        if self._kept is not None and self._kept.version.is_gone():
             self._release()
         kept = self._kept
         if kept is not None and kept.version.manifest.digest == digest:

@@ -15,8 +15,8 @@ import torch
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all
-from weightsync.plan.buckets import by_bucket
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.buckets import group_by_bucket
+from weightsync.plan.digest import version_digest
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Wire dtype -> dtypes of a model that hold every one of its values.
@@ -65,7 +65,7 @@ class Layout:
     def __init__(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         self.sizes = manifest.bucket_bytes
         self.tensors = tuple(tensors)
-        self.buckets = by_bucket(tensors, len(manifest.bucket_bytes))
+        self.buckets = group_by_bucket(tensors, len(manifest.bucket_bytes))
 
     def bucket_digest(self, number: int, held: Callable[[str], torch.Tensor]) -> str:
         """Digest of one bucket of what `held` gives by name, in the dtypes of the layout."""
@@ -73,7 +73,7 @@ class Layout:
 
     def digest(self, held: Callable[[str], torch.Tensor]) -> str:
         """Digest of all buckets."""
-        return whole_digest([self.bucket_digest(number, held) for number in range(len(self.buckets))])
+        return version_digest([self.bucket_digest(number, held) for number in range(len(self.buckets))])
 
     def read(self, number: int, into: memoryview, held: Callable[[str], torch.Tensor]) -> bool:
         """Write the bytes of one bucket; padding is left as it is. False where `into` is no bucket of this layout."""

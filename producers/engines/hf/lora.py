@@ -23,8 +23,8 @@ import torch
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.hf.layout import DTYPES, Layout, Room, tensor_bytes
-from weightsync.encoding.adapter import Pair, added, check_adapter
-from weightsync.plan.digest import Digest, whole_digest
+from weightsync.encoding.adapter import Pair, adapter_product, check_adapter
+from weightsync.plan.digest import Digest, version_digest
 
 
 class BaseWeights(Protocol):
@@ -80,7 +80,7 @@ class AdapterUpdate:
             base = self._weights.base_value(name)
             a, b = (self._values[item.name].to(base.device, torch.float32) for item in (pair.a, pair.b))
             merged = self._weights.room.take(name, base.shape, base.dtype, base.device)
-            merged.copy_(added(a, b, scaling=self._scaling).add_(base))
+            merged.copy_(adapter_product(a, b, scaling=self._scaling).add_(base))
             self._merged[name] = merged
             self.products[name] = _digest(merged)
 
@@ -101,7 +101,7 @@ class AdapterUpdate:
         not those of the manifest, so they are compared with the computed ones; if they differ, so does the digest."""
         digests = [self.layout.bucket_digest(number, self.held) for number in range(len(self.layout.buckets))]
         wrong = [name for name, digest in self.products.items() if _digest(parameters[name].data) != digest]
-        return whole_digest([*digests, *wrong], base=base, adapter=self.manifest.adapter)
+        return version_digest([*digests, *wrong], base=base, adapter=self.manifest.adapter)
 
     def _exchange(self, name: str, value: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
         parameter = self._weights.parameter(name)
