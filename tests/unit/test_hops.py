@@ -115,7 +115,7 @@ def test_hops_that_nobody_wants_are_not_encoded_and_the_next_one_starts_there(
         for version in (2, 3):
             staged = line.stage(version)
             line.chain.extend(staged, wanted=False)
-            assert staged.hops == () and (line.chain.why, line.chain.hop_bytes) == ("nobody takes hops", 0)
+            assert staged.hops == () and (line.chain.why, line.chain.hop_bytes) == ("no member takes hops", 0)
     newest = line.add(4)
     assert bases(newest) == [3] and line.chain.why == "" and line.followed(newest, 3) == line.kept[4]
     assert len(list(line.staging._folders[0].iterdir())) == 2
