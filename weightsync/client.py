@@ -1,6 +1,6 @@
-"""The door to the weight-sync service for tools: status and stop. Blocking; no torch.
+"""Client of the weight-sync service for tools: status and stop. Blocking; no torch.
 
-Guarantees: every call ends within `timeout_s` (`net.unreachable`).
+Guarantee: every call ends within `timeout_s` (`net.unreachable`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class WeightSyncClient:
         self._timeout_s = timeout_s
 
     def status(self) -> dict[str, Any]:
-        """Target, committed version, round and members: state, version, digest and why it does not serve; transport,
-        encoding, source and why these."""
+        """Target, committed version, round and members: state, version, digest, why it does not serve, and its
+        route."""
         reply = self._requester.request(StatusRequest(), timeout_s=self._timeout_s).message
         status: dict[str, Any] = msgspec.json.decode(reply.json)
         return status
 
     def stop(self, reason: str) -> None:
-        """Ask the service to end; generators are told to take no more weights."""
+        """Ask the service to end; generators get the instruction to take no more weights."""
         self._requester.request(Stop(reason), timeout_s=self._timeout_s)
 
     def close(self) -> None:

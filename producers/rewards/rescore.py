@@ -32,9 +32,9 @@ from asyncrl.wire import RewardItem
 from buffers.client.client import RewardTask, claimed
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.build import scorer_of
-from producers.rewards.functions import RewardSample
 from producers.rewards.main import sample_of
 from producers.rewards.pipe import Result
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 Place = tuple[int, int]  # group, sample

@@ -173,7 +173,7 @@ class Lab:
             assert time.monotonic() < deadline, f"{made} of {wanted} groups\n{self.tail()}"
             leases = await client.lease(engine_version=version, max_groups=B, wait_s=1.0)
             for lease in leases.leases:
-                prompt, samples = group_of(lease.group, version)
+                prompt, samples = group_maker(lease.group, version)
                 reply = await client.submit(
                     lease,
                     prompt_ids=prompt,
@@ -276,7 +276,7 @@ class Lab:
         assert {name: getattr(audit, name) for name in expected} == expected
 
 
-def group_of(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
+def group_maker(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
     """The prompt and the samples of a group; made from its number."""
     rng = np.random.default_rng(number)
     prompt = rng.integers(3, 20, int(rng.integers(2, 6))).astype(np.int32)

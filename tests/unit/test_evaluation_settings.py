@@ -15,7 +15,7 @@ from asyncrl.evaluation.ids import (
     FIRST,
     MAX_ROWS,
     data_of,
-    group_of,
+    group_maker,
     is_due,
     is_evaluation,
     place_of,
@@ -92,10 +92,10 @@ def test_sampling_is_its_own() -> None:
 
 
 def test_ids() -> None:
-    assert not is_evaluation(FIRST - 1) and is_evaluation(group_of(0, 0))
+    assert not is_evaluation(FIRST - 1) and is_evaluation(group_maker(0, 0))
     for step, row in ((0, 0), (7, 12), (1_000_000, MAX_ROWS - 1)):
-        assert place_of(group_of(step, row)) == (step, row)
-        assert group_of(step, row) < 1 << 53
+        assert place_of(group_maker(step, row)) == (step, row)
+        assert group_maker(step, row) < 1 << 53
     assert seed_of(1, 2) == seed_of(1, 2) != seed_of(1, 3) != seed_of(2, 3)
     assert source_of('{"data_source":"gsm8k"}') == "gsm8k"
     assert source_of("{}") == source_of("not json") == source_of("[1]") == "default"
@@ -140,7 +140,7 @@ def test_prompts_are_the_first_rows_in_their_order(tmp_path: Path) -> None:
     config = made(ON, f"data.path={train}", f"evaluation.path={held}", "data.shuffle=true")
     prompts = HeldOutPrompts(config)
     assert prompts.rows == 5 and not data_of(config).shuffle
-    assert [prompts.row_of(group_of(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
+    assert [prompts.row_of(group_maker(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
     assert HeldOutPrompts(made(ON, f"evaluation.path={held}", "evaluation.max_prompts=3")).rows == 3
     assert HeldOutPrompts(made("")).rows == 0
 

@@ -13,7 +13,7 @@ import asyncrl.evaluation.statistics
 import buffers.evaluation.work
 from asyncrl.config import parse
 from asyncrl.errors import HandshakeError
-from asyncrl.evaluation.ids import group_of, place_of
+from asyncrl.evaluation.ids import group_maker, place_of
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.group_table import ledger_counts
@@ -416,7 +416,7 @@ def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
     assert [line["why"] for line in lab.e.table.ended] == ["the step was trained again with other weights"]
     assert lab.answer(stale).refused[0].startswith("gone")
     fresh = lab.lease("q")
-    assert [lease.group for lease in fresh] == [group_of(0, 0), group_of(0, 1)]
+    assert [lease.group for lease in fresh] == [group_maker(0, 0), group_maker(0, 1)]
     assert lab.answer(stale).refused[0].startswith("token")
     for lease in fresh:
         lab.answer(lease, producer="q")

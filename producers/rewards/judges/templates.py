@@ -18,8 +18,8 @@ import msgspec
 
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.config.sections.judge_models import FIELD
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Problem, Verdict
+from producers.rewards.sample import RewardSample
 
 SHOWN = 120  # characters of an answer in a failure
 
