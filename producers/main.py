@@ -31,7 +31,7 @@ from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.net.sockets import keep_memory
+from asyncrl.net.frames import keep_memory
 from asyncrl.plugins import find
 from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role

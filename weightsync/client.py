@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.net.sockets import Keys, Requester
+from asyncrl.net.keys import Keys
+from asyncrl.net.requester import Requester
 from asyncrl.wire import StatusRequest, Stop
 
 

@@ -29,7 +29,7 @@ from asyncrl.launcher.progress import QUEUE_STATES, number
 from asyncrl.metrics import JsonTail
 from asyncrl.monitor.plain import clean
 from asyncrl.monitor.status_schema import SCHEMA
-from asyncrl.net.sockets import Keys, read_keys
+from asyncrl.net.keys import Keys, read_keys
 from asyncrl.process_plan.host_facts import reachable, send, state_of
 from asyncrl.runtime.liveness import read_signs
 from asyncrl.runtime.run_dir import RunDir, endpoint, read_object, run_keys

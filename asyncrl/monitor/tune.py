@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.net.sockets import Keys, read_keys
+from asyncrl.net.keys import Keys, read_keys
 from asyncrl.process_plan.host_facts import reachable
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
 

@@ -21,7 +21,7 @@ from asyncrl.config.sections import parallel
 from asyncrl.config.sections.mode import is_paired, streams, with_epochs
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
 from asyncrl.evaluation.ids import data_of
-from asyncrl.net.sockets import read_keys
+from asyncrl.net.keys import read_keys
 from asyncrl.preflight.code import import_problem
 from asyncrl.preflight.companion_models import check_companions
 from asyncrl.runtime.data_files import KINDS, count_arrow, files_of, look, parts_of, unknown_kind

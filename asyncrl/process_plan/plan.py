@@ -20,7 +20,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.config.sections.judge import DEFAULT, judge_of, judges_of
-from asyncrl.net.sockets import LOOPBACK
+from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, environment_of, placed
 from asyncrl.runtime.run_dir import endpoint
 

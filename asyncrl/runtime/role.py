@@ -24,7 +24,7 @@ from pathlib import Path
 
 from asyncrl.config import Config, load
 from asyncrl.errors import EXIT_INTERNAL, AsyncRLError
-from asyncrl.net.sockets import Keys, read_keys
+from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.failpoints import arm
 from asyncrl.runtime.run_dir import RunDir
 

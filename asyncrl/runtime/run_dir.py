@@ -20,7 +20,8 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.net.sockets import Keys, ipc_address, read_keys, write_keys
+from asyncrl.net.addresses import ipc_address
+from asyncrl.net.keys import Keys, read_keys, write_keys
 
 WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: nobody can connect to it by that name
 

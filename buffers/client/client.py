@@ -24,7 +24,9 @@ import numpy as np
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable, WireError
-from asyncrl.net.sockets import AsyncRequester, Keys, Requester
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import Keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Buffer, IntArray
 from asyncrl.wire.batch_arrays import ClaimedBatch as ClaimedBatch  # noqa: PLC0414

@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.sections.judge import shown
 from asyncrl.errors import AsyncRLError, WireError, error_for
 from asyncrl.evaluation.ids import is_due, is_evaluation
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir, run_id
 from asyncrl.wire import Buffer

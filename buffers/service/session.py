@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, HandshakeError, WireError
 from asyncrl.metrics import CATALOGUE, MetricsLog
 from asyncrl.metrics.length_bias import LengthWatch
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id
 from asyncrl.wire import Buffer, Message
 from buffers.evaluation.evaluations import Evaluations

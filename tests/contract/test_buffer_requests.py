@@ -27,7 +27,7 @@ from buffer_lab import (
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, HandshakeError, WireError
 from asyncrl.metrics import read_lines
-from asyncrl.net import sockets
+from asyncrl.net import async_requester
 from buffers.client.client import ObserverClient, ProducerClient, RewardClient
 from buffers.payloads.dead_letters import DeadLetters, read_letter
 
@@ -334,13 +334,13 @@ def test_a_burst_is_answered_together_and_each_asker_gets_its_own(make: Make, mo
     """Answers of one drain travel in `Replies`, where the asker said that it takes those."""
     service = make(buffer="pipeline_depth = 'max'", buffer__max_staleness="20", learner__steps="40").start()
     together: list[int] = []
-    decode_header = sockets.decode_header
+    decode_header = async_requester.decode_header
 
     def seen(header: bytes) -> Any:
         together.append(len(header))
         return decode_header(header)
 
-    monkeypatch.setattr(sockets, "decode_header", seen)
+    monkeypatch.setattr(async_requester, "decode_header", seen)
 
     async def work() -> None:
         producer = Producer(service.address)

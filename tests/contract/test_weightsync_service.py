@@ -21,7 +21,8 @@ from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, Unavailable, WorkError
 from asyncrl.metrics import read_lines
-from asyncrl.net.sockets import Keys, Requester, write_keys
+from asyncrl.net.keys import Keys, write_keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime import role
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Instruction, LeaseRequest, Manifest, Tensor

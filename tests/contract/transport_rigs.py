@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.net.sockets import Keys
+from asyncrl.net.keys import Keys
 from asyncrl.wire import Hop, Instruction, Manifest, RoundReply
 from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
 from weightsync.plan.digest import bucket_digest, whole_digest

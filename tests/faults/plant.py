@@ -32,7 +32,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.prove import audit_run
 from asyncrl.config import Config, dump, parse
-from asyncrl.net.sockets import ipc_address
+from asyncrl.net.addresses import ipc_address
 from asyncrl.runtime.run_dir import RunDir
 from buffers.client.client import ObserverClient
 

@@ -33,7 +33,8 @@ from asyncrl import wire
 from asyncrl.config import dump, parse
 from asyncrl.errors import WireError
 from asyncrl.net.keys import write_keys
-from asyncrl.net.sockets import Call, Requester
+from asyncrl.net.requester import Requester
+from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint
 
 GROWTH_BYTES = 40 << 20  # of a service, after a fifth of the frames

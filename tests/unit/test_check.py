@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Config, parse
+from asyncrl.net.keys import write_keys
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.net.sockets import write_keys
 from asyncrl.preflight.check import check, check_data, check_plugins, derived, first_row, import_problem, render
 
 

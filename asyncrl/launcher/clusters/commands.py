@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.sections.cluster import name_of
-from asyncrl.net.sockets import LOOPBACK
+from asyncrl.net.addresses import LOOPBACK
 
 Files = dict[str, str]
 ROLES = ("services", "producers", "rewards", "learner")
