@@ -177,7 +177,7 @@ def wire_messages() -> str:
     parts = [
         "# Wire protocol",
         "",
-        f"Generated from `asyncrl/wire/__init__.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
+        f"Generated from `asyncrl/wire/`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
         "answers. A message is `[prefix][header][payload]...`:",
         "",
         "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8",
@@ -261,7 +261,7 @@ def plain(hint: object) -> str:
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
     text = re.sub(r"typing\.Annotated\[str, msgspec\.Meta\(max_length=(\d+)\)\]", r"str of at most \1 characters", text)
-    return text.replace("asyncrl.wire.", "").replace("|", "or")
+    return re.sub(r"asyncrl\.wire\.\w+\.", "", text).replace("|", "or")
 
 
 def status_schema() -> str:

@@ -83,7 +83,7 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
-    from asyncrl.config.sections.mode import streams
+    from asyncrl.config.mode import streams
     from asyncrl.runtime.fingerprint import model_fingerprint
     from asyncrl.runtime.run_dir import beside, endpoint
     from buffers.client.client import LearnerClient

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from msgspec.structs import asdict
 
 from asyncrl.config import Config, SamplingConfig
-from asyncrl.config.sections.mode import streams
+from asyncrl.config.mode import streams
 from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, Unavailable

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.reader import Commit, Group, Reader
-from asyncrl.config.sections.mode import DATA_PREFIX
+from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE
 from asyncrl.metrics.length_bias import Story, compare
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config import Config, ModelConfig, all_keys, load, redacted, with_derived
+from asyncrl.config import Config, ModelConfig, all_keys, load, redacted
+from asyncrl.config.loading import with_derived
 from asyncrl.runtime.run_dir import RunDir
 
 

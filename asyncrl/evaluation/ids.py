@@ -18,15 +18,11 @@ Example: row 3 of the evaluation of step 20.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from asyncrl.errors import UNREADABLE
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config, DataConfig, SamplingConfig
 
 FIRST = 1 << 52  # ids of evaluations begin here
 ROW_BITS = 24
@@ -57,39 +53,6 @@ def seed_of(seed: int, row: int, attempt: int = 0) -> int:
     """
     text = f"{seed}/evaluation/{row}" + (f"/{attempt}" if attempt else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def sampling_of(config: Config) -> SamplingConfig:
-    """How evaluations sample: as `[evaluation]` says. Temperature 0 is greedy (top_k 1)."""
-    evaluation = config.evaluation
-    greedy = evaluation.temperature == 0
-    return replace(
-        config.sampling,
-        group_size=evaluation.samples,
-        over_issue=0,
-        greedy_baseline=False,
-        top_p=evaluation.top_p,
-        max_new_tokens=evaluation.max_new_tokens or config.sampling.max_new_tokens,
-        temperature=1.0 if greedy else evaluation.temperature,
-        top_k=1 if greedy else evaluation.top_k,
-    )
-
-
-def data_of(config: Config) -> DataConfig:
-    """Where the held-out rows are: `[data]` with path and source of `[evaluation]`, in their own order."""
-    return replace(config.data, path=config.evaluation.path, source=config.evaluation.source, shuffle=False)
-
-
-def is_due(config: Config, step: int) -> bool:
-    """Whether an evaluation follows this step (0: the start weights)."""
-    evaluation = config.evaluation
-    if not evaluation.enabled:
-        return False
-    if step == 0:
-        return evaluation.at_start
-    if step >= config.learner.steps and evaluation.at_end:
-        return True
-    return evaluation.every > 0 and step % evaluation.every == 0
 
 
 def source_of(row: str) -> str:

@@ -25,8 +25,8 @@ import msgspec
 
 from asyncrl.config import Config, dump, load, redacted
 from asyncrl.config import redis_url as redis_secret
-from asyncrl.config.sections.judge import judges_of, named
-from asyncrl.config.sections.mode import roles_of
+from asyncrl.config.judges import judges_of, named
+from asyncrl.config.mode import roles_of
 from asyncrl.configure.diff import differences
 from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.launcher.hang_watch import HangWatch

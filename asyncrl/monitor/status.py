@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, load
-from asyncrl.config.sections.mode import streams
+from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
 from asyncrl.launcher.liveness_watch import STOPPED
 from asyncrl.launcher.progress import QUEUE_STATES, number

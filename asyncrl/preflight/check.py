@@ -19,8 +19,8 @@ import msgspec
 
 from asyncrl.config import Config, load_all
 from asyncrl.config.locations import Places, path_of
+from asyncrl.config.mode import roles_of
 from asyncrl.config.reader import beside
-from asyncrl.config.sections.mode import roles_of
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
 from asyncrl.preflight import trackers as check_trackers
 from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, import_problem

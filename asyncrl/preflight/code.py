@@ -21,9 +21,9 @@ from pathlib import Path
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections.judge_models import check_models
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.plugins import BUILT_IN
+from asyncrl.preflight.companion_models import check_models
 
 IMPORT_TIMEOUT_S = 60.0
 #: Packages of backends that are extras.

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.config import Config, algorithm_notes
+from asyncrl.config import Config
+from asyncrl.config.evaluation import is_due
+from asyncrl.config.judges import judges_of
+from asyncrl.config.mode import bound_of, is_paired, longest_row, streams
+from asyncrl.config.rules.notes import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections import checkpoint as checkpoint_config
-from asyncrl.config.sections import evaluation as evaluation_config
-from asyncrl.config.sections.judge import judges_of
-from asyncrl.config.sections.mode import bound_of, is_paired, longest_row, streams
-from asyncrl.evaluation.ids import MAX_ROWS, is_due
+from asyncrl.evaluation.ids import MAX_ROWS
 from asyncrl.preflight.files import count_rows, data_paths
 from asyncrl.process_plan.plan import MODULES, SERVICES, TARGETS, names_of, restarts_of, threads_of
 from asyncrl.runtime.run_dir import endpoint
@@ -163,13 +163,12 @@ def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
 
 def notes_on(config: Config, roles: Sequence[str], *, cores: int) -> list[str]:
     """Settings that work and may surprise."""
-    notes = []
+    found = []
     threads = sum(row.count * row.threads for row in starting(config, roles) if row.role not in SERVICES)
     if threads > 2 * cores:
-        notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
-    notes += algorithm_notes.notes(config)
-    notes += (*evaluation_config.notes(config), *checkpoint_config.notes(config))
+        found.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
+    found += notes(config)
     minibatches = config.learner.algorithm.minibatches
     if minibatches > 1:
-        notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")
-    return notes
+        found.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")
+    return found

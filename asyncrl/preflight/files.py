@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections import parallel
-from asyncrl.config.sections.mode import is_paired, streams, with_epochs
+from asyncrl.config.evaluation import data_of
+from asyncrl.config.mode import is_paired, streams, with_epochs
+from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
-from asyncrl.evaluation.ids import data_of
 from asyncrl.net.keys import read_keys
 from asyncrl.preflight.code import import_problem
 from asyncrl.preflight.companion_models import check_companions
@@ -62,7 +62,7 @@ def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
     except (OSError, *UNREADABLE):  # said where the model is loaded
         return
     if isinstance(model, dict):
-        for code, message, key in parallel.model_problems(config, model):
+        for code, message, key in learner.model_problems(config, model):
             yield error_for(code, message, where=".".join(key))
 
 

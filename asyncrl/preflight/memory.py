@@ -18,10 +18,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
+from asyncrl.config import Config, mode
+from asyncrl.config.judges import judges_of
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections import mode as modes
-from asyncrl.config.sections.judge import judges_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Feed-forward parts of two matrices instead of three.
@@ -187,7 +186,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
     working = _working(config, shape)
     sent = BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
     staged: list[Part] = []
-    if not modes.streams(config):
+    if not mode.streams(config):
         staged = [
             Part(
                 "staged versions",

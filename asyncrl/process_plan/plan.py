@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import DEFAULT, judge_of, judges_of
+from asyncrl.config.judges import judge_of, judges_of
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.net.addresses import LOOPBACK
 from asyncrl.process_plan.device_assignment import Devices, environment_of, placed
 from asyncrl.runtime.run_dir import endpoint

@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.audit.reader import Reader
 from asyncrl.config import Config, dump, load
-from asyncrl.config.sections.mode import DATA_PREFIX
+from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.launcher.launch import python_path
 from asyncrl.metrics import read_lines

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, RewardFunctionConfig, dump, load
-from asyncrl.config.sections.judge import judges_of, named
+from asyncrl.config.judges import judges_of, named
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launcher.launch import python_path
 from asyncrl.metrics import read_lines

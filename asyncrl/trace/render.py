@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import load
-from asyncrl.config.sections.judge import shown
+from asyncrl.config.judges import shown
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.story import Letter, Sample, Story, Training, dead_groups, letters_of, step_of, stories_of, story_of
 

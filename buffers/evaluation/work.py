@@ -19,7 +19,8 @@ import hashlib
 import math
 from collections.abc import Callable
 
-from asyncrl.config.sections.judge import DEFAULT, shown
+from asyncrl.config.judges import shown
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.evaluation.ids import group_of, place_of, seed_of, source_of
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from asyncrl.config.sections.judge import data_source_of
+from asyncrl.config.judges import data_source_of
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Pieces, Samples, SamplesReply

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.sections.judge import DEFAULT, judges_for
+from asyncrl.config.judges import judges_for
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.errors import AsyncRLError
 from buffers.groups.changes import Cancelled, Event, Taken, Worker
 from buffers.groups.judgements import open_judges

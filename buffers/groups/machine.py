@@ -59,7 +59,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from asyncrl.config.sections.judge import shown
+from asyncrl.config.judges import shown
 from asyncrl.wire import SampleHead, Samples
 from buffers.groups.changes import Worker
 from buffers.groups.reconcile import Reconciling

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import DEFAULT, judges_of
-from asyncrl.config.sections.mode import bound_of
+from asyncrl.config.judges import judges_of
+from asyncrl.config.mode import bound_of
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
 from buffers.groups.judgements import Judged

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config.sections.judge import DEFAULT, shown
+from asyncrl.config.judges import shown
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
 from buffers.groups.judgements import Judged, said_by, settle, take_answer, take_failure
 from buffers.groups.judging import TOO_MANY_PARTS

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import AlgorithmConfig, BufferConfig, ProducersConfig, Section
-from asyncrl.config.sections.algorithm_catalogue import overridden
+from asyncrl.config.rules.algorithm import overridden
 from asyncrl.errors import AsyncRLError
 
 ALGORITHM = "learner.algorithm."

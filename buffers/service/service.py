@@ -20,9 +20,10 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import shown
+from asyncrl.config.evaluation import is_due
+from asyncrl.config.judges import shown
 from asyncrl.errors import AsyncRLError, WireError, error_for
-from asyncrl.evaluation.ids import is_due, is_evaluation
+from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.net.responder import Call
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir, run_id

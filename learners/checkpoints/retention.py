@@ -22,8 +22,9 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.evaluation import is_due
 from asyncrl.errors import UNREADABLE
-from asyncrl.evaluation.ids import METRICS, is_due
+from asyncrl.evaluation.ids import METRICS
 from asyncrl.runtime.run_dir import write_atomic
 
 BEST = "best.json"

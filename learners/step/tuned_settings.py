@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import LearnerConfig
-from asyncrl.config.sections.algorithm_catalogue import overridden
+from asyncrl.config.rules.algorithm import overridden
 from asyncrl.errors import UNREADABLE, AsyncRLError
 
 PREFIX = "learner.algorithm."

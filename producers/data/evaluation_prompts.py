@@ -11,8 +11,9 @@ Guarantees:
 from __future__ import annotations
 
 from asyncrl.config import Config
+from asyncrl.config.evaluation import data_of, sampling_of
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.ids import MAX_ROWS, data_of, place_of, sampling_of
+from asyncrl.evaluation.ids import MAX_ROWS, place_of
 from producers.data.prompts import Prompts, Row
 
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from asyncrl.config import Config
-from asyncrl.config.sections.agent import AGENT
+from asyncrl.config.sections.environment import AGENT
 from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn

@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import Judge, judge_of, judges_of, shown
+from asyncrl.config.judges import Judge, judge_of, judges_of, shown
 from asyncrl.errors import ConfigError, Unavailable
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.runtime import role

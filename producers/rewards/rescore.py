@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import Judge, judges_for, judges_of
+from asyncrl.config.judges import Judge, judges_for, judges_of
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.runs import batch_file
 from asyncrl.runs.rescore import LINES, PLAN, VERSIONS, Plan

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.config import Config, LearnerConfig, algorithm_notes, dump, parse, presets
+from asyncrl.config import Config, LearnerConfig, dump, parse, presets
+from asyncrl.config.rules import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenRequest
@@ -137,17 +138,17 @@ def test_auto_is_the_correction_that_is_right() -> None:
 
 
 def test_surprises_are_noted() -> None:
-    told = [*algorithm_notes.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
+    told = [*notes.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
     assert any("biased by their lag" in note for note in told) and any("no effect on loss" in note for note in told)
-    assert list(algorithm_notes.notes(made())) == []
-    (told,) = algorithm_notes.notes(made(key("loss=kl_cov")))
+    assert list(notes.notes(made())) == []
+    (told,) = notes.notes(made(key("loss=kl_cov")))
     assert "no effect before the second mini-batch" in told
-    assert list(algorithm_notes.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
-    (told,) = algorithm_notes.notes(made("learner.process_reward.lr=1e-4"))
+    assert list(notes.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
+    (told,) = notes.notes(made("learner.process_reward.lr=1e-4"))
     assert "[learner.process_reward] has no effect" in told
-    (told,) = algorithm_notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
+    (told,) = notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
     assert "all process rewards are 0" in told
-    assert list(algorithm_notes.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
+    assert list(notes.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
     found = {finding.name: finding.value for finding in check.derived(made())}
     assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
 
@@ -176,7 +177,7 @@ def test_presets_are_whole_and_read_back() -> None:
     for name in presets.names():
         named = made(text=f'learner.algorithm.preset = "{name}"')
         assert parse(dump(named)) == named == made(f"{presets.KEY}={name}")
-        assert list(algorithm_notes.notes(named)) == [], name
+        assert list(notes.notes(named)) == [], name
         assert (presets.FOLDER / f"{name}.toml").read_text().startswith("# ")
     same = made(f"{presets.KEY}=grpo_decoupled").learner.algorithm
     default = made().learner.algorithm

@@ -10,19 +10,9 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
+from asyncrl.config.evaluation import data_of, is_due, sampling_of
 from asyncrl.errors import ConfigErrors
-from asyncrl.evaluation.ids import (
-    FIRST,
-    MAX_ROWS,
-    data_of,
-    group_of,
-    is_due,
-    is_evaluation,
-    place_of,
-    sampling_of,
-    seed_of,
-    source_of,
-)
+from asyncrl.evaluation.ids import FIRST, MAX_ROWS, group_of, is_evaluation, place_of, seed_of, source_of
 from asyncrl.preflight.check import check_data, derived, notes_on
 from producers.data.evaluation_prompts import HeldOutPrompts
 

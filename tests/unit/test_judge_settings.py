@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Config, dump, parse
-from asyncrl.config.sections.judge import judge_of, judges_for, judges_of
+from asyncrl.config.judges import judge_of, judges_for, judges_of
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.launch import LaunchOptions, launch_config
 

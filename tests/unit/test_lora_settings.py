@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncrl import config
-from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE, sends_adapters
-from asyncrl.config.sections.mode import DATASET
+from asyncrl.config.mode import DATASET, sends_adapters
+from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE
 from asyncrl.errors import ConfigErrors
 from asyncrl.plugins import BUILT_IN
 from asyncrl.preflight import check

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, dump, load, parse
-from asyncrl.config.sections.mode import roles_of
+from asyncrl.config.mode import roles_of
 from asyncrl.preflight import code as check_code
 from asyncrl.preflight.check import check_files_of
 from asyncrl.preflight.derived import notes_on

@@ -8,15 +8,11 @@ Example: `steps = "5:8"`, `ranks = [0, 3]`, `memory = true`: traces and memory o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Section
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
 
 
 class ProfileConfig(Section, frozen=True):
@@ -44,14 +40,3 @@ def steps_of(text: str) -> range:
     if not 1 <= first <= last:
         raise ValueError(f"{text!r} is not a step such as 5, nor a range such as 5:8")
     return range(first, last + 1)
-
-
-def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Code, message and path of the key, of settings that cannot be."""
-    profile, here = config.learner.profile, ("learner", "profile")
-    try:
-        steps_of(profile.steps)
-    except ValueError as error:
-        yield "config.type", f"learner.profile.steps: {error}", (*here, "steps")
-    if profile.memory and not profile.steps:
-        yield "config.conflict", "learner.profile.memory needs learner.profile.steps", (*here, "memory")

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.cluster import name_of
 from asyncrl.net.addresses import LOOPBACK
 
 Files = dict[str, str]
@@ -81,7 +80,7 @@ def settled(lines: Sequence[str]) -> list[str]:
 
 
 def environment(config: Config) -> dict[str, str]:
-    return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CLUSTER": name_of(config)}
+    return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CLUSTER": config.cluster_name}
 
 
 def summary(config: Config) -> str:

@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.config.sections.cluster import name_of
 from asyncrl.launcher.clusters.commands import Files, Shell, Site, environment, launch, settled, shell, summary
 
 ADDRESS = Shell('"$ADDRESS"')
@@ -37,7 +36,7 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     cluster = config.cluster
     logs = f"{site.folder}/logs/{role}-%{'A_%a' if role == 'producers' else 'j'}.out"
     options = [
-        f"--job-name={name_of(config)}-{role}", f"--output={logs}", f"--nodes={nodes}", "--ntasks-per-node=1",
+        f"--job-name={config.cluster_name}-{role}", f"--output={logs}", f"--nodes={nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cluster.cpus}", f"--mem={cluster.memory}",
         "--open-mode=append",
         *more,
