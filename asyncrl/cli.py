@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.commands import MODULES
+from asyncrl.commands import COMMANDS
 
 if TYPE_CHECKING:
     from asyncrl.errors import AsyncRLError
@@ -88,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action=_Version, help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in MODULES:
-        importlib.import_module(f"asyncrl.commands.{module}").add(commands)
+    for module, function in COMMANDS:
+        getattr(importlib.import_module(f"asyncrl.commands.{module}"), function)(commands)
     return top
 
 

@@ -49,7 +49,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.audit.findings import Audit, render
-from asyncrl.audit.reader import Commit, Reader
+from asyncrl.audit.reader import Reader
+from asyncrl.audit.records import Commit
 from asyncrl.audit.verdict import Expected, fork_of, judge
 from asyncrl.errors import UNREADABLE
 

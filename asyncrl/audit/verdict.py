@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.audit.findings import Audit
-from asyncrl.audit.reader import Commit, Group, Reader
+from asyncrl.audit.reader import Reader
+from asyncrl.audit.records import Commit, Group
 from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE
 from asyncrl.metrics.length_bias import Story, compare

@@ -19,11 +19,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from asyncrl.config import presets
+from asyncrl.config import foreign_names, presets
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places, dotted
 from asyncrl.config.sections.base import Section
-from asyncrl.configure import translate
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 
 #: Values as others write them.
@@ -211,8 +210,8 @@ class _Look:
 
 def _translations(name: str, value: Any) -> str:
     """What the settings of another trainer's table are called here."""
-    theirs = dict(translate.flattened(value, f"{name}.")) if isinstance(value, dict) else {}
-    known = [f"{key} is {found}" for key in theirs if (found := translate.ours(key))]
+    theirs = dict(foreign_names.flattened(value, f"{name}.")) if isinstance(value, dict) else {}
+    known = [f"{key} is {found}" for key in theirs if (found := foreign_names.ours(key))]
     if not known:
         return ""
     more = f", and {len(known) - SHOWN} more" if len(known) > SHOWN else ""

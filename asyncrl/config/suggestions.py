@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from asyncrl.config import foreign_names
 from asyncrl.config.sections.base import Section
-from asyncrl.configure import translate
 
 #: Likeness (0 to 1) from which on a name of the same section, or of another one, is a misspelling.
 LIKE_HERE = 0.6
@@ -80,7 +80,7 @@ def meant(path: Sequence[str], kind: type[Section]) -> Meant | None:
     if name in here or name in subsections:
         return Meant((here | subsections)[name], elsewhere=False)
     same = [key for key in keys if key.rpartition(".")[2] == name]
-    if theirs := translate.ours(name):  # before a setting of that name: TRL's beta is no process_reward.beta
+    if theirs := foreign_names.ours(name):  # before a setting of that name: TRL's beta is no process_reward.beta
         return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
     if same:
         return Meant(nearest(section, same), elsewhere=True)

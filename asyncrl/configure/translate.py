@@ -12,7 +12,6 @@ Example: `data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.config.foreign_names import flattened, table, trainers
 from asyncrl.errors import UNREADABLE, ConfigError
 
 VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
@@ -35,17 +35,6 @@ class Translation(NamedTuple):
     trainer: str
     settings: dict[str, Any]
     notes: list[str]
-
-
-@functools.cache
-def table() -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "translations.toml").read_text(encoding="utf-8"))
-
-
-@functools.cache
-def trainers() -> tuple[str, ...]:
-    """Whose settings are known."""
-    return tuple(name for name in table() if name != "values")
 
 
 def translate(path: Path) -> Translation:
@@ -70,14 +59,6 @@ def whose(given: Mapping[str, Any]) -> str:
     return best if known[best] else ""
 
 
-def ours(key: str) -> str:
-    """What a full name of theirs is called here, such as `trainer.optim.lr`; empty where nobody has it."""
-    return next((found for name in trainers() if (found := table()[name]["settings"].get(key))), "")
-
-
-# ---------------------------------------------------------------- reading
-
-
 def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Their settings by full names, in order, and notes about what is no constant. Raises `config.file`."""
     try:
@@ -91,15 +72,6 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError("config.file", error.strerror or str(error), where=str(path)) from None
     except (SyntaxError, *UNREADABLE) as error:
         raise ConfigError("config.file", str(error), where=str(path)) from None
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of a tree and their values."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def of_python(text: str) -> tuple[dict[str, Any], list[str]]:
@@ -165,9 +137,6 @@ def parsed(text: str) -> Any:
     except (ValueError, SyntaxError):
         inner = re.fullmatch(r"\[(.*)\]", text)
         return [part.strip(" '\"") for part in inner[1].split(",")] if inner else text
-
-
-# ---------------------------------------------------------------- translating
 
 
 class _Given:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, python_path, roles_here, worker_key
+from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_key
 from asyncrl.process_plan import device_assignment as devices
-from asyncrl.process_plan.interpreters import with_python
+from asyncrl.process_plan.interpreters import python_path, with_python
 from asyncrl.process_plan.plan import Joining, ProcessPlan, plan
 from asyncrl.runtime.run_dir import RunDir
 

@@ -20,10 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launcher.liveness_watch import STOPPED, below
-from asyncrl.launcher.progress import QUEUE_STATES
+from asyncrl.launcher.liveness_watch import below
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.process_plan.host_facts import descendants, send, state_of
+from asyncrl.monitor.control import service_status
+from asyncrl.monitor.text import QUEUE_STATES
+from asyncrl.runtime.host_facts import descendants, send, state_of
+from asyncrl.runtime.liveness import STOPPED
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
 
 LOOK_S = 0.5
@@ -33,9 +35,7 @@ DUMP_S = 0.5  # for the stacks to reach the logs
 
 def ask_buffer(config: Config) -> dict[str, Any]:
     """The buffer's status, or `{"error": ...}`."""
-    from asyncrl.monitor.status import buffer_status
-
-    return buffer_status(endpoint(config, "buffer"), run_keys(config))
+    return service_status(endpoint(config, "buffer"), run_keys(config))
 
 
 class HangWatch:

@@ -32,14 +32,17 @@ from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, Con
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.supervisor import Grace, Outcome, Supervisor
-from asyncrl.monitor.status import launcher_mark
+from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.net.keys import worker_file
 from asyncrl.preflight import check as checks
+from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
-from asyncrl.process_plan.interpreters import with_python
+from asyncrl.process_plan.interpreters import python_path, with_python
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, ProcessPlan, plan
+from asyncrl.runtime.launchers import launcher_mark
 from asyncrl.runtime.run_dir import RunDir, beside, read_object, run_keys, write_atomic
+from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
 SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
@@ -135,7 +138,7 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
         plans = plan(
             homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.found()
         )
-        _print(f"run {run.root}: {checks.what_starts(config, roles)}")
+        _print(f"run {run.root}: {what_starts(config, roles)}")
         for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
         leads = "learner" in roles and not options.node_rank
@@ -215,17 +218,6 @@ def absolute(config: Config) -> Config:
     if model.is_dir():
         config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model.resolve())))
     return config
-
-
-def python_path() -> list[str]:
-    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
-    root = Path(__file__).resolve().parents[2]
-    places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
-    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return list(dict.fromkeys(places))
-
-
-# ---------------------------------------------------------------- the run folder
 
 
 def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
@@ -312,9 +304,6 @@ def changes(path: Path, config: Config) -> list[str]:
     return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
 
 
-# ---------------------------------------------------------------- the run itself
-
-
 def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
     own = "learner" in TARGETS[options.target]  # another launcher's steps are shown there
     progress = Progress(run, steps=config.learner.steps, verbose=options.verbose, plain=options.plain, table=own)
@@ -355,9 +344,7 @@ def exit_code(outcome: Outcome, options: LaunchOptions) -> int:
 
 def _remove_staged(run: RunDir) -> None:
     """Remove the staged weights of this run's learners that are dead: a killed one leaves them in shared memory."""
-    from weightsync.staging import Staging
-
-    Staging(run.root / "weights").remove_stale()
+    remove_stale_slots(run.root / "weights")
 
 
 def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.metrics import JsonTail
-from asyncrl.process_plan.host_facts import children_of, state_of
-from asyncrl.runtime.liveness import read_signs
+from asyncrl.runtime.host_facts import children_of, state_of
+from asyncrl.runtime.liveness import STOPPED, read_signs
 from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
-STOPPED = "Tt"  # states of /proc: by a signal, by a debugger
 
 
 class Silent(NamedTuple):

@@ -17,8 +17,8 @@ from collections import deque
 from pathlib import Path
 
 from asyncrl.errors import EXIT_FAILED
-from asyncrl.process_plan.host_facts import descendants, kill_group, send
 from asyncrl.process_plan.plan import ProcessPlan
+from asyncrl.runtime.host_facts import descendants, kill_group, send
 
 _DEATH_BEGIN = re.compile(r"Received \d+ death signal")  # torchrun was asked to end; its traceback follows
 READ_BYTES = 256 << 10

@@ -43,8 +43,9 @@ from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLErro
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.process import Child, exit_code_of, shown_code
-from asyncrl.process_plan.host_facts import kill_group, reachable
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import ONLOOKER, SERVICES, ProcessPlan
+from asyncrl.runtime.host_facts import kill_group, reachable
 
 WINDOW_S = 600.0
 FIRST_BACKOFF_S = 0.5
@@ -57,19 +58,6 @@ REPLACEABLE = frozenset({"producer", "reward"})  # roles of which a run can do w
 STOP_ORDER = ("learner", "producer", "reward", "weightsync", "buffer")
 EXIT_INTERRUPTED = 130
 EXIT_KILLED = 137
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a supervised set of processes ended. `failed` names the process whose end stopped the others."""
-
-    code: int
-    reason: str
-    wall_s: float
-    restarts: dict[str, int] = {}
-    failed: str = ""
-    last_lines: tuple[str, ...] = ()
-    given_up: dict[str, int] = {}  # workers the run did without from some time on: their last exit code
-    stopped: bool = False  # a signal came before the end
 
 
 class Grace(msgspec.Struct, frozen=True):

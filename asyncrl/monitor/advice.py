@@ -115,12 +115,14 @@ def weights_do_not_arrive(s: Snapshot) -> str:
 
 
 def groups_die(s: Snapshot) -> str:
+    """Groups were quarantined."""
     count = s.queue.get("dead", 0)
     why = ", ".join(f"{reason} {number}" for reason, number in sorted(s.dead.items(), key=lambda pair: -pair[1])[:2])
     return f"{count} groups are dead{f' ({why})' if why else ''}: asyncrl trace RUN GROUP tells why" if count else ""
 
 
 def rewards_fail(s: Snapshot) -> str:
+    """Reward calls fail."""
     failed = sum(one.told("failed_rewards") or 0 for one in s.rewards)
     scored = sum(one.told("scored_samples") or 0 for one in s.rewards)
     if not failed or failed < 0.01 * scored:
@@ -251,6 +253,7 @@ def producers_wait(s: Snapshot) -> str:
 
 
 def all_is_well(s: Snapshot) -> str:
+    """Nothing to do."""
     if s.learner.waiting is None:
         return "the first step is still to come"
     return f"nothing to do: the learner waits {s.learner.waiting:.0%} of the time"

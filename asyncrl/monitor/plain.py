@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from asyncrl.monitor.advice import advice
 from asyncrl.monitor.snapshot import STATES, Row, Snapshot
 from asyncrl.monitor.status_schema import Judge
+from asyncrl.monitor.text import clean
 
 WIDTH = 120
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,15 +41,6 @@ def bar(shares: Sequence[tuple[str, float]], *, width: int = 40) -> str:
     """
     text = "".join(sign * round(share * width) for sign, share in shares)[:width]
     return text.ljust(width, ".")
-
-
-def clean(text: str) -> str:
-    """Without control characters.
-
-    >>> clean("a\\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def share(value: float | None) -> str:

@@ -23,8 +23,9 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.net.keys import Keys, read_keys
-from asyncrl.process_plan.host_facts import reachable
+from asyncrl.runtime.host_facts import reachable
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
 
 ASK_TIMEOUT_S = 10.0
@@ -94,9 +95,7 @@ def _place(folder: Path | None, connect: str, key: str) -> tuple[str, Keys | Non
 
 def _ask(address: str, keys: Keys | None, changes: dict[str, Any], undo: int | None) -> Any:
     """The buffer's answer (`asyncrl.wire.Tuned`)."""
-    from buffers.client.client import ObserverClient
-
-    client = ObserverClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)
+    client = ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)
     try:
         return client.tune(changes, author=author(), undo_to=-1 if undo is None else undo)
     finally:

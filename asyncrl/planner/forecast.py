@@ -22,7 +22,6 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import EXIT_CONFIG, UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.launcher.launch import python_path
 from asyncrl.planner.measure import Observed, measure, shared_cores
 from asyncrl.planner.model import Forecast, Plant, Request, Scenario, tokens_per_s
 from asyncrl.planner.search import (
@@ -37,6 +36,7 @@ from asyncrl.planner.search import (
     splits,
     suggestion,
 )
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.runtime.run_dir import RunDir
 
 PLAY_TIMEOUT_S = 900.0

@@ -23,32 +23,15 @@ from asyncrl.config.mode import roles_of
 from asyncrl.config.reader import beside
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
 from asyncrl.preflight import trackers as check_trackers
-from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, import_problem
+from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
 from asyncrl.preflight.companion_models import model_json
-from asyncrl.preflight.derived import Finding, Starting, derived, notes_on, starting, what_starts
-from asyncrl.preflight.files import check_data, check_keys, check_model, count_rows, data_notes, first_row, settled
+from asyncrl.preflight.derived import Finding, Starting, derived, notes_on, starting
+from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settled
 from asyncrl.preflight.machine import Machine, check_ports, check_store, machine_of, missing
 from asyncrl.preflight.memory import RoleMemory, estimate
-from asyncrl.preflight.render import render
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
 from asyncrl.process_plan.plan import TARGETS
-
-__all__ = [
-    "Checked",
-    "Finding",
-    "check",
-    "check_data",
-    "check_files_of",
-    "check_plugins",
-    "count_rows",
-    "derived",
-    "first_row",
-    "import_problem",
-    "render",
-    "settled",
-    "what_starts",
-]
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
 

@@ -32,7 +32,6 @@ PACKAGES = {"vllm": "vllm"}
 #: Engines behind HTTP.
 SERVED = ("vllm_http", "sglang")
 LOOK_S = 120.0
-
 _LOOK = """
 import importlib.metadata, importlib.util, json, platform, sys
 engine, package, entry = sys.argv[1:4]
@@ -178,3 +177,11 @@ def _run(command: list[str], text: str, env: Mapping[str, str] | None) -> tuple[
     except OSError as error:
         return 1, "", str(error.strerror)
     return done.returncode, done.stdout, done.stderr
+
+
+def python_path() -> list[str]:
+    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
+    root = Path(__file__).resolve().parents[2]
+    places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
+    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return list(dict.fromkeys(places))

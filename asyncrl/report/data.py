@@ -18,9 +18,9 @@ from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
-from asyncrl.launcher.supervisor import Outcome
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.advice import CUT_SHARE
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.report.events import Recovery, StepLags, events_of, story
 from asyncrl.runtime.run_dir import RunDir, read_object
 

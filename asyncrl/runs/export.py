@@ -34,7 +34,7 @@ Replace = Callable[[str, list[str], Mapping[str, str]], object]
 def export_command(
     folder: Path, *, step: int | None, out: Path | None, dtype: str, max_shard_size: str, replace: Replace = os.execve
 ) -> int:
-    from asyncrl.launcher.launch import python_path
+    from asyncrl.process_plan.interpreters import python_path
     from asyncrl.process_plan.plan import environment
 
     run = RunDir(folder).require()

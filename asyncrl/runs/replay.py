@@ -28,14 +28,14 @@ from asyncrl.audit.reader import Reader
 from asyncrl.config import Config, dump, load
 from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.launcher.launch import python_path
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.host_facts import kill_group
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import MODULES, environment, plan
 from asyncrl.runs import batch_file
 from asyncrl.runs.fork import checkpoints_in
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
 from asyncrl.runs.score_file import read_scores
+from asyncrl.runtime.host_facts import kill_group
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 RESULT, TEXT = "replay.json", "replay.txt"

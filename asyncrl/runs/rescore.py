@@ -28,12 +28,12 @@ import msgspec
 from asyncrl.config import Config, RewardFunctionConfig, dump, load
 from asyncrl.config.judges import judges_of, named
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launcher.launch import python_path
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.host_facts import kill_group
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import environment
 from asyncrl.runs import batch_file
 from asyncrl.runs.score_file import GroupScores, Head, write_scores
+from asyncrl.runtime.host_facts import kill_group
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 MODULE = "producers.rewards.rescore"

@@ -16,6 +16,7 @@ from asyncrl.config import Config
 from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.wire.batch_arrays import claimed
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -50,8 +51,6 @@ def words_of(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -
 
 
 def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
-    from buffers.client.client import claimed
-
     file = batch_file.read(batch_file.path_of(run.archive, step))
     batch = claimed(file.batch, file.payloads)
     if group in batch.invalid:

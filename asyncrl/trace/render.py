@@ -14,7 +14,9 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.config.judges import shown
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.story import Letter, Sample, Story, Training, dead_groups, letters_of, step_of, stories_of, story_of
+from asyncrl.trace.dead_letters import Letter, load_letters
+from asyncrl.trace.history import find_claim, quarantined_groups
+from asyncrl.trace.story import Sample, Story, Training, load_stories, load_story
 
 TEXT_LIMIT = 400  # characters of a prompt
 
@@ -23,14 +25,14 @@ def trace_command(folder: Path, *, group: int | None, step: int | None, dead: bo
     """Print what was asked for; the exit code."""
     run = RunDir(folder).require()
     if dead:
-        letters, groups = letters_of(run, load(run.config)), dead_groups(run)
+        letters, groups = load_letters(run, load(run.config)), quarantined_groups(run)
         _print({"dead": groups, "letters": msgspec.to_builtins(letters)} if as_json else dead_text(groups, letters))
     elif step is not None:
-        claim = step_of(run, step)
-        stories = stories_of(run, claim["groups"])
+        claim = find_claim(run, step)
+        stories = load_stories(run, claim["groups"])
         _print({"claim": claim, "groups": msgspec.to_builtins(stories)} if as_json else step_text(claim, stories))
     elif group is not None:
-        story = story_of(run, group)
+        story = load_story(run, group)
         _print(msgspec.to_builtins(story) if as_json else story_text(story))
     return 0
 

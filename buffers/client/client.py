@@ -411,34 +411,3 @@ class LearnerClient:
         self._beats.close()
         if self._places is not None:
             self._places.close()
-
-
-class ObserverClient:
-    """For tools: the status, the stop. Blocking."""
-
-    def __init__(self, address: str, *, keys: Keys | None = None, timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
-        self._requester = Requester(address, keys=keys)
-
-    def status(self) -> dict[str, Any]:
-        """The state of the service."""
-        reply: wire.StatusReply = self._requester.request(wire.StatusRequest(), timeout_s=self._timeout_s).message
-        status: dict[str, Any] = msgspec.json.decode(reply.json)
-        return status
-
-    def tune(self, changes: Mapping[str, Any], *, author: str, undo_to: int = -1) -> wire.Tuned:
-        """Change settings of the running system; with `undo_to` >= 0 go back to those of that number."""
-        message = wire.Tune(msgspec.json.encode(dict(changes)).decode(), author, undo_to)
-        tuned: wire.Tuned = self._requester.request(message, timeout_s=self._timeout_s).message
-        return tuned
-
-    def undo_tune(self, number: int, *, author: str) -> wire.Tuned:
-        """Go back to the settings in force after change `number`; 0 is the configuration."""
-        return self.tune({}, author=author, undo_to=number)
-
-    def stop(self, reason: str) -> None:
-        """Ask the service to end after it has written everything."""
-        self._requester.request(wire.Stop(reason), timeout_s=self._timeout_s)
-
-    def close(self) -> None:
-        self._requester.close()

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.errors import UNREADABLE, ConfigError
-from asyncrl.process_plan.host_facts import in_group
 from asyncrl.process_plan.interpreters import python_with
+from asyncrl.runtime.host_facts import in_group
 from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Asked
 from producers.rewards.pipe import (

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, Unavailable
-from asyncrl.process_plan.host_facts import children_of
+from asyncrl.runtime.host_facts import children_of
 from producers.sandbox import seccomp
 from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
 

@@ -17,7 +17,7 @@ import pytest
 from sandbox_lab import needs_bubblewrap, served
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.process_plan.host_facts import children_of, descendants, is_alive
+from asyncrl.runtime.host_facts import children_of, descendants, is_alive
 from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, local, open_sandbox
 
 LIMITS = SandboxLimits(timeout_s=60.0, output_bytes=20_000)

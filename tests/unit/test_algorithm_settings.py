@@ -20,7 +20,7 @@ from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
-from asyncrl.preflight import check
+from asyncrl.preflight import code, derived
 from buffers.groups.filters import filters_of
 from buffers.groups.machine import Groups
 from buffers.groups.records import settings_of
@@ -149,7 +149,7 @@ def test_surprises_are_noted() -> None:
     (told,) = notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
     assert "all process rewards are 0" in told
     assert list(notes.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
-    found = {finding.name: finding.value for finding in check.derived(made())}
+    found = {finding.name: finding.value for finding in derived.derived(made())}
     assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
 
 
@@ -266,13 +266,13 @@ def test_a_package_of_the_user_adds_names() -> None:
     assert chosen.function.__name__ == "mine" and chosen.options == {"scale": 3.0}
     assert registry.choose(algorithm, "loss").options == {"power": 2}
     assert registry.needs_of(algorithm) == () and registry.chooser_of(algorithm) is None
-    for wrong, code in (
+    for wrong, reason in (
         ({"advantage_options": {"scle": 1}}, "config.unknown_key"),
         ({"advantage_options": {"scale": "x"}}, "config.type"),
     ):
         with pytest.raises(ConfigError) as caught:
             registry.choose(msgspec.structs.replace(algorithm, **wrong), "advantage")
-        assert caught.value.code == code
+        assert caught.value.code == reason
     with pytest.raises(ConfigError) as caught:
         registry.choose(msgspec.structs.replace(algorithm, loss_options={}), "loss")
     assert caught.value.code == "config.missing"
@@ -286,11 +286,11 @@ def test_check_looks_at_plugins_in_another_process(tmp_path: Path, monkeypatch: 
     (tmp_path / "plug_of_mine.py").write_text("def plugged(rollouts, *, scale: float = 1.0):\n    return None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert list(check.check_algorithm(made(key("advantage=plugged")))) == []
-    (error,) = check.check_algorithm(made(key("advantage=plugged"), key("advantage_options.scle=1")))
+    assert list(code.check_algorithm(made(key("advantage=plugged")))) == []
+    (error,) = code.check_algorithm(made(key("advantage=plugged"), key("advantage_options.scle=1")))
     assert error.code == "config.unknown_key" and "scale" in error.message
     (tmp_path / "plug_of_mine.py").write_text("raise RuntimeError('broken')\n")
-    assert [error.code for error in check.check_algorithm(made(key("advantage=plugged")))] == ["config.extra"]
+    assert [error.code for error in code.check_algorithm(made(key("advantage=plugged")))] == ["config.extra"]
 
 
 def test_settings_are_known_without_torch() -> None:

@@ -13,7 +13,8 @@ from asyncrl.config import Config, parse
 from asyncrl.config.evaluation import data_of, is_due, sampling_of
 from asyncrl.errors import ConfigErrors
 from asyncrl.evaluation.ids import FIRST, MAX_ROWS, group_of, is_evaluation, place_of, seed_of, source_of
-from asyncrl.preflight.check import check_data, derived, notes_on
+from asyncrl.preflight.derived import derived, notes_on
+from asyncrl.preflight.files import check_data
 from producers.data.evaluation_prompts import HeldOutPrompts
 
 ON = "\n[evaluation]\npath = 'held.jsonl'\n"

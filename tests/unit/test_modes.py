@@ -8,7 +8,7 @@ import pytest
 from asyncrl import config
 from asyncrl.config import mode
 from asyncrl.errors import ConfigErrors
-from asyncrl.preflight import check
+from asyncrl.preflight import derived, files
 from asyncrl.process_plan.plan import TARGETS, plan
 from buffers.groups.records import settings_of
 
@@ -58,7 +58,7 @@ def test_a_run_over_rows_starts_three_processes() -> None:
     parsed = config.parse(SFT)
     roles = mode.roles_of(TARGETS["all"], parsed)
     assert [p.name for p in plan(parsed, roles, config_path=Path("c.toml"))] == ["buffer", "producer-0", "learner"]
-    assert "1 producer (dataset)" in check.what_starts(parsed, roles)
+    assert "1 producer (dataset)" in derived.what_starts(parsed, roles)
     online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
     assert mode.roles_of(TARGETS["all"], online) == TARGETS["all"]
 
@@ -84,10 +84,10 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' * 10)
     parsed = config.parse(SFT, overrides=[f"data.path={path},{path}", "data.epochs=2", "buffer.batch_groups=8"])
-    assert check.settled(parsed).learner.steps == 5
+    assert files.settled(parsed).learner.steps == 5
     source = config.parse(SFT, overrides=["data.path=", "data.source=a:b", "data.epochs=2"])
     with pytest.raises(ConfigErrors, match=r"set learner\.steps"):
-        check.settled(source)
+        files.settled(source)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
 def test_check_names_missing_columns(text: str, row: dict[str, object], missing: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    found = [error.message for error in check.check_data(config.parse(text, overrides=[f"data.path={path}"]))]
+    found = [error.message for error in files.check_data(config.parse(text, overrides=[f"data.path={path}"]))]
     assert (missing in found[0]) if missing else found == []
 
 

@@ -23,7 +23,8 @@ from synthetic_run import START, good_history, issue, register, train, write_his
 
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.perfetto import group_flow, parts_of, weights_flow, write_trace
+from asyncrl.trace.perfetto import parts_of, weights_flow, write_trace
+from asyncrl.trace.perfetto_groups import group_flow
 from asyncrl.trace.perfetto_writer import Drawing, Lanes, Out, note
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
+from asyncrl.config.rules import notes as rules
 from asyncrl.errors import ConfigErrors
 from learners.checkpoints import retention
 from learners.checkpoints.retention import Ranking, Scores, best, kept

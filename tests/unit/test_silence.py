@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launcher.liveness_watch import SilenceWatch
-from asyncrl.process_plan.host_facts import children_of, state_of
+from asyncrl.runtime.host_facts import children_of, state_of
 from asyncrl.runtime.liveness import Sign, Ticker, read_signs
 from asyncrl.runtime.run_dir import RunDir
 

@@ -17,10 +17,11 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.process import Child, exit_code_of
-from asyncrl.launcher.supervisor import Grace, Outcome, Supervisor, backoff_s
+from asyncrl.launcher.supervisor import Grace, Supervisor, backoff_s
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.host_facts import descendants, is_alive
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import TARGETS, Joining, ProcessPlan, plan
+from asyncrl.runtime.host_facts import descendants, is_alive
 from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import Config, parse
+from asyncrl.config.foreign_names import table, trainers
 from asyncrl.config.suggestions import keys_of
-from asyncrl.configure.translate import table, trainers, translate
+from asyncrl.configure.translate import translate
 from asyncrl.errors import ConfigError, ConfigErrors
 
 VERL = r"""

@@ -57,8 +57,9 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     from asyncrl.launcher.clusters.commands import for_cluster
     from asyncrl.launcher.launch import absolute
     from asyncrl.preflight import check as checks
+    from asyncrl.preflight.files import settled
 
-    given = checks.settled(load(paths, overrides))
+    given = settled(load(paths, overrides))
     given = given if backend == "k8s" else absolute(given)  # pods begin in a folder of the volume
     # Ports and stores are those of other hosts: only what can be known here is looked at.
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
