@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except AsyncRLError as error:
-        return _told(error)
+        return _print_error(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `asyncrl ... | head`
         _stop_output()
         return 141
     except OSError as error:
-        return _told(refused(error))
+        return _print_error(refused(error))
     except Exception:
         import traceback
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERNAL
 
 
-def _told(error: AsyncRLError) -> int:
+def _print_error(error: AsyncRLError) -> int:
     """Say what is wrong, below what was said before; the exit code."""
     try:
         sys.stdout.flush()

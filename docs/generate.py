@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl import cli, config, errors, metrics, wire
 from asyncrl.config import presets
-from asyncrl.config.json_schema import meanings_of
+from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.configure.explain import error_texts
 
@@ -32,7 +32,7 @@ def configuration() -> str:
     for path, kind in sections(config.Config, ""):
         title = (kind.__doc__ or "").strip().splitlines()[0]
         parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        comments = meanings_of(kind)
+        comments = field_meanings(kind)
         hints = typing.get_type_hints(kind)
         for item in msgspec.structs.fields(kind):
             if is_section(hints[item.name]):
@@ -192,7 +192,7 @@ def wire_messages() -> str:
     ]
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
-        comments = meanings_of(kind)
+        comments = field_meanings(kind)
         for item in msgspec.structs.fields(kind):
             note = f": {comments[item.name]}" if item.name in comments else ""
             parts.append(f"- `{item.name}` ({plain(item.type)}){note}")

@@ -204,7 +204,7 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """The role: hold the run's lock and serve."""
     lock = RunDir(config.run_dir).lock("weightsync")
     try:
-        uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.key_of(args, config)))
+        uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.run_key(args, config)))
     finally:
         lock.close()
 

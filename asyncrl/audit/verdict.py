@@ -241,7 +241,7 @@ class _Verdict:
         self.found.lengths = compare(stories)
 
 
-def fork_of(root: Path) -> tuple[str, int]:
+def fork_origin(root: Path) -> tuple[str, int]:
     """Parent and step of a fork's `fork.json`; ("", 0) where the run is none."""
     try:
         found = msgspec.json.decode((root / "fork.json").read_bytes(), type=dict[str, object])

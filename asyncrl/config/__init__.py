@@ -4,7 +4,7 @@ Sections are in `sections/`, the rules across them in `rules/`. A derived number
 second setting. Nothing here imports a role, torch or redis; `asyncrl.preflight` checks the files that settings name.
 """
 
-from asyncrl.config.loading import Loaded, all_keys, conflicts_of, dump, load, load_all, parse, redacted, schema
+from asyncrl.config.loading import Loaded, all_keys, dump, find_conflicts, load, load_all, parse, redact, schema
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.base import Section
 from asyncrl.config.sections.buffer import BufferConfig
@@ -51,11 +51,11 @@ __all__ = [
     "Section",
     "WeightSyncConfig",
     "all_keys",
-    "conflicts_of",
     "dump",
+    "find_conflicts",
     "load",
     "load_all",
     "parse",
-    "redacted",
+    "redact",
     "schema",
 ]

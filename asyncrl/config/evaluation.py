@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from asyncrl.config.tree import Config
 
 
-def sampling_of(config: Config) -> SamplingConfig:
+def evaluation_sampling(config: Config) -> SamplingConfig:
     """How evaluations sample: as `[evaluation]` says. Temperature 0 is greedy (top_k 1)."""
     evaluation = config.evaluation
     greedy = evaluation.temperature == 0
@@ -27,12 +27,12 @@ def sampling_of(config: Config) -> SamplingConfig:
     )
 
 
-def data_of(config: Config) -> DataConfig:
+def evaluation_data(config: Config) -> DataConfig:
     """Where the held-out rows are: `[data]` with path and source of `[evaluation]`, in their own order."""
     return replace(config.data, path=config.evaluation.path, source=config.evaluation.source, shuffle=False)
 
 
-def is_due(config: Config, step: int) -> bool:
+def is_evaluation_due(config: Config, step: int) -> bool:
     """Whether an evaluation follows this step (0: the start weights)."""
     evaluation = config.evaluation
     if not evaluation.enabled:

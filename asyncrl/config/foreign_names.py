@@ -10,25 +10,25 @@ from typing import Any
 
 
 @functools.cache
-def table() -> dict[str, Any]:
+def translation_table() -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "translations.toml").read_text(encoding="utf-8"))
 
 
 @functools.cache
-def trainers() -> tuple[str, ...]:
+def known_trainers() -> tuple[str, ...]:
     """Whose settings are known."""
-    return tuple(name for name in table() if name != "values")
+    return tuple(name for name in translation_table() if name != "values")
 
 
-def ours(key: str) -> str:
+def our_name(key: str) -> str:
     """What a full name of theirs is called here, such as `trainer.optim.lr`; empty where nobody has it."""
-    return next((found for name in trainers() if (found := table()[name]["settings"].get(key))), "")
+    return next((found for name in known_trainers() if (found := translation_table()[name]["settings"].get(key))), "")
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys of a tree and their values."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -40,30 +40,30 @@ class Judge(msgspec.Struct, frozen=True):
     table: JudgeConfig  # with the settings of a model
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Its name for people."""
-        return shown(self.name)
+        return display_name(self.name)
 
 
-def shown(name: str) -> str:
+def display_name(name: str) -> str:
     """A judge's name for people.
 
-    >>> shown(""), shown("slow")
+    >>> display_name(""), display_name("slow")
     ('default', 'slow')
     """
     return name or SHOWN_DEFAULT
 
 
-def named(text: str) -> str:
+def parse_display_name(text: str) -> str:
     """The name behind what people write.
 
-    >>> named("default"), named("slow")
+    >>> parse_display_name("default"), parse_display_name("slow")
     ('', 'slow')
     """
     return DEFAULT if text == SHOWN_DEFAULT else text
 
 
-def judges_of(config: Config) -> tuple[Judge, ...]:
+def list_judges(config: Config) -> tuple[Judge, ...]:
     """Every judge that has rewards: the default one first, then those of the file in its order."""
     tables = {DEFAULT: JudgeConfig(DEFAULT)} | {table.name: table for table in config.judge}
     found = []
@@ -74,9 +74,9 @@ def judges_of(config: Config) -> tuple[Judge, ...]:
     return tuple(found)
 
 
-def judge_of(config: Config, name: str) -> Judge | None:
+def find_judge(config: Config, name: str) -> Judge | None:
     """The judge of that name, where it has rewards."""
-    return next((judge for judge in judges_of(config) if judge.name == name), None)
+    return next((judge for judge in list_judges(config) if judge.name == name), None)
 
 
 def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], config: Config) -> Judge:
@@ -108,10 +108,10 @@ def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tup
     return asked or tuple(name for name, _ in rules[:1])
 
 
-def data_source_of(row: str) -> str:
+def row_data_source(row: str) -> str:
     """The data source in the JSON of a row; empty where it names none.
 
-    >>> data_source_of('{"data_source":"math","n":1}'), data_source_of('{}'), data_source_of('')
+    >>> row_data_source('{"data_source":"math","n":1}'), row_data_source('{}'), row_data_source('')
     ('math', '', '')
     """
     try:

@@ -76,46 +76,46 @@ def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Lo
     except ConfigErrors as error:
         return Loaded(None, error.errors, Places())
     try:
-        config = with_derived(msgspec.convert(tree, Config))
+        config = derive_settings(msgspec.convert(tree, Config))
     except msgspec.ValidationError:
         if not errors:
             raise
         return Loaded(None, errors, places, doubtful)
     if not doubtful & {"learner.mode", "producers.engine"}:  # nearly every rule depends on them
-        errors = errors + config_read.beside(conflicts_of(config, places), doubtful)
+        errors = errors + config_read.independent_errors(find_conflicts(config, places), doubtful)
     return Loaded(config, errors, places, doubtful)
 
 
-def with_derived(config: Config) -> Config:
+def derive_settings(config: Config) -> Config:
     """The configuration with the settings that stand for another one where they are 0."""
-    derived = algorithms.with_derived(config.learner.algorithm, longest=config.sampling.max_new_tokens)
+    derived = algorithms.derive_algorithm(config.learner.algorithm, longest=config.sampling.max_new_tokens)
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, algorithm=derived))
 
 
 def dump(config: Config) -> str:
     """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
-    return tomli_w.dumps(msgspec.to_builtins(redacted(config)))
+    return tomli_w.dumps(msgspec.to_builtins(redact(config)))
 
 
-def redacted(config: Config) -> Config:
+def redact(config: Config) -> Config:
     """The configuration as it may be shown: `***` instead of the password of Redis."""
-    buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.without_password(config.buffer.redis_url))
+    buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.hide_password(config.buffer.redis_url))
     return msgspec.structs.replace(config, buffer=buffer)
 
 
 def schema() -> dict[str, Any]:
     """JSON schema of the file, for editors: with the meaning of every setting."""
-    from asyncrl.config.json_schema import schema_of
+    from asyncrl.config.json_schema import build_schema
 
-    return schema_of(Config)
+    return build_schema(Config)
 
 
 def all_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
     """Every dotted key, in order."""
-    return list(config_names.keys_of(kind, prefix))
+    return list(config_names.list_keys(kind, prefix))
 
 
-def conflicts_of(config: Config, places: Places | None = None) -> Iterable[AsyncRLError]:
+def find_conflicts(config: Config, places: Places | None = None) -> Iterable[AsyncRLError]:
     """Settings that contradict each other, with the arithmetic."""
     where = places or Places()
     for rule in RULES:

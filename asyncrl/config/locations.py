@@ -89,7 +89,7 @@ def dotted(path: Sequence[str]) -> str:
     return ".".join(path).replace(".[", "[")
 
 
-def path_of(name: str) -> tuple[str, ...]:
+def parse_dotted(name: str) -> tuple[str, ...]:
     """The other way round."""
     return tuple(name.replace("[", ".[").split("."))
 
@@ -107,16 +107,16 @@ def _opens(value: str) -> str:
     for quotes in ('"""', "'''"):
         if value.startswith(quotes):
             return "" if quotes in value[3:] else quotes
-    plain = _without_texts(value)
+    plain = _strip_texts(value)
     return "]" if value.startswith("[") and plain.count("[") > plain.count("]") else ""
 
 
 def _closes(line: str, end: str) -> bool:
     if end == "]":  # formatted lists close on a line that begins so, or ends so
-        plain = _without_texts(line).strip().rstrip(",")
+        plain = _strip_texts(line).strip().rstrip(",")
         return plain.endswith("]") and plain.count("]") > plain.count("[")
     return end in line
 
 
-def _without_texts(line: str) -> str:
+def _strip_texts(line: str) -> str:
     return re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'", "", line).partition("#")[0]

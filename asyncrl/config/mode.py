@@ -40,12 +40,12 @@ def is_paired(config: Config) -> bool:
     return GROUP_SIZE.get(config.learner.mode) == 2
 
 
-def bound_of(config: Config) -> int:
+def staleness_bound(config: Config) -> int:
     """The largest lag of a group: `buffer.max_staleness`; for rows the whole run."""
     return config.learner.steps if streams(config) else config.buffer.max_staleness
 
 
-def roles_of(target: Sequence[str], config: Config) -> tuple[str, ...]:
+def present_roles(target: Sequence[str], config: Config) -> tuple[str, ...]:
     """The roles of a launch target that this run has."""
     return tuple(role for role in target if not (streams(config) and role in GENERATING))
 
@@ -62,7 +62,7 @@ def answer_keys(config: Config) -> tuple[str, ...]:
     return (data.chosen_key, data.rejected_key) if is_paired(config) else (data.response_key,)
 
 
-def with_epochs(config: Config, rows: int | None) -> Config:
+def derive_steps(config: Config, rows: int | None) -> Config:
     """The configuration with `learner.steps` for `data.epochs` passes over so many rows (None: not known).
 
     Raises:

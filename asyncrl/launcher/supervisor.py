@@ -42,7 +42,7 @@ import msgspec
 from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLError
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
-from asyncrl.launcher.process import Child, exit_code_of, shown_code
+from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
 from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import ONLOOKER, SERVICES, ProcessPlan
 from asyncrl.runtime.host_facts import kill_group, reachable
@@ -188,7 +188,7 @@ class Supervisor:
         kill_group(child.process.pid)  # whatever it left behind in its session
         child.process = None
         self._read(child, ended=True)
-        child.code = exit_code_of(returncode, child.attempt_log(), gang=child.plan.gang)
+        child.code = effective_exit_code(returncode, child.attempt_log(), gang=child.plan.gang)
         self._event("exit", name=child.plan.name, role=child.plan.role, code=child.code)
         if self._stages is None:
             self._decide(child, child.code)
@@ -209,13 +209,13 @@ class Supervisor:
             if child.plan.role == ONLOOKER or (code not in FINAL_EXIT_CODES and self._others(child)):
                 self._give_up(child, code, why)
             else:
-                self._begin_stop(code, f"{name} ended with code {shown_code(code)}, which {why}", failed=child)
+                self._begin_stop(code, f"{name} ended with code {format_exit_code(code)}, which {why}", failed=child)
             return
         child.restarted.append(now)
         wait_s = backoff_s(len(child.restarted))
         self._say(
             "launch",
-            f"warning: {name} ended with code {shown_code(code)}; restart {len(child.restarted)} of "
+            f"warning: {name} ended with code {format_exit_code(code)}; restart {len(child.restarted)} of "
             f"{child.plan.restarts} in {wait_s:g} s",
         )
         self._schedule(child, wait_s)
@@ -235,7 +235,7 @@ class Supervisor:
         others = ", ".join(self._others(child))
         self._say(
             "launch",
-            f"error: {name} ended with code {shown_code(code)}, which {why}: it is given up, the run "
+            f"error: {name} ended with code {format_exit_code(code)}, which {why}: it is given up, the run "
             f"goes on {f'with {others}' if others else 'without'}; see {child.log}",
         )
 

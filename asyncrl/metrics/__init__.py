@@ -1,7 +1,7 @@
 """Metrics: the catalogue of names, and the JSONL files with their values."""
 
 from asyncrl.metrics.catalogue import CATALOGUE, NUMBERS, OPEN, SERIES, Metric, is_series
-from asyncrl.metrics.log import JsonTail, MetricsLog, Position, decoded, read_lines
+from asyncrl.metrics.log import JsonTail, MetricsLog, Position, decode_line, read_lines
 
 __all__ = [
     "CATALOGUE",
@@ -12,7 +12,7 @@ __all__ = [
     "Metric",
     "MetricsLog",
     "Position",
-    "decoded",
+    "decode_line",
     "is_series",
     "read_lines",
 ]

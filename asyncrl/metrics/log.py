@@ -59,10 +59,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     series = is_series(path)
     with path.open("rb") as file:
-        return [line for text in file if (line := decoded(text, series=series)) is not None]
+        return [line for text in file if (line := decode_line(text, series=series)) is not None]
 
 
-def decoded(text: bytes, *, series: bool) -> dict[str, Any] | None:
+def decode_line(text: bytes, *, series: bool) -> dict[str, Any] | None:
     """A line as an object; of a series without the metrics in it that are no numbers (a damaged file). None where it is
     no object."""
     try:
@@ -162,7 +162,7 @@ class JsonTail:
         return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
 
     def _decoded(self, text: bytes) -> dict[str, Any] | None:
-        line = decoded(text, series=self._series) if text else None
+        line = decode_line(text, series=self._series) if text else None
         self.damaged += bool(text) and line is None
         return line
 

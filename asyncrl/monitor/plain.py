@@ -145,7 +145,7 @@ def part_words(s: Snapshot) -> str:
     return clean(", ".join(f"{name} {value:.3f}" for name, value in sorted(s.parts.items())))
 
 
-def in_flight(one: Row) -> str:
+def format_in_flight(one: Row) -> str:
     """`12 samples`, as far as the engine says."""
     return count(one.told("samples_in_flight") if "samples_in_flight" in one.stats else one.told("groups_in_flight"))
 
@@ -163,7 +163,7 @@ def plain(s: Snapshot) -> list[str]:
     for one in s.producers:
         lines.append(
             f"{one.name:<14}{one.host:<10} lag {behind(s, one):<4}{count(one.rate):>6} tok/s  in flight "
-            f"{in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
+            f"{format_in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
             f"{doing(s, one)}"
         )
     for one in s.rewards:

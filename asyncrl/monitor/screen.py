@@ -100,7 +100,7 @@ def _producers(s: Snapshot) -> Table:
             *who,
             render.behind(s, one),
             render.count(one.rate),
-            render.in_flight(one),
+            render.format_in_flight(one),
             render.share(one.busy),
             render.ago(one.seen_s),
             _does(s, one),

@@ -149,7 +149,7 @@ def _batch(status: Status) -> int:
     return status.buffer.tuning.batch_groups
 
 
-def source_of(folder: Path | None, *, connect: str, key: str) -> FileSource | ServiceSource:
+def open_source(folder: Path | None, *, connect: str, key: str) -> FileSource | ServiceSource:
     """The source that the command names. Raises ConfigError where it names none, or two."""
     from asyncrl.errors import ConfigError
     from asyncrl.net.keys import read_keys

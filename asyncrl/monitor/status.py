@@ -25,7 +25,7 @@ from asyncrl.monitor.control import ASK_TIMEOUT_S, ServiceClient, service_status
 from asyncrl.monitor.status_schema import SCHEMA
 from asyncrl.monitor.text import QUEUE_STATES, clean, number
 from asyncrl.net.keys import Keys, read_keys
-from asyncrl.runtime.host_facts import reachable, send, state_of
+from asyncrl.runtime.host_facts import process_state, reachable, send
 from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.liveness import STOPPED, read_signs
 from asyncrl.runtime.run_dir import RunDir, endpoint, read_object, run_keys
@@ -112,7 +112,7 @@ def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
             "pid": seen.pid,
             "host": seen.host,
             "age_s": round(now - seen.t, 1),
-            "state": (state_of(seen.pid) or "ended") if here else "",
+            "state": (process_state(seen.pid) or "ended") if here else "",
             "waiting_for": seen.waiting_for,
             "waiting_s": round(now - seen.since, 1) if seen.since else 0.0,
         }

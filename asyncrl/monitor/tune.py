@@ -106,13 +106,13 @@ def render(answer: Any) -> str:
     """`change 3` and a line per setting, `old -> new`."""
     changed: dict[str, list[Any]] = msgspec.json.decode(answer.changed)
     lines = [f"change {answer.number} is in force" if changed else "nothing changed: it is so already"]
-    lines += [f"  {key}: {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items()]
+    lines += [f"  {key}: {format_value(old)} -> {format_value(new)}" for key, (old, new) in changed.items()]
     lines += [f"  note: {answer.note}"] if answer.note else []
     lines += [f"  undo: asyncrl tune RUN --undo {max(0, answer.number - 1)}"] if changed else []
     return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as TOML would show it; what was not set is the word `unset`."""
     return "unset" if value is None else msgspec.json.encode(value).decode()
 
@@ -127,8 +127,8 @@ def changes_text(run: RunDir) -> str:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["t"])))
             undo = " (undo)" if event.get("undo") else ""
             lines.append(
-                f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {shown(event['old'])} -> "
-                f"{shown(event['new'])}{undo}"
+                f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {format_value(event['old'])} -> "
+                f"{format_value(event['new'])}{undo}"
             )
         except (KeyError, TypeError, ValueError) as error:
             what = f"a tune event cannot be read: {error!r}"

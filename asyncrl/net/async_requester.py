@@ -17,7 +17,7 @@ from asyncrl.net.frames import (
     Pump,
     SocketContext,
     connect,
-    damaged,
+    is_damaged,
     raise_refused,
     reconnect,
 )
@@ -148,8 +148,8 @@ class AsyncRequester:
         asked = self._waiting.get(packet.request)
         if asked is None or asked.answer.done():
             return
-        asked.refusals += damaged(packet)
-        if damaged(packet) and asked.refusals < BELIEVED:
+        asked.refusals += is_damaged(packet)
+        if is_damaged(packet) and asked.refusals < BELIEVED:
             self._send(asked)
         else:
             asked.answer.set_result(packet)

@@ -115,7 +115,7 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[Buffer]:
             return frames
 
 
-def damaged(packet: Packet) -> bool:
+def is_damaged(packet: Packet) -> bool:
     """Whether this answer says that the request arrived damaged."""
     return isinstance(packet.message, Refused) and packet.message.code in DAMAGED
 

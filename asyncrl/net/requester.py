@@ -19,7 +19,7 @@ from asyncrl.net.frames import (
     RETRY_S,
     SocketContext,
     connect,
-    damaged,
+    is_damaged,
     raise_refused,
     receive_frames,
     reconnect,
@@ -78,8 +78,8 @@ class Requester:
                 patience = wait_s + self._resend_s if send_frames(self._socket, frames) else RETRY_S
                 answer = self._await(number, min(deadline, now + patience), due=started + wait_s)
                 if answer is not None:
-                    refusals += damaged(answer)
-                    if damaged(answer) and refusals < BELIEVED:
+                    refusals += is_damaged(answer)
+                    if is_damaged(answer) and refusals < BELIEVED:
                         continue
                     self._answered = True
                     return raise_refused(answer)

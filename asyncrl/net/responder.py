@@ -34,7 +34,7 @@ from asyncrl.wire import (
     decode,
     encode,
     encode_header,
-    request_of,
+    peek_request,
 )
 
 WARN_S = 60.0  # between two warnings of a socket that is open to everybody
@@ -160,7 +160,7 @@ class Responder:
                     calls.append(call)
             except WireError as error:
                 self.counters["bad_frames"] += 1
-                number = request_of(frames)
+                number = peek_request(frames)
                 if number is not None:
                     self.reply(bytes(peer), number, Refused(error.code, error.message, self.address))
         if not calls:

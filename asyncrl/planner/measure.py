@@ -147,7 +147,7 @@ class Work:
                     busy = not busy
                     changes.append((t, config.producers.threads * (1.0 if busy else -1.0)))
         for line in lines:
-            start, end = training_of(line)
+            start, end = training_interval(line)
             threads = float(config.learner.threads * config.learner.ranks)
             changes += [(start, threads), (end, -threads)]
         if not changes:
@@ -161,7 +161,7 @@ class Work:
         return end - start if self._pace is None else self._pace.until(end) - self._pace.until(start)
 
 
-def training_of(line: Event) -> tuple[float, float]:
+def training_interval(line: Event) -> tuple[float, float]:
     """From when to when the learner worked on the batch of a step."""
     end = float(line["t"]) - float(line.get("commit_s", 0.0))
     parts = ("fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s")
@@ -203,7 +203,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         ConfigError: `plan.numbers` where it has too few steps.
     """
     config = load(run.require().config)
-    lines = by_step(read_lines(run.metrics / "learner.jsonl"))
+    lines = unique_steps(read_lines(run.metrics / "learner.jsonl"))
     if len(lines) < LEAST_STEPS:
         what = f"it has {len(lines)} steps, at least {LEAST_STEPS} are needed"
         raise ConfigError("plan.numbers", what, where=str(run.root))
@@ -229,7 +229,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         decode_sample_s=decode_sample_s,
         train_s=train_s,
         train_token_s=train_token_s,
-        lengths=lengths_of(events),
+        lengths=group_lengths(events),
         train_noise=tuple(round(min(4.0, value), 4) for value in noise),
         reward_s=_role_mean(run, "reward", "reward_call_s"),
         swap_s=_role_mean(run, "producer", "swap_s"),
@@ -248,7 +248,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
     return plant, observed(lines), config
 
 
-def by_step(lines: Iterable[Event]) -> list[Event]:
+def unique_steps(lines: Iterable[Event]) -> list[Event]:
     """One line per step, the last one that was written, in order; without the recorded batches of a restart."""
     found = {int(line["step"]): line for line in lines if "step" in line and not line.get("replayed")}
     return [found[step] for step in sorted(found)]
@@ -278,7 +278,7 @@ def shared_cores(config: Config) -> float:
     return float(os.cpu_count() or 1) if on_cpu and config.producers.engine == "hf" else 0.0
 
 
-def lengths_of(events: Iterable[Event]) -> tuple[tuple[int, ...], ...]:
+def group_lengths(events: Iterable[Event]) -> tuple[tuple[int, ...], ...]:
     """Response tokens of the samples of each group, by group."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for event in events:

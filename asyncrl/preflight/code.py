@@ -160,10 +160,10 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     (`asyncrl.config.sections.algorithm_catalogue`).
     """
     algorithm = config.learner.algorithm
-    names = {kind: algorithms.chosen(algorithm, kind) for kind in algorithms.TABLES}
+    names = {kind: algorithms.effective_name(algorithm, kind) for kind in algorithms.TABLES}
     if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
         return
-    if any(name not in algorithms.known(kind) for kind, name in names.items()):
+    if any(name not in algorithms.known_names(kind) for kind, name in names.items()):
         return  # `asyncrl.config` has said so
     command = [sys.executable, "-m", "learners.algorithms.registry"]
     try:

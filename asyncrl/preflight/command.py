@@ -18,7 +18,7 @@ from asyncrl.preflight.render import as_json, render
 
 def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json_text: bool = False) -> int:
     """Print what there is to say."""
-    _, checked = checks.check_files_of(paths, overrides)
+    _, checked = checks.check_files(paths, overrides)
     if as_json_text:
         print(json.dumps(as_json(checked), indent=2))
         return checked.errors[0].exit_code if checked.errors else 0

@@ -49,7 +49,7 @@ print(json.dumps({"package": f"{of[0]} {importlib.metadata.version(of[0])}", "as
 """
 
 
-def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
+def find_interpreter(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
     """The interpreter of the producers; empty for this one.
 
     Raises:
@@ -60,7 +60,7 @@ def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], 
 
 
 def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
-    """An interpreter with the engine's package; empty for this one. Raises as `python_of`; `where`: the setting."""
+    """An interpreter with the engine's package; empty for this one. `where`: the setting that an error names."""
     package = PACKAGES.get(engine, "")
     found = has or (lambda name: importlib.util.find_spec(name) is not None)
     if not package or found(package):
@@ -77,9 +77,9 @@ def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Calla
     )
 
 
-def with_python(config: Config) -> Config:
+def settle_interpreter(config: Config) -> Config:
     """The configuration with the interpreter of its producers."""
-    python = python_of(config)
+    python = find_interpreter(config)
     if python == config.producers.python:
         return config
     return msgspec.structs.replace(config, producers=msgspec.structs.replace(config.producers, python=python))
@@ -123,7 +123,7 @@ def look(config: Config, *, env: Mapping[str, str] | None = None) -> tuple[list[
     if not package:
         return [], "", ""
     try:
-        python = python_of(config) or sys.executable
+        python = find_interpreter(config) or sys.executable
     except ConfigError as error:
         return [error], "", ""
     entry = "vllm.general_plugins" if engine == "vllm" else ""

@@ -259,7 +259,7 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
     log = place.logs / "replay.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command_of(own, place.config),
+            replay_command_line(own, place.config),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -281,7 +281,7 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
         )
 
 
-def command_of(config: Config, path: Path) -> list[str]:
+def replay_command_line(config: Config, path: Path) -> list[str]:
     """One process; torchrun around it where the run had several ranks, since the split decides the rounding."""
     tied = [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", str(os.getpid()), "--"]
     if config.learner.ranks == 1:

@@ -98,15 +98,15 @@ def install_signals(stop: Stop) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def key_of(args: RoleArgs, config: Config) -> Keys | None:
+def run_key(args: RoleArgs, config: Config) -> Keys | None:
     """The run's keys from `--key`, else from the configuration."""
     path = args.key or config.network.key_file
     return read_keys(Path(path)) if path else None
 
 
-def join_key_of(args: RoleArgs, config: Config) -> Keys | None:
+def join_key(args: RoleArgs, config: Config) -> Keys | None:
     """The same for a worker, which never leads: whatever the file holds, it keeps what joining needs."""
-    keys = key_of(args, config)
+    keys = run_key(args, config)
     return keys and keys.for_joining()
 
 

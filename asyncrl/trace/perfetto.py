@@ -101,7 +101,7 @@ class RunDrawing:
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and "/" not in key}
         lane = Lane("learner", STEPS)
         whole = Slice(lane, start, f"step {step}", numbers, [])
-        parts = {name: (Slice(lane, first, name, {}, []), last) for name, first, last in parts_of(line, start, end)}
+        parts = {name: (Slice(lane, first, name, {}, []), last) for name, first, last in step_parts(line, start, end)}
         if "publish" in parts:
             parts["publish"][0].flows = [weights_flow(step)]
             self._published[step] = parts["publish"][0].start
@@ -134,10 +134,10 @@ class RunDrawing:
         self._rounds_until(math.inf)
 
 
-def parts_of(line: Event, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+def step_parts(line: Event, start: int, end: int) -> Iterator[tuple[str, int, int]]:
     """The parts of a step between its start and its end; they follow one another.
 
-    >>> list(parts_of({"wait_s": 1.0, "train_s": 3.0}, 0, 4_000_000))
+    >>> list(step_parts({"wait_s": 1.0, "train_s": 3.0}, 0, 4_000_000))
     [('wait', 0, 1000000), ('train', 1000000, 4000000)]
     """
     whole = sum(float(line.get(f"{name}_s", 0.0)) for name in PARTS)
@@ -159,7 +159,7 @@ def write_trace(run: RunDir, path: Path) -> int:
         draw.mark("launch", start, "the log begins", at=_utc(start))
         drawing = RunDrawing(draw)
         last = start
-        for t, kind, event in _merged(run):
+        for t, kind, event in _merge_by_time(run):
             try:
                 drawing.take(kind, event)
             except (KeyError, TypeError, ValueError):
@@ -174,7 +174,7 @@ def _files(run: RunDir) -> list[tuple[str, Path]]:
     return [*metrics, ("launch", run.logs / "launch.jsonl")]
 
 
-def _merged(run: RunDir) -> Iterator[tuple[float, str, Event]]:
+def _merge_by_time(run: RunDir) -> Iterator[tuple[float, str, Event]]:
     """Lines of all files by time."""
     history = (("history", event) for line in history_lines(run) if (event := decode_event(line)) is not None)
     sources = [history, *(_lines(name, file) for name, file in _files(run))]

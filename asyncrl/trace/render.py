@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import load
-from asyncrl.config.judges import shown
+from asyncrl.config.judges import display_name
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.dead_letters import Letter, load_letters
 from asyncrl.trace.history import find_claim, quarantined_groups
@@ -85,16 +85,16 @@ def _short(text: str) -> str:
     return f"{shown[:TEXT_LIMIT]}{'...' if len(shown) > TEXT_LIMIT else ''}"
 
 
-def _at(story: Story, time: float) -> str:
+def _format_time(story: Story, time: float) -> str:
     return f"{time - story.issued_at:+8.3f} s" if time else "         -"
 
 
 def _leases(story: Story) -> Iterator[str]:
     yield "leases"
     for lease in story.leases:
-        lost = f"; lost {_at(story, lease.lost_at).strip()}: {lease.lost}" if lease.lost else ""
+        lost = f"; lost {_format_time(story, lease.lost_at).strip()}: {lease.lost}" if lease.lost else ""
         yield (
-            f"  {_at(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
+            f"  {_format_time(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
             f"{lease.engine_version}, deadline {lease.deadline} (token {lease.token}){lost}"
         )
         if lease.continued:
@@ -110,7 +110,7 @@ def _samples(story: Story) -> Iterator[str]:
     for sample in [*story.given_up, *sorted(story.samples, key=lambda sample: sample.index)]:
         spans = " ".join(f"v{version}x{count}" for version, count in sample.runs)
         made = f"#{sample.index} {sample.length} tokens of {sample.producer}: {spans}"
-        yield f"  {_at(story, sample.at)}  {made}{_reward(sample)}"
+        yield f"  {_format_time(story, sample.at)}  {made}{_reward(sample)}"
         if story.words is not None and sample.index in story.words.responses and not sample.given_up:
             yield f"              {story.words.finish[sample.index]}: {_short(story.words.responses[sample.index])}"
             if turns := story.words.turns.get(sample.index):
@@ -124,7 +124,8 @@ def _reward(sample: Sample) -> str:
         text += " (" + ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items()) + ")"
     if sample.judged:
         said = (
-            f"{shown(one.judge)} {one.reward:.4g} by {one.worker}" + (f", version {one.version}" if one.version else "")
+            f"{display_name(one.judge)} {one.reward:.4g} by {one.worker}"
+            + (f", version {one.version}" if one.version else "")
             for one in sample.judged
         )
         text += f": {'; '.join(said)}"
@@ -162,9 +163,11 @@ def _training(story: Story) -> Iterator[str]:
 
 def _step(story: Story, training: Training) -> str:
     lag = "no tokens" if training.lag is None else f"lag {training.lag} of {story.bound}"
-    words = [f"claimed {_at(story, training.claimed_at).strip()} from version {training.version}, {lag}"]
+    words = [f"claimed {_format_time(story, training.claimed_at).strip()} from version {training.version}, {lag}"]
     words.append(f"learner epoch {training.epoch}{', replayed' if training.replayed else ''}")
-    words.append(f"committed {_at(story, training.committed_at).strip()}" if training.committed_at else "not committed")
+    words.append(
+        f"committed {_format_time(story, training.committed_at).strip()}" if training.committed_at else "not committed"
+    )
     if training.retired_at:
         words.append("in a durable checkpoint")
     if training.superseded:

@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.archive import Words, words_of
+from asyncrl.trace.archive import Words, load_words
 from asyncrl.trace.dead_letters import Letter, load_letters
 from asyncrl.trace.history import Event, decode_event, group_events
 
@@ -123,7 +123,7 @@ def load_story(run: RunDir, group: int, *, prompt: bool = True) -> Story:
     [story] = load_stories(run, [group])
     if prompt:
         config = load(run.config)
-        story.words = words_of(run, config, group=group, steps=[training.step for training in story.training])
+        story.words = load_words(run, config, group=group, steps=[training.step for training in story.training])
         story.prompt, story.prompt_error = load_prompt(run, group)
     return story
 
@@ -211,7 +211,7 @@ def _score(story: Story, event: Event) -> None:
             sample.scored_at = event["t"]
 
 
-def _judged(story: Story, event: Event) -> None:
+def _add_judgement(story: Story, event: Event) -> None:
     for sample in story.samples:
         if sample.index == event["i"]:
             sample.judged = [
@@ -290,7 +290,7 @@ _HANDLERS = {
     "dead": _dead,
     "continue": _continue,
     "discard": _discard,
-    "judged": _judged,
+    "judged": _add_judgement,
 }
 
 

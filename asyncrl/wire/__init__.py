@@ -35,7 +35,7 @@ from asyncrl.wire.codec import (
     decode_samples,
     encode,
     encode_header,
-    request_of,
+    peek_request,
 )
 from asyncrl.wire.rewards import RewardFailure, RewardItem, RewardRequest, RewardWork, Score, Scores, ScoresReply
 from asyncrl.wire.session import (
@@ -184,7 +184,7 @@ __all__ = [
     "encode_header",
     "pack_arrays",
     "pack_parts",
-    "request_of",
+    "peek_request",
     "unpack_arrays",
     "validate_samples",
 ]

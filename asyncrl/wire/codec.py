@@ -186,7 +186,7 @@ def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, i
     return kind, request, checksum
 
 
-def request_of(frames: Sequence[Buffer]) -> int | None:
+def peek_request(frames: Sequence[Buffer]) -> int | None:
     """The request number of a prefix that may be damaged elsewhere, so that its sender can be told; else None."""
     if frames and memoryview(frames[0]).nbytes == PREFIX.size:
         magic, _, kind, _, request, _, _ = PREFIX.unpack(frames[0])

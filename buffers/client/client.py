@@ -33,9 +33,8 @@ from asyncrl.wire.batch_arrays import ClaimedBatch as ClaimedBatch  # noqa: PLC0
 from asyncrl.wire.batch_arrays import Frames as Frames  # noqa: PLC0414
 from asyncrl.wire.batch_arrays import GroupData as GroupData  # noqa: PLC0414
 from asyncrl.wire.batch_arrays import SampleData as SampleData  # noqa: PLC0414
-from asyncrl.wire.batch_arrays import claimed as claimed  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import decode_batch, decode_row
 from asyncrl.wire.batch_arrays import group_data as group_data  # noqa: PLC0414
-from asyncrl.wire.batch_arrays import row_of
 from buffers.client.offline_ledger import epoch_of as epoch_of  # noqa: PLC0414
 from buffers.client.offline_ledger import grown_ledger as grown_ledger  # noqa: PLC0414
 from buffers.client.partial_samples import BegunSample as BegunSample  # noqa: PLC0414
@@ -288,7 +287,9 @@ class RewardClient(_AsyncClient):
         tasks = []
         for item, payload in zip(work.items, packet.payloads, strict=True):
             arrays = wire.unpack_arrays(item.fields, payload)
-            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row), arrays.get("mask")))
+            tasks.append(
+                RewardTask(item, arrays["prompt"], arrays["response"], decode_row(item.row), arrays.get("mask"))
+            )
         return tasks, work.done
 
     async def submit(
@@ -364,13 +365,13 @@ class LearnerClient:
             return batch
         self._batch = (batch.step, {head.group for head in batch.groups})
         if self._places is None or not batch.places:
-            return claimed(batch, packet.payloads)
+            return decode_batch(batch, packet.payloads)
         try:
             batch, payloads = self._places.fill(batch)
         except (OSError, WireError):
             self._places = None  # the files are not what they seemed: the service looks itself, and sends frames
             return self.claim(step=step, version=version, wait_s=wait_s)
-        return claimed(batch, payloads)
+        return decode_batch(batch, payloads)
 
     def commit(self, *, step: int, version: int, digest: str) -> None:
         """The optimizer step is done; `digest` is that of the weights of `version`."""

@@ -19,9 +19,9 @@ import hashlib
 import math
 from collections.abc import Callable
 
-from asyncrl.config.judges import shown
+from asyncrl.config.judges import display_name
 from asyncrl.config.sections.judge import DEFAULT
-from asyncrl.evaluation.ids import group_of, place_of, seed_of, source_of
+from asyncrl.evaluation.ids import evaluation_group, row_seed, row_source, split_group
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation.records import EvaluationBook, HeldOut, Prompt, Round
@@ -150,7 +150,7 @@ class EvaluationWork(EvaluationBook):
             return self.prompts[min(self.pending)]
         if current.cursor >= current.rows:
             return None
-        prompt = Prompt(group_of(current.step, current.cursor))
+        prompt = Prompt(evaluation_group(current.step, current.cursor))
         current.cursor += 1
         self._touch("vmeta")
         self.prompts[prompt.id] = prompt
@@ -159,9 +159,9 @@ class EvaluationWork(EvaluationBook):
 
     def _granted(self, prompt: Prompt) -> Lease:
         missing = tuple(index for index in range(self.config.samples) if index not in prompt.samples)
-        step, row = place_of(prompt.id)
+        step, row = split_group(prompt.id)
         return Lease(
-            prompt.id, prompt.token, prompt.attempt, missing, seed_of(self.whole.run.seed, row, prompt.attempt), step
+            prompt.id, prompt.token, prompt.attempt, missing, row_seed(self.whole.run.seed, row, prompt.attempt), step
         )
 
     def _lose(self, prompt: Prompt, why: str, now: float, *, counts: bool = True) -> None:
@@ -239,7 +239,7 @@ class EvaluationWork(EvaluationBook):
 
     def _wrong_weights(self, head: Samples, now: float) -> str:
         """Why these are no samples of published weights of the step or later; empty where they are."""
-        step, _ = place_of(head.group)
+        step, _ = split_group(head.group)
         for version in {version for item in head.samples for version, _ in item.runs}:
             if version < step:
                 return f"version: {version} is older than the step {step} that is evaluated"
@@ -259,9 +259,9 @@ class EvaluationWork(EvaluationBook):
     def _accept(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record, now: float) -> None:
         self._out(prompt)
         prompt.records.append(record)
-        if head.row and prompt.source != source_of(head.row):
+        if head.row and prompt.source != row_source(head.row):
             self._withdraw(prompt)  # others may be asked about it
-            prompt.source = source_of(head.row)
+            prompt.source = row_source(head.row)
         for item in head.samples:
             if item.index in accepted:
                 self._take_sample(prompt, head, item, now)
@@ -342,7 +342,7 @@ class EvaluationWork(EvaluationBook):
         if sample.reward is not None or said.reward is not None:
             return "already scored"
         if judge not in self.judges_of(prompt):
-            return f"judge: {shown(judge)} is not asked about this row"
+            return f"judge: {display_name(judge)} is not asked about this row"
         lease = self.scores_due.leases.get((item.group, item.index, judge))
         newest = item.token if lease is None else lease.token  # a late score counts, a late failure does not
         known = item.token == newest or (isinstance(item, Score) and item.token < newest)
@@ -391,7 +391,7 @@ class EvaluationWork(EvaluationBook):
             source=prompt.source,
             worker=worker,
         )
-        step, row = place_of(prompt.id)
+        step, row = split_group(prompt.id)
         number = self.meta.round.number if self.meta.round is not None else 0
         self._samples.append(
             {

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from asyncrl.config.judges import data_source_of
+from asyncrl.config.judges import row_data_source
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Pieces, Samples, SamplesReply
@@ -119,7 +119,7 @@ class Arriving(Leasing):
         number, at, rewards = len(group.records), self._stamp(now), head.rewards
         group.records.append(record)
         if self.settings.judges and head.row and group.source is None:
-            group.source = data_source_of(head.row)
+            group.source = row_data_source(head.row)
         oldest_of_all = math.inf
         mine, digests, token, producer, events = group.samples, {-1: ""}, head.token, head.producer, self._events
         for item in head.samples:

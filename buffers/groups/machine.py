@@ -59,7 +59,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from asyncrl.config.judges import shown
+from asyncrl.config.judges import display_name
 from asyncrl.wire import SampleHead, Samples
 from buffers.groups.changes import Worker
 from buffers.groups.reconcile import Reconciling
@@ -148,7 +148,7 @@ class Groups(Reconciling):
         alive = self.living_judges(now)
         silent = [name for name in self.judge_names() if self.scores_due.waits(name) and name not in alive]
         return [
-            f"{self.scores_due.waits(name)} samples wait for judge {shown(name)}, of which no worker is alive"
+            f"{self.scores_due.waits(name)} samples wait for judge {display_name(name)}, of which no worker is alive"
             for name in silent
         ]
 
@@ -173,7 +173,7 @@ class Groups(Reconciling):
                 "waiting_for": worker.waiting_for,
                 "waiting_s": waited_s(worker, now),
                 "stats": worker.stats,
-                **({"judge": shown(worker.judge)} if role == "reward" else {}),
+                **({"judge": display_name(worker.judge)} if role == "reward" else {}),
             }
             for (kind, _), worker in sorted(self.workers.items())
             if kind == role

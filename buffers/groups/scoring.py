@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config.judges import shown
+from asyncrl.config.judges import display_name
 from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
 from buffers.groups.judgements import Judged, said_by, settle, take_answer, take_failure
@@ -104,7 +104,7 @@ class Scoring(Checkpointing):
         if sample.reward is not None or said.reward is not None:
             return "already scored"
         if judge not in self.judges_of(group):
-            return f"judge: {shown(judge)} is not asked about this row"
+            return f"judge: {display_name(judge)} is not asked about this row"
         # Tokens grow, and this sample came under a token of its own: an answer under a later one is of what is there
         # now, whoever has the lease by then (it expired, or the service was restarted).
         lease = self.scores_due.leases.get((item.group, item.index, judge))
@@ -212,7 +212,7 @@ class Scoring(Checkpointing):
             refused = {what.partition(":")[2]: n for what, n in sorted(counts.items()) if what.startswith("refused:")}
             told.append(
                 {
-                    "judge": shown(judge),
+                    "judge": display_name(judge),
                     "workers": len(mine),
                     "waiting": self.scores_due.waits(judge),
                     "leased": self.scores_due.leased(judge),

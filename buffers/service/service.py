@@ -20,8 +20,8 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.config import Config
-from asyncrl.config.evaluation import is_due
-from asyncrl.config.judges import shown
+from asyncrl.config.evaluation import is_evaluation_due
+from asyncrl.config.judges import display_name
 from asyncrl.errors import AsyncRLError, WireError, error_for
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.net.responder import Call
@@ -390,8 +390,10 @@ class BufferService(Desk):
 
     def _check_judge(self, ask: wire.RewardRequest | wire.Scores) -> None:
         if ask.judge not in (names := self.groups.judge_names()):
-            known = ", ".join(map(shown, names))
-            raise error_for("reward.judge", f"{ask.worker} scores for judge {shown(ask.judge)!r}: this run has {known}")
+            known = ", ".join(map(display_name, names))
+            raise error_for(
+                "reward.judge", f"{ask.worker} scores for judge {display_name(ask.judge)!r}: this run has {known}"
+            )
 
     def _scores(self, call: Call, now: float) -> None:
         self._check_judge(call.message)
@@ -426,7 +428,7 @@ class BufferService(Desk):
             self._registering = call, min(since, now)
             return
         failpoint("buffer.after_reconcile")
-        if ask.step == 0 and is_due(self.config, 0):
+        if ask.step == 0 and is_evaluation_due(self.config, 0):
             self.evaluations.due(0, "", now)
         folder, nonce = self.segments.shown()
         self._answer(call, wire.Registered(epoch, run_id(self.config), self.groups.replay_to, folder, nonce))
@@ -445,7 +447,7 @@ class BufferService(Desk):
         self.groups.commit(
             epoch=ask.epoch, step=ask.step, version=ask.version, digest=ask.digest, now=now, groups=ask.groups
         )
-        if is_due(self.config, ask.step):
+        if is_evaluation_due(self.config, ask.step):
             self.evaluations.due(ask.step, ask.digest, now)
         self.write_metrics(step=ask.step)
         self._answer(call, wire.Ok())

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, Unavailable
-from asyncrl.runtime.host_facts import children_of
+from asyncrl.runtime.host_facts import child_pids
 from producers.sandbox import seccomp
 from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
 
@@ -81,7 +81,7 @@ class Inside:
         """Raises Ended where it does not come up."""
         self._receive(time.monotonic() + START_LIMIT_S, 1 << 10, 0)
         if self._watched:
-            self._within = [os.pidfd_open(pid) for pid in children_of(self._process.pid)]
+            self._within = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """One program. Raises Ended where the process has gone."""
@@ -165,14 +165,14 @@ class Inside:
         """Raises Stopped where the programs take more than they may together."""
         if not self._watched or not memory:
             return
-        layer = children_of(self._process.pid)  # the process inside: it sees the files that programs write
+        layer = child_pids(self._process.pid)  # the process inside: it sees the files that programs write
         found, resident = 0, sum(map(inode_bytes, layer))
         while layer:
             found += len(layer)
             resident += sum(map(resident_bytes, layer))
             if found > 2 * self._limits.max_processes + 8:
                 raise Stopped("killed")
-            layer = [child for parent in layer for child in children_of(parent)]
+            layer = [child for parent in layer for child in child_pids(parent)]
         if resident > memory:
             raise Stopped("memory")
 

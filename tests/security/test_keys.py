@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launcher.launch import worker_key
 from asyncrl.net.keys import Keys, join_path, read_keys, worker_file, write_keys
 from asyncrl.net.permissions import OWNER_ALONE, needs_owner
-from asyncrl.runtime.role import RoleArgs, join_key_of, key_of
+from asyncrl.runtime.role import RoleArgs, join_key, run_key
 from weightsync.plan.signature import is_genuine, signed
 
 
@@ -67,8 +67,8 @@ def test_a_worker_reads_the_join_file_and_keeps_nothing_else(tmp_path: Path) -> 
     assert worker_file(tmp_path / "join.key") == tmp_path / "join.key", "what another host was given"
     found = config_with(key_file=str(server))
     args = RoleArgs(key="")
-    assert key_of(args, found) == keys and join_key_of(args, found) == keys.for_joining()
-    assert join_key_of(args, config_with()) is None
+    assert run_key(args, found) == keys and join_key(args, found) == keys.for_joining()
+    assert join_key(args, config_with()) is None
     (tmp_path / "join.key").unlink()
     assert worker_file(server) == server
     write_keys(tmp_path / "other.key")

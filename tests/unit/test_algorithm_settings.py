@@ -78,10 +78,10 @@ def test_options_are_checked_without_torch(overrides: tuple[str, ...], said: str
 
 def test_short_forms_and_off() -> None:
     algorithm = made(key("tis_cap=off"), key("clip_low=0.1"), key("loss_options.clip_high=0.5")).learner.algorithm
-    assert algorithms.options_of(algorithm, "correction") == {"upper": None}
-    assert algorithms.options_of(algorithm, "loss") == {"clip_low": 0.1, "clip_high": 0.5}
+    assert algorithms.effective_options(algorithm, "correction") == {"upper": None}
+    assert algorithms.effective_options(algorithm, "loss") == {"clip_low": 0.1, "clip_high": 0.5}
     assert registry.choose(algorithm, "correction").options == {"upper": None}
-    assert algorithms.options_of(made(key("loss=gspo")).learner.algorithm, "loss") == {}  # not those of PPO
+    assert algorithms.effective_options(made(key("loss=gspo")).learner.algorithm, "loss") == {}  # not those of PPO
 
 
 # ---------------------------------------------------------------- combinations
@@ -130,7 +130,7 @@ def test_weights_that_a_row_may_have_are_taken() -> None:
 
 def test_auto_is_the_correction_that_is_right() -> None:
     def found(*overrides: str) -> str:
-        return algorithms.correction_of(made(*map(key, overrides)).learner.algorithm)
+        return algorithms.effective_correction(made(*map(key, overrides)).learner.algorithm)
 
     assert found() == found("loss=ppo") == found("loss=gspo") == "tis"
     assert found("loss=ppo", "proximal=behaviour") == found("loss=aipo") == "none"
@@ -149,7 +149,7 @@ def test_surprises_are_noted() -> None:
     (told,) = notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
     assert "all process rewards are 0" in told
     assert list(notes.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
-    found = {finding.name: finding.value for finding in derived.derived(made())}
+    found = {finding.name: finding.value for finding in derived.derive_findings(made())}
     assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
 
 

@@ -15,7 +15,7 @@ from asyncrl.config import Config, parse
 from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters import render, render_command
-from asyncrl.launcher.clusters.commands import Shell, Site, for_cluster, shell
+from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
 from asyncrl.launcher.clusters.yaml import document
 from asyncrl.net.keys import write_keys
 
@@ -39,7 +39,7 @@ SITE = Site(folder="/shared/my jobs", work="/shared/it's work", keys="/shared/my
 
 def config(**settings: Any) -> Config:
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return for_cluster(parse(TEXT, overrides=[word.replace("__", ".", 1) for word in words]), SITE)
+    return cluster_config(parse(TEXT, overrides=[word.replace("__", ".", 1) for word in words]), SITE)
 
 
 def made(backend: str, **settings: Any) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 import asyncrl.config.sections.judge
 import producers.rewards.judges.rate_limit as pacing
 from asyncrl.config import dump, parse
-from asyncrl.config.judges import judges_of
+from asyncrl.config.judges import list_judges
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigErrors
 from producers.rewards.functions import RewardSample
@@ -62,7 +62,7 @@ def refused(text: str) -> str:
 
 def test_a_reward_of_a_model_needs_no_function() -> None:
     config = parse(URL)
-    (judge,) = judges_of(config)
+    (judge,) = list_judges(config)
     assert judge.table.is_model and judge.rewards[0].label == "grader"
     assert parse(dump(config)) == config
 

@@ -16,12 +16,12 @@ from asyncrl.config.rules import Conflict
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import (
     TABLES,
-    chosen,
-    correction_of,
+    effective_correction,
+    effective_name,
+    effective_options,
     entry,
-    known,
+    known_names,
     option_types,
-    options_of,
     weight_level,
 )
 from asyncrl.config.tree import Config
@@ -36,7 +36,7 @@ def problems(config: Config) -> Iterator[Conflict]:
         yield "config.conflict", "learner.algorithm.minibatches exceeds buffer.batch_groups", (*HERE, "minibatches")
     if config.learner.mode != "rl":
         return
-    unknown = list(_unknown(algorithm))
+    unknown = list(_unknown_names(algorithm))
     yield from unknown
     if unknown:
         return
@@ -45,12 +45,12 @@ def problems(config: Config) -> Iterator[Conflict]:
     yield from _unmet(config)
 
 
-def _unknown(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     for kind, table in TABLES.items():
-        name = chosen(algorithm, kind)
+        name = effective_name(algorithm, kind)
         if name in table:
             continue  # without a look at every installed package, which takes milliseconds
-        names = known(kind)
+        names = known_names(kind)
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -64,15 +64,15 @@ def _unknown(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
 def option_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     """Options that the chosen built-in functions do not have, or that have the wrong type."""
     for kind in TABLES:
-        name = chosen(algorithm, kind)
+        name = effective_name(algorithm, kind)
         options = option_types().get(kind, {}).get(name)
         if options is None:
             continue
         table = f"{kind}_options"
         for key in [key for key, known_as in options.items() if known_as["default"] == "required"]:
-            if key not in options_of(algorithm, kind):
+            if key not in effective_options(algorithm, kind):
                 yield ("config.missing", f"learner.algorithm.{table}.{key}: {kind} {name!r} needs it", (*HERE, table))
-        for key, value in options_of(algorithm, kind).items():
+        for key, value in effective_options(algorithm, kind).items():
             path = (*HERE, table, key)
             if key not in options:
                 near = difflib.get_close_matches(key, options, n=1)
@@ -117,7 +117,7 @@ def _fits(value: Any, types: list[Any]) -> bool:
 
 def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     """Choices that contradict each other, whatever the rest of the run."""
-    correction, loss = correction_of(algorithm), entry("loss", algorithm.loss)
+    correction, loss = effective_correction(algorithm), entry("loss", algorithm.loss)
     advantage = entry("advantage", algorithm.advantage)
     bypass = algorithm.proximal == "behaviour"
     if algorithm.loss == "decoupled_ppo" and bypass:
@@ -251,12 +251,12 @@ def _unmet(config: Config) -> Iterator[Conflict]:
         )
 
 
-def overridden(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> AlgorithmConfig:
+def apply_overrides(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> AlgorithmConfig:
     """The settings with others in their place, by keys below `learner.algorithm.`: `kl.coeff`, `loss_options.beta`.
 
     Raises ValueError for a key that does not exist, a value that does not fit, and settings that then contradict.
 
-    >>> overridden(AlgorithmConfig(), {"kl.coeff": 0.01, "advantage_options.epsilon": 1e-4}).kl.coeff
+    >>> apply_overrides(AlgorithmConfig(), {"kl.coeff": 0.01, "advantage_options.epsilon": 1e-4}).kl.coeff
     0.01
     """
     values: dict[str, Any] = msgspec.to_builtins(algorithm)
@@ -276,7 +276,7 @@ def overridden(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> Algo
         result = msgspec.convert(values, AlgorithmConfig)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    for _, message, _ in (*_unknown(result), *option_problems(result), *combination_problems(result)):
+    for _, message, _ in (*_unknown_names(result), *option_problems(result), *combination_problems(result)):
         raise ValueError(message)
     if asked := _needs(result) - _needs(algorithm) - {"group", "parts"}:
         raise ValueError(

@@ -63,7 +63,7 @@ def _reward_problems(config: Config) -> Iterator[Conflict]:
     if not config.reward and not mode.streams(config) and config.environment.is_single_turn:
         yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
     for index, reward in enumerate(config.reward):
-        if reward.function and not reward_names.kind_of(reward.function):
+        if reward.function and not reward_names.reward_kind(reward.function):
             yield (
                 "config.reward",
                 f"reward.function = {reward.function!r} is not {reward_names.FORMS}",

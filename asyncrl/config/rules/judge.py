@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 from asyncrl.config.rules import Conflict
-from asyncrl.config.sections.judge import SHOWN_DEFAULT, fields_of
+from asyncrl.config.sections.judge import SHOWN_DEFAULT, template_fields
 from asyncrl.config.tree import Config
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def table_problems(table: JudgeConfig) -> Iterator[Problem]:
 
 
 def _answer_problems(table: JudgeConfig) -> Iterator[Problem]:
-    if "response" not in fields_of(table.prompt):
+    if "response" not in template_fields(table.prompt):
         yield "prompt", "it needs {response}; {prompt}, {ground_truth} and names of columns may stand there too"
     try:
         groups = re.compile(table.pattern).groups

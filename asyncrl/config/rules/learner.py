@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.config.rules import Conflict
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.lora import TAKE_WHOLE
-from asyncrl.config.sections.profile import steps_of
+from asyncrl.config.sections.profile import parse_steps
 from asyncrl.config.tree import Config
 
 HERE = ("learner", "parallel")
@@ -211,7 +211,7 @@ def _profile_problems(config: Config) -> Iterator[Conflict]:
     """Code, message and path of the key, of settings that cannot be."""
     profile, here = config.learner.profile, ("learner", "profile")
     try:
-        steps_of(profile.steps)
+        parse_steps(profile.steps)
     except ValueError as error:
         yield "config.type", f"learner.profile.steps: {error}", (*here, "steps")
     if profile.memory and not profile.steps:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.sections.algorithm_catalogue import correction_of, entry
+from asyncrl.config.sections.algorithm_catalogue import effective_correction, entry
 from asyncrl.config.tree import Config
 from asyncrl.evaluation.ids import METRICS
 
@@ -70,7 +70,7 @@ def _algorithm_notes(config: Config) -> Iterator[str]:
 
 def _correction_notes(config: Config) -> Iterator[str]:
     algorithm = config.learner.algorithm
-    correction, loss = correction_of(algorithm), entry("loss", algorithm.loss)
+    correction, loss = effective_correction(algorithm), entry("loss", algorithm.loss)
     stale = bool(config.buffer.max_staleness) and algorithm.proximal != "behaviour" and algorithm.advantage != "vtrace"
     if correction == "none" and stale and loss is not None and loss.ratio != "behaviour":
         yield (

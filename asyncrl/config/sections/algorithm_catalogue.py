@@ -96,7 +96,7 @@ TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, 
 GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correction": "asyncrl.corrections"}
 
 
-def known(kind: str) -> list[str]:
+def known_names(kind: str) -> list[str]:
     """Names of a kind: the built-in ones, then those of installed plugins."""
     return [*TABLES[kind], *sorted({point.name for point in entry_points(group=GROUPS[kind])} - set(TABLES[kind]))]
 
@@ -106,10 +106,10 @@ def entry(kind: str, name: str) -> Entry | None:
     return TABLES[kind].get(name)
 
 
-def correction_of(algorithm: AlgorithmConfig) -> str:
+def effective_correction(algorithm: AlgorithmConfig) -> str:
     """The correction in force: what `auto` stands for.
 
-    >>> correction_of(AlgorithmConfig()), correction_of(AlgorithmConfig(proximal="behaviour"))
+    >>> effective_correction(AlgorithmConfig()), effective_correction(AlgorithmConfig(proximal="behaviour"))
     ('tis', 'none')
     """
     if algorithm.correction != "auto":
@@ -125,19 +125,19 @@ def weight_level(algorithm: AlgorithmConfig) -> str:
     >>> weight_level(AlgorithmConfig()), weight_level(AlgorithmConfig(correction="mis"))
     ('token', 'sequence')
     """
-    usual = {"tis": "token", "mis": "sequence", "icepop": "token"}.get(correction_of(algorithm), "")
+    usual = {"tis": "token", "mis": "sequence", "icepop": "token"}.get(effective_correction(algorithm), "")
     return str(algorithm.correction_options.get("level", usual))
 
 
-def options_of(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
+def effective_options(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
     """Keyword arguments of the chosen function: its table, on top of the short forms; the word "off" is None.
 
-    >>> options_of(AlgorithmConfig(tis_cap="off"), "correction"), options_of(AlgorithmConfig(loss="gspo"), "loss")
-    ({'upper': None}, {})
+    >>> effective_options(AlgorithmConfig(tis_cap="off"), "correction")
+    {'upper': None}
     """
     given: dict[str, Any] = dict(getattr(algorithm, f"{kind}_options"))
     short: dict[str, Any] = {}
-    if kind == "correction" and correction_of(algorithm) == "tis":
+    if kind == "correction" and effective_correction(algorithm) == "tis":
         short = {"upper": algorithm.tis_cap}
     elif kind == "loss":
         found = entry("loss", algorithm.loss)
@@ -145,15 +145,15 @@ def options_of(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
     return {key: None if value == "off" else value for key, value in (short | given).items()}
 
 
-def chosen(algorithm: AlgorithmConfig, kind: str) -> str:
+def effective_name(algorithm: AlgorithmConfig, kind: str) -> str:
     """The name in force of a kind: advantage, loss or correction."""
-    return correction_of(algorithm) if kind == "correction" else str(getattr(algorithm, kind))
+    return effective_correction(algorithm) if kind == "correction" else str(getattr(algorithm, kind))
 
 
-def with_derived(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmConfig:
+def derive_algorithm(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmConfig:
     """With what stands for `longest`, the tokens of the longest response, where it is 0.
 
-    >>> with_derived(AlgorithmConfig(), longest=100).loss_scale_factor
+    >>> derive_algorithm(AlgorithmConfig(), longest=100).loss_scale_factor
     100.0
     """
     shaping = algorithm.shaping
@@ -180,8 +180,8 @@ def explain(algorithm: AlgorithmConfig) -> str:
     """
 
     def call(kind: str) -> str:
-        options = ", ".join(f"{key}={value}" for key, value in options_of(algorithm, kind).items())
-        return f"{chosen(algorithm, kind)}({options})"
+        options = ", ".join(f"{key}={value}" for key, value in effective_options(algorithm, kind).items())
+        return f"{effective_name(algorithm, kind)}({options})"
 
     loss = entry("loss", algorithm.loss)
     parts = [call("advantage"), f"{call('loss')} against {algorithm.proximal}", call("correction")]

@@ -62,10 +62,10 @@ class JudgeConfig(Section, frozen=True):
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-def fields_of(template: str) -> tuple[str, ...]:
+def template_fields(template: str) -> tuple[str, ...]:
     """The names in braces; other braces, such as those of JSON, are text.
 
-    >>> fields_of('{prompt} and {response}, as {"score": 3}')
+    >>> template_fields('{prompt} and {response}, as {"score": 3}')
     ('prompt', 'response')
     """
     return tuple(FIELD.findall(template))

@@ -1,6 +1,6 @@
 """`[learner.profile]`: what is recorded of the learner's own work beyond its metrics.
 
-Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file, `steps_of` reads the range.
+Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file, `parse_steps` reads the range.
 
 Example: `steps = "5:8"`, `ranks = [0, 3]`, `memory = true`: traces and memory of ranks 0 and 3 for the steps 5 to 8.
 """
@@ -24,10 +24,10 @@ class ProfileConfig(Section, frozen=True):
     peak_flops: Annotated[float, Meta(ge=0)] = 0.0  # of one device, for mfu; 0: by its name (on a CPU: no mfu)
 
 
-def steps_of(text: str) -> range:
+def parse_steps(text: str) -> range:
     """The steps of a setting; empty for an empty text.
 
-    >>> list(steps_of("5:8")), list(steps_of("5")), list(steps_of(""))
+    >>> list(parse_steps("5:8")), list(parse_steps("5")), list(parse_steps(""))
     ([5, 6, 7, 8], [5], [])
 
     Raises:

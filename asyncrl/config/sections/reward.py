@@ -23,7 +23,7 @@ Kind = Literal["module", "file", "builtin", "url", ""]
 FORMS = "'module:name', 'path/file.py:name', 'builtin:name' or an http address"
 
 
-def kind_of(function: str) -> Kind:
+def reward_kind(function: str) -> Kind:
     """Which way it is; empty: none of them."""
     if function.startswith(("http://", "https://")):
         return "url" if urlsplit(function).hostname else ""
@@ -34,9 +34,9 @@ def kind_of(function: str) -> Kind:
     return "module" if re.fullmatch(r"[\w.]+:[\w.]+", function) else ""
 
 
-def label_of(function: str) -> str:
+def reward_label(function: str) -> str:
     """A short name for metrics: what follows the colon; of an address its last part, or its host."""
-    if kind_of(function) != "url":
+    if reward_kind(function) != "url":
         return function.rpartition(":")[2]
     address = urlsplit(function)
     return address.path.rstrip("/").rpartition("/")[2] or address.hostname or function
@@ -60,7 +60,7 @@ class RewardFunctionConfig(Section, frozen=True):
     @property
     def label(self) -> str:
         """The name in metrics: `name`, or the last part of `function`, or the judge's name."""
-        return self.name or label_of(self.function) or self.judge
+        return self.name or reward_label(self.function) or self.judge
 
 
 class RewardWorkersConfig(Section, frozen=True):

@@ -32,7 +32,7 @@ class Shell(str):
     """A word that the shell expands: already quoted as it has to be."""
 
 
-def for_cluster(config: Config, site: Site) -> Config:
+def cluster_config(config: Config, site: Site) -> Config:
     """The configuration of the jobs: services on every interface of their host, with keys."""
     network, sync, port = config.network, config.weightsync, config.cluster.port
     network = msgspec.structs.replace(
@@ -74,7 +74,7 @@ def shell(words: Sequence[str]) -> str:
     return "".join(lines)
 
 
-def settled(lines: Sequence[str]) -> list[str]:
+def setup_lines(lines: Sequence[str]) -> list[str]:
     """`cluster.setup` in a script with `set -eo pipefail`: what others wrote (module, conda) reads unset variables."""
     return [*lines, "set -u"]
 
