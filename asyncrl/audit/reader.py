@@ -89,7 +89,7 @@ class Reader:
         if self._services and epoch <= max(self._services):
             self._bad("epoch", f"a service started with epoch {epoch} after epoch {max(self._services)}")
         self._services.add(epoch)
-        self._in_force(event.get("max_staleness"))
+        self._note_bound(event.get("max_staleness"))
         self.found.service_starts += 1
         self.found.ended = self.found.done = False
 
@@ -108,7 +108,7 @@ class Reader:
             for number in commit.groups:
                 self.groups[number].take_back(step)
 
-    def _in_force(self, bound: Any) -> None:
+    def _note_bound(self, bound: Any) -> None:
         """A value that `max_staleness` has from now on; without one nothing is known of the bounds of leases."""
         self._bounds = None if bound is None or self._bounds is None else {*self._bounds, int(bound)}
 
@@ -123,7 +123,7 @@ class Reader:
         number = int(event["n"])
         change = (event["old"], event["new"])
         if event["key"] == "buffer.max_staleness":
-            self._in_force(event["new"])
+            self._note_bound(event["new"])
         last = self.found.tuned[-1] if self.found.tuned else None
         if last is not None and last.n == number:  # one change of several settings
             last.changed[str(event["key"])] = change

@@ -25,7 +25,7 @@ class Expected(msgspec.Struct, frozen=True):
 
     group_size: int = 0  # samples of a group; 0: as many as the largest has
     batch_groups: int = 0
-    allow_over_bound: bool = False
+    allow_judge_over_bound: bool = False
     fork_of: str = ""
     fork_step: int = 0
     parent: dict[int, Commit] = {}
@@ -161,7 +161,7 @@ class _Verdict:
                 if lag < 0:
                     found.violation("lag", f"group {number} of step {step} is newer than its weights ({lag})")
                 if lag > max(group.bound, 0):
-                    self._over_bound(step, commit, number, lag)
+                    self._judge_over_bound(step, commit, number, lag)
             if 0 < commit.tuning <= len(found.tuned):
                 found.tuned[commit.tuning - 1].steps += 1
         found.lag_counts = dict(sorted(Counter(lags).items()))
@@ -174,12 +174,12 @@ class _Verdict:
         if tuned:
             counts[lag] = counts.get(lag, 0) + 1
 
-    def _over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
+    def _judge_over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
         """A violation, but where it is allowed: by the configuration, or by a change before the step was committed."""
         self.found.over_bound += 1
         text = f"group {number} was trained in step {step} with lag {lag}, its bound is {self.groups[number].bound}"
         changes = [change.changed.get("buffer.on_late") for change in self.found.tuned[: commit.tuning]]
-        if self.expected.allow_over_bound or any(change and change[1] == "train" for change in changes):
+        if self.expected.allow_judge_over_bound or any(change and change[1] == "train" for change in changes):
             self.found.notes.append(text)
         else:
             self.found.violation("lag", text)

@@ -43,7 +43,7 @@ class Places:
         if name in self.overridden:
             return f"--set {name}"
         first = self.files[0] if self.files else "<config>"
-        if name not in self._at and self._in_preset(path):
+        if name not in self._at and self._preset_holds(path):
             return f"{first}, from its preset"
         while name:
             if name in self._at or f"{name}[0]" in self._at:
@@ -53,7 +53,7 @@ class Places:
             name = name[: max(name.rfind("."), name.rfind("["), 0)]
         return first
 
-    def _in_preset(self, path: Sequence[str]) -> bool:
+    def _preset_holds(self, path: Sequence[str]) -> bool:
         node: Any = self.preset
         for key in path:
             if not isinstance(node, Mapping) or key not in node:

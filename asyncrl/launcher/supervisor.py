@@ -196,7 +196,7 @@ class Supervisor:
     def _decide(self, child: Child, code: int) -> None:
         name = child.plan.name
         if code == EXIT_OK:
-            if child.plan.role in SERVICES and self._wanted():
+            if child.plan.role in SERVICES and self._workers_are_busy():
                 self._schedule(child, SERVICE_RETURN_S)
             return
         now = time.monotonic()
@@ -244,7 +244,7 @@ class Supervisor:
         child.restarts += 1
         self._event("restart", name=child.plan.name, role=child.plan.role, wait_s=wait_s, code=child.code)
 
-    def _wanted(self) -> bool:
+    def _workers_are_busy(self) -> bool:
         """Somebody other than the services is still at work."""
         idle = {*SERVICES, ONLOOKER}
         return any(not child.over for child in self.children if child.plan.role not in idle)

@@ -130,7 +130,7 @@ class JsonTail:
             return []
         self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
         *whole, self._partial = (self._partial + data).split(b"\n")
-        return [line for text in whole if (line := self._decoded(text)) is not None]
+        return [line for text in whole if (line := self._decode(text)) is not None]
 
     def _read(self) -> bytes:
         if self._descriptor < 0 and not self._open():
@@ -161,7 +161,7 @@ class JsonTail:
         """Whether this can be the file that was read up to there: numbers of files are used again."""
         return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
 
-    def _decoded(self, text: bytes) -> dict[str, Any] | None:
+    def _decode(self, text: bytes) -> dict[str, Any] | None:
         line = decode_line(text, series=self._series) if text else None
         self.damaged += bool(text) and line is None
         return line

@@ -123,8 +123,8 @@ def groups_die(s: Snapshot) -> str:
 
 def rewards_fail(s: Snapshot) -> str:
     """Reward calls fail."""
-    failed = sum(one.told("failed_rewards") or 0 for one in s.rewards)
-    scored = sum(one.told("scored_samples") or 0 for one in s.rewards)
+    failed = sum(one.stat("failed_rewards") or 0 for one in s.rewards)
+    scored = sum(one.stat("scored_samples") or 0 for one in s.rewards)
     if not failed or failed < 0.01 * scored:
         return ""
     return f"{failed:.0f} reward calls failed ({scored:.0f} samples scored): see logs/{s.rewards[0].name}.log"
@@ -229,8 +229,8 @@ def short_answers_win(s: Snapshot) -> str:
 def memory_is_short(s: Snapshot) -> str:
     """An engine throws samples out for want of K/V memory."""
     for one in s.producers:
-        thrown = one.told("preempted_samples") or 0
-        if thrown and (one.told("kv_used") or 0) > FULL_KV:
+        thrown = one.stat("preempted_samples") or 0
+        if thrown and (one.stat("kv_used") or 0) > FULL_KV:
             return f"{one.name} has thrown out {thrown:.0f} samples for want of K/V: lower producers.slots ({s.slots})"
     return ""
 

@@ -147,7 +147,7 @@ def part_words(s: Snapshot) -> str:
 
 def format_in_flight(one: Row) -> str:
     """`12 samples`, as far as the engine says."""
-    return count(one.told("samples_in_flight") if "samples_in_flight" in one.stats else one.told("groups_in_flight"))
+    return count(one.stat("samples_in_flight") if "samples_in_flight" in one.stats else one.stat("groups_in_flight"))
 
 
 def clock(t: float) -> str:
@@ -167,12 +167,12 @@ def plain(s: Snapshot) -> list[str]:
             f"{doing(s, one)}"
         )
     for one in s.rewards:
-        call = one.told("reward_call_s")
+        call = one.stat("reward_call_s")
         took = "-" if call is None else f"{1000 * call:.1f} ms"
         who = f" for {clean(one.judge)}" if one.judge and len(s.judges) > 1 else ""
         lines.append(
             f"{one.name:<14}{one.host:<10}{who} {count(one.rate):>6} samples/s  call {took}  failed "
-            f"{count(one.told('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}"
+            f"{count(one.stat('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}"
         )
     lines += [f"{'judge':<10}{judge_words(one)}" for one in s.judges]
     if s.parts:
@@ -186,5 +186,5 @@ def plain(s: Snapshot) -> list[str]:
 
 def behind(s: Snapshot, one: Row) -> str:
     """How many versions the engine's weights are behind the newest step."""
-    held = one.told("engine_version")
+    held = one.stat("engine_version")
     return "-" if held is None else str(max(0, s.step - int(held)))

@@ -111,13 +111,13 @@ def _producers(s: Snapshot) -> Table:
 def _rewards(s: Snapshot) -> Table:
     table = _table("reward worker", "judge", "host", "samples/s", "call ms", "failed", "busy", "seen", "does")
     for one in s.rewards:
-        call = one.told("reward_call_s")
+        call = one.stat("reward_call_s")
         who = (Text(text.clean(one.name)), Text(text.clean(one.judge)), Text(text.clean(one.host)))
         table.add_row(
             *who,
             render.count(one.rate),
             "-" if call is None else f"{1000 * call:.1f}",
-            render.count(one.told("failed_rewards")),
+            render.count(one.stat("failed_rewards")),
             render.share(one.busy),
             render.ago(one.seen_s),
             _does(s, one),

@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     stats: dict[str, float] = {}
     judge: str = ""  # whose samples it scores
 
-    def told(self, name: str) -> float | None:
+    def stat(self, name: str) -> float | None:
         """A number of its last heartbeat."""
         return self.stats.get(name)
 

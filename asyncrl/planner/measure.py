@@ -157,7 +157,7 @@ class Work:
         before = [0.0, *(pace for _, pace in paces)]
         self._pace = Curve([(t, pace - last) for (t, pace), last in zip(paces, before, strict=False)])
 
-    def between(self, start: float, end: float) -> float:
+    def work_between(self, start: float, end: float) -> float:
         return end - start if self._pace is None else self._pace.until(end) - self._pace.until(start)
 
 
@@ -216,7 +216,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         raise ConfigError("plan.numbers", "its history names no samples", where=str(run.history))
     live = live_curves(samples)
     work = Work(config, live, lines, cores=shared)
-    per_token = [work.between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
+    per_token = [work.work_between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
     beside = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
     decode_s, decode_sample_s = fitted(beside, per_token, [sample.length for sample in samples if sample.length])
     spent = [_train_work(line, work) for line in lines]
@@ -290,7 +290,7 @@ def group_lengths(events: Iterable[Event]) -> tuple[tuple[int, ...], ...]:
 
 def _train_work(line: Event, work: Work) -> float:
     end = float(line["t"]) - float(line.get("commit_s", 0.0)) - float(line.get("publish_s", 0.0))
-    return work.between(end - float(line.get("train_s", 0.0)) - float(line.get("proximal_s", 0.0)), end)
+    return work.work_between(end - float(line.get("train_s", 0.0)) - float(line.get("proximal_s", 0.0)), end)
 
 
 def _mean(lines: Sequence[Event], name: str) -> float:

@@ -107,7 +107,7 @@ def run_key(args: RoleArgs, config: Config) -> Keys | None:
 def join_key(args: RoleArgs, config: Config) -> Keys | None:
     """The same for a worker, which never leads: whatever the file holds, it keeps what joining needs."""
     keys = run_key(args, config)
-    return keys and keys.for_joining()
+    return keys and keys.join_keys()
 
 
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:

@@ -93,8 +93,8 @@ class RunDrawing:
                 self._draw.count(name, t, "tokens_per_s", (tokens - had) / (t - before), unit="tokens/s")
 
     def _step(self, line: Event) -> None:
-        end = self._draw.at(line["t"])
-        start = max(self._learner_at, self._draw.at(line["t"] - float(line.get("step_s", 0.0))))
+        end = self._draw.microseconds(line["t"])
+        start = max(self._learner_at, self._draw.microseconds(line["t"] - float(line.get("step_s", 0.0))))
         if "step" not in line or end <= start:
             return
         step, self._learner_at = int(line["step"]), end
@@ -105,7 +105,7 @@ class RunDrawing:
         if "publish" in parts:
             parts["publish"][0].flows = [weights_flow(step)]
             self._published[step] = parts["publish"][0].start
-        self._groups.trained(step, parts["train"][0] if "train" in parts else whole)
+        self._groups.lead_into_step(step, parts["train"][0] if "train" in parts else whole)
         self._draw.slice(whole, end, inside=parts.values())
         self._curves("learner", line, CURVES)
         self._rounds_until(step)

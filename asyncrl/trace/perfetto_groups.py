@@ -157,7 +157,7 @@ class GroupDrawing:
             if way is not None:
                 self._close(way, event["t"])
 
-    def trained(self, step: int, train: Slice) -> None:
+    def lead_into_step(self, step: int, train: Slice) -> None:
         """The part of a step that trains is about to be drawn: its groups' flows lead into it."""
         for group in self._steps.pop(step, []):
             way = self._ways.get(group)

@@ -368,13 +368,15 @@ def test_functions_have_names_of_the_field() -> None:
         if name.partition(".")[0] in PENDING_PACKAGES:
             continue
         for node in functions(tree):
+            if is_property(node):
+                continue
             plain = node.name.lstrip("_")
             first, more, _ = plain.partition("_")
             constructor = any(ast.unparse(one) in ("classmethod", "staticmethod") for one in node.decorator_list)
             preposition = first in PREPOSITIONS.split() and not (more and first in CONVENTIONS)
             if (preposition and not (first == "from" and constructor)) or plain.startswith("on_the_"):
                 wrong.append(f"{name}:{node.lineno} {node.name} begins with a preposition")
-            elif plain in PARTICIPLES and not is_property(node):
+            elif plain in PARTICIPLES:
                 wrong.append(f"{name}:{node.lineno} {node.name} is a bare participle")
     assert not wrong, f"{len(wrong)} names:\n" + "\n".join(wrong)
 
