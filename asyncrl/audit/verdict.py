@@ -25,7 +25,7 @@ class Expected(msgspec.Struct, frozen=True):
 
     group_size: int = 0  # samples of a group; 0: as many as the largest has
     batch_groups: int = 0
-    allow_judge_over_bound: bool = False
+    allow_over_bound: bool = False
     fork_of: str = ""
     fork_step: int = 0
     parent: dict[int, Commit] = {}
@@ -179,7 +179,7 @@ class _Verdict:
         self.found.over_bound += 1
         text = f"group {number} was trained in step {step} with lag {lag}, its bound is {self.groups[number].bound}"
         changes = [change.changed.get("buffer.on_late") for change in self.found.tuned[: commit.tuning]]
-        if self.expected.allow_judge_over_bound or any(change and change[1] == "train" for change in changes):
+        if self.expected.allow_over_bound or any(change and change[1] == "train" for change in changes):
             self.found.notes.append(text)
         else:
             self.found.violation("lag", text)
