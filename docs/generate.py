@@ -6,6 +6,7 @@ A test checks drift.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import re
 import typing
@@ -271,6 +272,16 @@ def status_schema() -> str:
     return schema_text()
 
 
+def architecture_drawing() -> str:
+    """`docs/images/architecture-imports.svg`."""
+    spec = importlib.util.spec_from_file_location("draw_architecture", FOLDER / "draw_architecture.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawing: str = module.draw()
+    return drawing
+
+
 PAGES = {
     "status.schema.json": status_schema,
     "configuration.md": configuration,
@@ -280,6 +291,7 @@ PAGES = {
     "../asyncrl/config/sections/algorithm_options.json": option_data,
     "algorithms.md": algorithm_names,
     "cli.md": command_line,
+    "images/architecture-imports.svg": architecture_drawing,
 }
 
 if __name__ == "__main__":
