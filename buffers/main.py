@@ -24,11 +24,12 @@ import uvloop
 
 from asyncrl.config import BufferConfig, Config
 from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.frames import keep_memory
 from asyncrl.net.permissions import needs_owner
-from asyncrl.net.sockets import Responder, keep_memory
+from asyncrl.net.responder import Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
-from asyncrl.runtime.role import RoleArgs, Stop, key_of, run
+from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id, run_keys, write_atomic
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.failure_budget import load_filters
@@ -184,7 +185,7 @@ def _sync(service: BufferService) -> None:
 
 
 async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
-    keys = run_keys(config, make=True) if config.network.key_file else key_of(args, config)
+    keys = run_keys(config, make=True) if config.network.key_file else run_key(args, config)
     failed: list[BaseException] = []
 
     def on_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.evaluation.ids import group_of, place_of, seed_of, source_of
+from asyncrl.evaluation.ids import evaluation_group, row_seed, row_source, split_group
 from asyncrl.wire import Lease, SampleHead, Samples
 from buffers.evaluation.records import HeldOut, Prompt, PromptTable, Round
 from buffers.groups.leases import Leases
@@ -106,7 +106,7 @@ class PromptLeases:
             return self.table.prompts[min(self.table.indexes.pending)]
         if current.cursor >= current.rows:
             return None
-        prompt = Prompt(group_of(current.step, current.cursor))
+        prompt = Prompt(evaluation_group(current.step, current.cursor))
         current.cursor += 1
         self.table.put("vmeta")
         self.table.add(prompt)
@@ -114,8 +114,8 @@ class PromptLeases:
 
     def _message(self, prompt: Prompt) -> Lease:
         missing = tuple(index for index in range(self.table.samples) if index not in prompt.samples)
-        step, row = place_of(prompt.id)
-        seed = seed_of(self.config.run.seed, row, prompt.attempt)
+        step, row = split_group(prompt.id)
+        seed = row_seed(self.config.run.seed, row, prompt.attempt)
         return Lease(prompt.id, prompt.token, prompt.attempt, missing, seed, step)
 
 
@@ -145,7 +145,7 @@ class PromptWork:
 
     def wrong_version(self, head: Samples) -> str:
         """Samples of versions older than the evaluated step are not wanted."""
-        step, _ = place_of(head.group)
+        step, _ = split_group(head.group)
         oldest = min((version for item in head.samples for version, _ in item.runs), default=step)
         return f"version: {oldest} is older than the step {step} that is evaluated" if oldest < step else ""
 
@@ -157,9 +157,9 @@ class PromptWork:
     def store(self, prompt: Prompt, head: Samples, accepted: set[int], record: Record) -> None:
         with self.table.edit(prompt):
             prompt.records.append(record)
-            if head.row and prompt.source != source_of(head.row):
+            if head.row and prompt.source != row_source(head.row):
                 self.table.withdraw(prompt)  # other judges may be asked about it
-                prompt.source = source_of(head.row)
+                prompt.source = row_source(head.row)
             for item in head.samples:
                 if item.index in accepted:
                     self._add_sample(prompt, head, item)
@@ -222,7 +222,7 @@ class PromptWork:
             source=prompt.source,
             worker=worker,
         )
-        step, row = place_of(prompt.id)
+        step, row = split_group(prompt.id)
         current = self.table.meta.round
         self.lines.append(
             {

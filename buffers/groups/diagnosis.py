@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.config.sections.judge import shown as display_name
+from asyncrl.config.judges import display_name
 from buffers.groups.batches import Batches
 from buffers.groups.records import State
 from buffers.groups.scoring import Scoring

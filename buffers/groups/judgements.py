@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from asyncrl.config.sections.judge import DEFAULT, judges_for
+from asyncrl.config.judges import judges_for
+from asyncrl.config.sections.judge import DEFAULT
 
 #: Group (or held-out prompt), sample, judge.
 Key = tuple[int, int, str]

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import DEFAULT, judges_of
-from asyncrl.config.sections.mode import bound_of
+from asyncrl.config.judges import list_judges
+from asyncrl.config.mode import staleness_bound
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
 from buffers.groups.judgements import Judgement, JudgeRule
@@ -81,7 +82,7 @@ def settings_of(config: Config) -> Settings:
     return Settings(
         group_size=config.sampling.group_samples,
         batch_groups=buffer.batch_groups,
-        max_staleness=bound_of(config),
+        max_staleness=staleness_bound(config),
         depth=min(1, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
         total_groups=config.total_groups,
         on_late=buffer.on_late,
@@ -109,7 +110,7 @@ def settings_of(config: Config) -> Settings:
 
 
 def _rules_of(config: Config) -> tuple[JudgeRule, ...]:
-    judges = judges_of(config)
+    judges = list_judges(config)
     if [judge.name for judge in judges] in ([], [DEFAULT]):
         return ()
     return tuple(JudgeRule(judge.name, judge.retries, judge.data_sources) for judge in judges)

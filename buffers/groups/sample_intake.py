@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from asyncrl.config.sections.judge import data_source_of
+from asyncrl.config.judges import row_data_source
 from asyncrl.versions import oldest_version
 from asyncrl.wire import Piece, Pieces, PiecesReply, SampleHead, Samples, SamplesReply
 from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
@@ -227,7 +227,7 @@ class GroupSamples:
         with self.table.edit(group):
             group.records.append(record)
             if self.live.current.judges and head.row and group.source is None:
-                group.source = data_source_of(head.row)
+                group.source = row_data_source(head.row)
             oldest = self._add_samples(group, head, accepted)
             group.deadline = min(group.deadline or 0, oldest + group.bound)
             if len(group.samples) == self.size:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import AlgorithmConfig, BufferConfig, ProducersConfig, Section
-from asyncrl.config.sections.algorithm_catalogue import overridden
+from asyncrl.config.rules.algorithm import apply_overrides
 from asyncrl.errors import AsyncRLError
 
 ALGORITHM = "learner.algorithm."
@@ -119,7 +119,7 @@ def check_algorithm(values: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """
     mine = {key.removeprefix(ALGORITHM): value for key, value in values.items() if key.startswith(ALGORITHM)}
     try:
-        overridden(msgspec.convert(base, AlgorithmConfig), mine)
+        apply_overrides(msgspec.convert(base, AlgorithmConfig), mine)
     except ValueError as error:
         raise refusal(str(error)) from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.sections.judge import shown as display_name
+from asyncrl.config.judges import display_name
 
 #: Seconds after which a silent worker is forgotten. Preempted workers return under new names, thousands in a long run.
 FORGET_S = 3600.0

@@ -11,7 +11,7 @@ from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, HandshakeError
 from asyncrl.metrics.length_bias import LengthWatch
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.wire import Buffer, Message
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.machine import GroupMachine

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl import wire
+from asyncrl.config.evaluation import is_evaluation_due
 from asyncrl.errors import AsyncRLError, error_for
-from asyncrl.evaluation.ids import is_due
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import run_id
 from buffers.groups.records import ledger_of
@@ -64,7 +64,7 @@ class LearnerRequests:
             self._registering = call, min(since, context.now)
             return
         failpoint("buffer.after_reconcile")
-        if ask.step == 0 and is_due(context.config, 0):
+        if ask.step == 0 and is_evaluation_due(context.config, 0):
             context.evaluations.due(0, "")
         folder, nonce = context.segments.shown()
         registered = wire.Registered(epoch, run_id(context.config), machine.table.frontier, folder, nonce)
@@ -142,7 +142,7 @@ class LearnerRequests:
             now=self.context.now,
             groups=ask.groups,
         )
-        if is_due(self.context.config, ask.step):
+        if is_evaluation_due(self.context.config, ask.step):
             self.context.evaluations.due(ask.step, ask.digest)
         self._write_metrics(ask.step)
         self.context.answer(call, wire.Ok())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.wire import Buffer
 from buffers.groups.records import Record
 from buffers.payloads import partial_samples

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from asyncrl import wire
-from asyncrl.config.sections.judge import shown as display_name
+from asyncrl.config.judges import display_name
 from asyncrl.errors import error_for
 from asyncrl.evaluation.ids import is_evaluation
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from buffers.groups.scoring import ToScore
 from buffers.service.context import Context, Poll
 from buffers.service.replies import reward_reply

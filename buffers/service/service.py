@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.run_dir import RunDir
 from buffers.evaluation.evaluations import Evaluations

@@ -12,7 +12,7 @@ import msgspec
 from asyncrl import wire
 from asyncrl.errors import UNREADABLE, HandshakeError, WireError
 from asyncrl.metrics import CATALOGUE, MetricsLog
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id
 from buffers.groups.group_table import ledger_counts
 from buffers.payloads.record_format import GUEST_BYTES

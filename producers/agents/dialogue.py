@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
 from producers.agents.openai_api import ApiError, Ask, Message, Said
@@ -217,11 +217,11 @@ class Dialogue:
             async for delta in deltas:
                 parts.append(delta)
                 if looks and (place := teller.stopped_at(delta.token_ids.tolist())) is not None:
-                    return _first(joined(_ended(parts)), place), teller.stop
+                    return _first(join_deltas(_ended(parts)), place), teller.stop
         if not parts or not parts[-1].finish:
             raise GivenUp
         teller.rest()
-        return joined(parts), ""
+        return join_deltas(parts), ""
 
     def _remembered(self, ask: Ask, delta: GenDelta, stopped: str, number: int) -> Said:
         """The answer; and what of it will be known again."""

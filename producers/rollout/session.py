@@ -118,7 +118,7 @@ class Session:
             self._rows[-1].add(ids, None, ())
 
     def add_turn(self, delta: GenDelta) -> None:
-        """What the policy said, whole (`asyncrl.engine.joined`), when it was asked with `context`."""
+        """What the policy said, whole (`asyncrl.engine.join_deltas`), when it was asked with `context`."""
         if not len(delta.token_ids) or len(delta.token_ids) != len(delta.logprobs):
             raise WorkError(
                 "engine.broken",

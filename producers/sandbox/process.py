@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import UNREADABLE
 from asyncrl.process_plan.host_facts import children_of
+
+from asyncrl.errors import UNREADABLE
 from producers.sandbox.base import MIB, SandboxJob, SandboxLimits, SandboxResult
 
 LENGTH = struct.Struct("<Q")

@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
-from asyncrl.runtime.user_errors import raised
+from asyncrl.runtime.user_errors import format_user_error
 from producers.support.blocking_calls import beside
 
 TOLD_AT_MOST = 16  # kinds of errors that the log gets
@@ -137,7 +137,7 @@ class Toolbox:
         if kind not in self._told and len(self._told) < TOLD_AT_MOST:
             self._told.add(kind)
             print(
-                f"warning: tool {name} raised {raised(error)}; the policy is told, and so of all that follow",
+                f"warning: tool {name} raised {format_user_error(error)}; the policy is told, as for later ones",
                 flush=True,
             )
 

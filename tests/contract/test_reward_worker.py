@@ -17,7 +17,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl import wire
 from asyncrl.config import dump, parse
-from asyncrl.net.sockets import Call, Responder, ipc_address
+from asyncrl.net.addresses import ipc_address
+from asyncrl.net.responder import Call, Responder
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 IDS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}

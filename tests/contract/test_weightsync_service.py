@@ -21,11 +21,12 @@ from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, Unavailable, WorkError
 from asyncrl.metrics import read_lines
-from asyncrl.net.sockets import Keys, Requester, write_keys
+from asyncrl.monitor.control import ServiceClient
+from asyncrl.net.keys import Keys, write_keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime import role
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Instruction, LeaseRequest, Manifest, Tensor
-from weightsync.client import WeightSyncClient
 from weightsync.main import serve
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
@@ -199,7 +200,7 @@ class World:
         return child
 
     def status(self) -> dict[str, Any]:
-        client = WeightSyncClient(self.address, keys=self.keys, timeout_s=5)
+        client = ServiceClient(self.address, keys=self.keys, timeout_s=5)
         try:
             return client.status()
         finally:
@@ -496,7 +497,7 @@ def test_over_tcp_with_keys(tmp_path: Path) -> None:
         publisher.publish(0, PLAN, weights(0))
         publisher.wait_committed(0, members=1, timeout_s=15)
         assert member.holds(0)
-        stranger = WeightSyncClient(world.address, timeout_s=0.5)
+        stranger = ServiceClient(world.address, timeout_s=0.5)
         with pytest.raises(Unavailable):
             stranger.status()
         stranger.close()
@@ -528,7 +529,7 @@ def test_files_are_removed_and_strangers_refused(local: World) -> None:
 def test_stop_ends_service_and_members(local: World) -> None:
     member = local.member("a")
     until(lambda: "a" in local.status()["members"], "the member polled")
-    client = WeightSyncClient(local.address, timeout_s=5)
+    client = ServiceClient(local.address, timeout_s=5)
     client.stop("test is over")
     client.close()
     local.service.join(5)

@@ -19,7 +19,7 @@ from plant import Plant
 from asyncrl import wire
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import LOSSES
-from asyncrl.net.sockets import AsyncRequester
+from asyncrl.net.async_requester import AsyncRequester
 from buffers.client.client import LearnerClient, ProducerClient
 from buffers.payloads.dead_letters import read_letter
 from learners.algorithms.corrections import tis

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from e2e_run import alive
 
-from asyncrl.process_plan.host_facts import descendants
+from asyncrl.runtime.host_facts import descendants
 
 LIMIT_S = 3.0
 ROLES = ("buffer", "redis-server", "weightsync", "producer-0", "reward-0", "learner")

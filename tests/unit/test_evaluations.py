@@ -13,7 +13,7 @@ import asyncrl.evaluation.statistics
 import buffers.evaluation.work
 from asyncrl.config import parse
 from asyncrl.errors import HandshakeError
-from asyncrl.evaluation.ids import group_maker, place_of
+from asyncrl.evaluation.ids import evaluation_group, split_group
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation.evaluations import Evaluations
 from buffers.groups.group_table import ledger_counts
@@ -154,7 +154,7 @@ def test_every_prompt_is_leased_sampled_scored_and_told() -> None:
     lab = Lab()
     lab.due(0)
     leases = lab.lease()
-    assert [place_of(lease.group) for lease in leases] == [(0, 0), (0, 1)]
+    assert [split_group(lease.group) for lease in leases] == [(0, 0), (0, 1)]
     assert all(lease.missing == (0, 1) for lease in leases) and leases[0].seed != leases[1].seed
     assert all(lab.answer(lease).accepted == (0, 1) for lease in leases)
     assert lab.score(1.0, 0.0, 1.0, 1.0, answers=("4", "5", "6", "6")) == (4, {})
@@ -188,11 +188,11 @@ def test_groups_of_training_know_nothing_of_it() -> None:
 def test_the_same_prompts_have_the_same_seeds_in_every_evaluation() -> None:
     lab = Lab()
     lab.due(0)
-    first = {place_of(lease.group)[1]: lease.seed for lease in lab.lease()}
+    first = {split_group(lease.group)[1]: lease.seed for lease in lab.lease()}
     lab.e.finish()
     lab.groups.table.meta.newest = lab.groups.table.meta.version = 2
     lab.due(2)
-    assert {place_of(lease.group)[1]: lease.seed for lease in lab.lease(version=2)} == first
+    assert {split_group(lease.group)[1]: lease.seed for lease in lab.lease(version=2)} == first
 
 
 def test_only_weights_of_the_step_or_later_make_samples() -> None:
@@ -244,7 +244,7 @@ def test_a_lost_lease_keeps_what_arrived_and_the_rest_is_made_elsewhere() -> Non
     assert lab.answer(lease, indices=(1,)).accepted == (1,)
     lab.tick(6.0)  # silent for longer than lease_timeout_s
     assert lab.names().count("lost") == 2
-    again = {place_of(one.group)[1]: one for one in lab.lease("q")}
+    again = {split_group(one.group)[1]: one for one in lab.lease("q")}
     assert again[0].missing == (0,) and again[1].missing == (0, 1) and again[0].attempt == 1
     assert lab.answer(lease, indices=(0,)).refused == {0: "token: the lease was lost"}
     assert lab.answer(again[0], producer="q").accepted == (0,)
@@ -416,7 +416,7 @@ def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
     assert [line["why"] for line in lab.e.table.ended] == ["the step was trained again with other weights"]
     assert lab.answer(stale).refused[0].startswith("gone")
     fresh = lab.lease("q")
-    assert [lease.group for lease in fresh] == [group_maker(0, 0), group_maker(0, 1)]
+    assert [lease.group for lease in fresh] == [evaluation_group(0, 0), evaluation_group(0, 1)]
     assert lab.answer(stale).refused[0].startswith("token")
     for lease in fresh:
         lab.answer(lease, producer="q")

@@ -28,7 +28,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 
 from asyncrl.errors import AsyncRLError, Unavailable, WireError
-from asyncrl.net.sockets import AsyncRequester, Call, Keys, Responder
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import Keys
+from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Fetch, Fetched, Hop, Instruction, Packet, RoundReply
 from weightsync.transports.base import TransportError, Version, blob_sizes
@@ -136,7 +138,7 @@ class StreamOutbox:
             self._note(call.peer, message, last=end == blob.nbytes and not any(map(len, blobs[message.blob + 1 :])))
 
     def _find_version(self, digest: str) -> Version:
-        if self._serving is not None and self._serving.version.is_gone_error():
+        if self._serving is not None and self._serving.version.is_gone():
             self._release()
         kept = self._serving
         if kept is not None and kept.version.manifest.digest == digest:

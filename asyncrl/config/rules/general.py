@@ -1,7 +1,4 @@
-"""Rules across sections of the configuration that belong to no section alone.
-
-Pure functions of a whole configuration, next to the rules of its sections.
-Guarantees: every rule says its arithmetic and names the key that a user would change.
+"""Rules of `[run]`, `[data]`, `[buffer]`, `[[reward]]` and `[network]`.
 
 Example: `buffer.pipeline_depth = 4` with `buffer.max_staleness = 2`: the last two batches would be too old on arrival.
 """
@@ -10,38 +7,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
-from asyncrl.config.sections import mode as modes
+from asyncrl.config import mode
+from asyncrl.config.rules import Conflict
 from asyncrl.config.sections import reward as reward_names
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+from asyncrl.config.tree import Config
 
 MOST_PIECES = 256  # of one sample; the buffer takes twice as many
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DOTTED = re.compile(r"[\w.]+:[\w.]+")
 
-#: Code, message, path of the key.
-Conflict = tuple[str, str, tuple[str, ...]]
-
 
 def problems(config: Config) -> Iterator[Conflict]:
     """All of them."""
-    yield from _of_times(config)
-    yield from _of_the_buffer(config)
+    yield from _time_problems(config)
+    yield from _buffer_problems(config)
     if bool(config.data.path) == bool(config.data.source):
         yield "config.data", "set exactly one of data.path and data.source", ("data",)
     if config.data.as_chat and not config.data.chat_template:
         yield "config.conflict", "data.as_chat makes chat messages, and data.chat_template is off", ("data", "as_chat")
-    yield from _of_rewards(config)
-    yield from _of_lengths(config)
+    yield from _reward_problems(config)
+    yield from _length_problems(config)
     for name in ("buffer", "weightsync"):
-        yield from _of_address(config, name)
+        yield from _address_problems(config, name)
 
 
-def _of_times(config: Config) -> Iterator[Conflict]:
+def _time_problems(config: Config) -> Iterator[Conflict]:
     run, twice = config.run, 2 * config.log.heartbeat_s
     if run.silent_timeout_s < twice:
         yield (
@@ -52,7 +44,7 @@ def _of_times(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _of_the_buffer(config: Config) -> Iterator[Conflict]:
+def _buffer_problems(config: Config) -> Iterator[Conflict]:
     buffer = config.buffer
     if buffer.depth > buffer.max_staleness:
         yield (
@@ -67,11 +59,11 @@ def _of_the_buffer(config: Config) -> Iterator[Conflict]:
             yield "config.filter", what, ("buffer", "filters")
 
 
-def _of_rewards(config: Config) -> Iterator[Conflict]:
-    if not config.reward and not modes.streams(config) and config.environment.is_single_turn:
+def _reward_problems(config: Config) -> Iterator[Conflict]:
+    if not config.reward and not mode.streams(config) and config.environment.is_single_turn:
         yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
     for index, reward in enumerate(config.reward):
-        if reward.function and not reward_names.kind_of(reward.function):
+        if reward.function and not reward_names.reward_kind(reward.function):
             yield (
                 "config.reward",
                 f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
@@ -82,8 +74,8 @@ def _of_rewards(config: Config) -> Iterator[Conflict]:
         yield "config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", ("reward",)
 
 
-def _of_lengths(config: Config) -> Iterator[Conflict]:
-    row, pair = modes.longest_row(config), modes.is_paired(config)
+def _length_problems(config: Config) -> Iterator[Conflict]:
+    row, pair = mode.longest_row(config), mode.is_paired(config)
     if row > config.learner.micro_batch_tokens:
         sum_ = f"{config.data.max_prompt_tokens} + {config.sampling.max_new_tokens}"
         names = "data.max_prompt_tokens + sampling.max_new_tokens"
@@ -104,7 +96,7 @@ def _of_lengths(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _of_address(config: Config, name: str) -> Iterator[Conflict]:
+def _address_problems(config: Config, name: str) -> Iterator[Conflict]:
     address = getattr(config.network, name)
     if address == "auto":
         return

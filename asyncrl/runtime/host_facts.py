@@ -19,7 +19,7 @@ def descendants(pid: int, *, depth: int = 99) -> list[int]:
     """Processes below `pid`, at most `depth` generations down, nearest first."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        parent = parent_of(int(folder.name))
+        parent = parent_pid(int(folder.name))
         if parent:
             children.setdefault(parent, []).append(int(folder.name))
     found: list[int] = []
@@ -32,7 +32,7 @@ def descendants(pid: int, *, depth: int = 99) -> list[int]:
     return found
 
 
-def parent_of(pid: int) -> int:
+def parent_pid(pid: int) -> int:
     """The parent's pid, 0 where the process has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -42,7 +42,7 @@ def parent_of(pid: int) -> int:
     return 0 if state == "Z" else int(parent)
 
 
-def children_of(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Processes right below `pid`. Cheap where the kernel lists them; what starts meanwhile may be missed."""
     found: list[int] = []
     try:
@@ -54,7 +54,7 @@ def children_of(pid: int) -> list[int]:
     return found if found or listed.exists() else descendants(pid, depth=1)
 
 
-def in_group(group: int) -> list[int]:
+def group_members(group: int) -> list[int]:
     """Processes of a process group, whoever their parents are."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -67,7 +67,7 @@ def in_group(group: int) -> list[int]:
     return found
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The letter of /proc: R, S, D, T (stopped by a signal), t (by a debugger); empty where it has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -84,7 +84,7 @@ def is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return not Path("/proc/self").exists() or parent_of(pid) > 0 or pid == 1
+    return not Path("/proc/self").exists() or parent_pid(pid) > 0 or pid == 1
 
 
 def kill_group(leader: int) -> None:

@@ -1,7 +1,4 @@
-"""What `asyncrl check` says of settings of the algorithm that work and may surprise.
-
-Guarantees: pure; the default configuration has no note; every preset alone has none. What
-cannot work is no note but a problem: see `asyncrl.config.sections.algorithm_catalogue`.
+"""Notes of `asyncrl check`: settings that work and may surprise. The default configuration has none, nor has a preset.
 
 Example: `correction = "none"` with `buffer.max_staleness = 4` gives "correction = 'none': samples of older policies
 count in full; the gradient is biased by their lag (up to 4 steps)".
@@ -9,27 +6,71 @@ count in full; the gradient is biased by their lag (up to 4 steps)".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
-from asyncrl.config import Config
-from asyncrl.config.sections.algorithm_catalogue import correction_of, entry
+from asyncrl.config.sections.algorithm_catalogue import effective_correction, entry
+from asyncrl.config.tree import Config
+from asyncrl.evaluation.ids import METRICS
+
+
+def notes(config: Config) -> Iterator[str]:
+    yield from _algorithm_notes(config)
+    yield from _checkpoint_notes(config)
+    yield from _evaluation_notes(config)
+
+
+def _evaluation_notes(config: Config) -> Iterator[str]:
+    """What works and may surprise."""
+    evaluation = config.evaluation
+    if not (evaluation.path or evaluation.source):
+        return
+    if not evaluation.enabled:
+        yield "evaluation.every, at_start and at_end are off: nothing is evaluated"
+        return
+    for key in ("path", "source"):
+        shared = _parts(getattr(config.data, key)) & _parts(getattr(evaluation, key))
+        if shared:
+            yield f"evaluation.{key} names what data.{key} trains on ({', '.join(sorted(shared))}): nothing is held out"
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        yield f"evaluation.temperature = 0: all {evaluation.samples} samples of a prompt are the same"
+
+
+def _parts(text: str) -> set[str]:
+    parts = {part.strip() for part in text.split(",") if part.strip()}
+    return {str(Path(part).resolve()) if ":" not in part else part for part in parts}
+
+
+def _checkpoint_notes(config: Config) -> Iterator[str]:
+    """What works and may surprise."""
+    learner, evaluation = config.learner, config.evaluation
+    if not learner.checkpoint_best or not learner.checkpoint_metric.startswith(METRICS) or not evaluation.every:
+        return
+    common = math.lcm(learner.checkpoint_every, evaluation.every)
+    if common != evaluation.every:
+        yield (
+            f"checkpoints are made every {learner.checkpoint_every} steps and evaluated every {evaluation.every}: only "
+            f"those of every {common} steps can be among the best"
+        )
+
 
 #: Losses that look at the ratio of a whole row.
 ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
 
 
-def notes(config: Config) -> Iterator[str]:
-    """All notes on the algorithm of a configuration."""
+def _algorithm_notes(config: Config) -> Iterator[str]:
+    """All _algorithm_notes on the algorithm of a configuration."""
     if config.learner.mode == "rl":
-        yield from _on_corrections(config)
-        yield from _on_losses(config)
-        yield from _on_models_beside(config)
-        yield from _on_entropy(config)
+        yield from _correction_notes(config)
+        yield from _loss_notes(config)
+        yield from _companion_notes(config)
+        yield from _entropy_notes(config)
 
 
-def _on_corrections(config: Config) -> Iterator[str]:
+def _correction_notes(config: Config) -> Iterator[str]:
     algorithm = config.learner.algorithm
-    correction, loss = correction_of(algorithm), entry("loss", algorithm.loss)
+    correction, loss = effective_correction(algorithm), entry("loss", algorithm.loss)
     stale = bool(config.buffer.max_staleness) and algorithm.proximal != "behaviour" and algorithm.advantage != "vtrace"
     if correction == "none" and stale and loss is not None and loss.ratio != "behaviour":
         yield (
@@ -44,7 +85,7 @@ def _on_corrections(config: Config) -> Iterator[str]:
         yield "proximal = 'loglinear' saves no forward pass with minibatches = 1: recompute needs none either"
 
 
-def _on_losses(config: Config) -> Iterator[str]:
+def _loss_notes(config: Config) -> Iterator[str]:
     algorithm = config.learner.algorithm
     loss = entry("loss", algorithm.loss)
     if loss is not None and not loss.clip and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.28):
@@ -60,7 +101,7 @@ def _on_losses(config: Config) -> Iterator[str]:
         )
 
 
-def _on_models_beside(config: Config) -> Iterator[str]:
+def _companion_notes(config: Config) -> Iterator[str]:
     advantage = config.learner.algorithm.advantage
     critic, process, known = config.learner.critic, config.learner.process_reward, entry("advantage", advantage)
     if known is None:
@@ -76,7 +117,7 @@ def _on_models_beside(config: Config) -> Iterator[str]:
         )
 
 
-def _on_entropy(config: Config) -> Iterator[str]:
+def _entropy_notes(config: Config) -> Iterator[str]:
     algorithm = config.learner.algorithm
     if not algorithm.entropy_target and (algorithm.entropy_step, algorithm.entropy_max) != (0.005, 1.0):
         yield "entropy_step and entropy_max have no effect without an entropy_target: entropy_coeff is fixed"

@@ -1,35 +1,69 @@
-"""Judges that are models: what of a `[[judge]]` contradicts itself, and which folders and files it names.
-
-Part of `asyncrl.config` (`problems`) and of `asyncrl.preflight.check` (`check_models`, which looks at files). A
-reward of such a
-judge has no function: the model's score is the reward. A failing judge never gives 0.
-
-Example: `[[judge]]` with `name = "grader"`, `kind = "url"`, `url = "http://127.0.0.1:8000/v1"`, `model = "big"`,
-`prompt = "Grade from 0 to 10.\\n{prompt}\\n{response}"`, and `[[reward]]` with `judge = "grader"`.
-"""
+"""Rules of `[[judge]]` and of the rewards that name one."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.config.rules import Conflict
+from asyncrl.config.sections.judge import SHOWN_DEFAULT, template_fields
+from asyncrl.config.tree import Config
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
     from asyncrl.config.sections.judge import JudgeConfig
+    from asyncrl.config.tree import Config
+
+
+NAME = r"[A-Za-z][A-Za-z0-9_]{0,31}"
+
+
+def problems(config: Config) -> Iterator[Conflict]:
+    yield from _name_problems(config)
+    yield from _model_problems(config)
+
+
+def _name_problems(config: Config) -> Iterator[Conflict]:
+    """Code, message and path of the key of every contradiction."""
+    names = [table.name for table in config.judge]
+    for index, table in enumerate(config.judge):
+        path = ("judge", f"[{index}]", "name")
+        if not re.fullmatch(NAME, table.name) or table.name == SHOWN_DEFAULT:
+            yield (
+                "config.conflict",
+                f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and "
+                f"_ alone, and is not {SHOWN_DEFAULT!r}",
+                path,
+            )
+        if table.name in names[:index]:
+            yield "config.conflict", f"judge.name = {table.name!r} is there twice", path
+        if not any(reward.judge == table.name for reward in config.reward):
+            yield (
+                "config.conflict",
+                f"judge {table.name!r} has no reward: no [[reward]] says judge = {table.name!r}",
+                path,
+            )
+    for index, reward in enumerate(config.reward):
+        if reward.judge and reward.judge not in names:
+            near = difflib.get_close_matches(reward.judge, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; add [[judge]] with name = {reward.judge!r}"
+            yield (
+                "config.conflict",
+                f"reward.judge = {reward.judge!r} is no [[judge]]{hint}",
+                ("reward", f"[{index}]", "judge"),
+            )
+
 
 Problem = tuple[str, str]  # key of the table, what is wrong with it
 
 
-def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _model_problems(config: Config) -> Iterator[Conflict]:
     """Code, message and path of the key of every contradiction."""
     kinds = {table.name: table for table in config.judge}
     for index, table in enumerate(config.judge):
-        for key, message in problems_of(table):
+        for key, message in table_problems(table):
             yield "config.conflict", f"judge.{key}: {message}", ("judge", f"[{index}]", key)
     for index, reward in enumerate(config.reward):
         judge = kinds.get(reward.judge)
@@ -45,7 +79,7 @@ def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             yield ("config.missing", "reward.function is required: only a reward whose judge is a model has none", path)
 
 
-def problems_of(table: JudgeConfig) -> Iterator[Problem]:
+def table_problems(table: JudgeConfig) -> Iterator[Problem]:
     """What contradicts itself in one judge."""
     if not table.is_model:
         if table.model or table.url or table.prompt:
@@ -73,7 +107,7 @@ def problems_of(table: JudgeConfig) -> Iterator[Problem]:
 
 
 def _answer_problems(table: JudgeConfig) -> Iterator[Problem]:
-    if "response" not in fields_of(table.prompt):
+    if "response" not in template_fields(table.prompt):
         yield "prompt", "it needs {response}; {prompt}, {ground_truth} and names of columns may stand there too"
     try:
         groups = re.compile(table.pattern).groups
@@ -86,27 +120,3 @@ def _answer_problems(table: JudgeConfig) -> Iterator[Problem]:
         yield "range", f"[lowest, highest] is wanted, not {list(table.range)}"
     if not (table.yes and table.no) or set(table.yes) & set(table.no):
         yield "yes", "yes and no need words, and none in common"
-
-
-FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-
-
-def fields_of(template: str) -> tuple[str, ...]:
-    """The names in braces; other braces, such as those of JSON, are text.
-
-    >>> fields_of('{prompt} and {response}, as {"score": 3}')
-    ('prompt', 'response')
-    """
-    return tuple(FIELD.findall(template))
-
-
-def check_models(config: Config) -> Iterator[AsyncRLError]:
-    """The folders and key files that judges name are there."""
-    for table in config.judge:
-        where = f"judge {table.name!r}"
-        if table.kind in ("classifier", "generative"):
-            folder = Path(table.model)
-            if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-                yield ConfigError("config.model", f"{table.model!r} has no config.json or no weights", where=where)
-        if table.api_key_file and not Path(table.api_key_file).is_file():
-            yield ConfigError("config.file", f"api_key_file {table.api_key_file!r} is missing", where=where)
