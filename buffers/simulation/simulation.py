@@ -57,6 +57,9 @@ class QuietTable(GroupTable):
         check_sums(self)
 
 
+QUIET = Parts(transaction=QuietTransaction, table=QuietTable)
+
+
 class Step(msgspec.Struct):
     """What became of a learner step."""
 
@@ -70,11 +73,11 @@ class Step(msgspec.Struct):
 class Simulation:
     """One scenario. `run` gives the forecast."""
 
-    def __init__(self, plant: Plant, scenario: Scenario) -> None:
+    def __init__(self, plant: Plant, scenario: Scenario, *, parts: Parts = QUIET) -> None:
         self.plant = plant
         self.scenario = scenario
         self.clock = Clock(cores=plant.cores, demand=plant.other_demand)
-        self.machine = GroupMachine(settings_for(scenario), parts=Parts(transaction=QuietTransaction, table=QuietTable))
+        self.machine = GroupMachine(settings_for(scenario), parts=parts)
         self.steps: list[Step] = []
         self._rng = random.Random(scenario.seed)
         self._epoch = self.machine.register(

@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.process_plan.host_facts import children_of
-
 from asyncrl.errors import UNREADABLE
+from asyncrl.runtime.host_facts import child_pids
 from producers.sandbox.base import MIB, SandboxJob, SandboxLimits, SandboxResult
 
 LENGTH = struct.Struct("<Q")
@@ -66,7 +65,7 @@ class RunnerProcess:
         """Raises Ended where it does not come up."""
         self._receive(time.monotonic() + START_LIMIT_S, 1 << 10, 0)
         if self._watched:
-            self._within = [os.pidfd_open(pid) for pid in children_of(self._process.pid)]
+            self._within = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """One program. Raises Ended where the process has gone."""
@@ -150,14 +149,14 @@ class RunnerProcess:
         """Raises Stopped where the programs take more than they may together."""
         if not self._watched or not memory:
             return
-        layer = children_of(self._process.pid)  # the process inside: it sees the files that programs write
+        layer = child_pids(self._process.pid)  # the process inside: it sees the files that programs write
         found, resident = 0, sum(map(inode_bytes, layer))
         while layer:
             found += len(layer)
             resident += sum(map(resident_bytes, layer))
             if found > 2 * self._limits.max_processes + 8:
                 raise Stopped("killed")
-            layer = [child for parent in layer for child in children_of(parent)]
+            layer = [child for parent in layer for child in child_pids(parent)]
         if resident > memory:
             raise Stopped("memory")
 
