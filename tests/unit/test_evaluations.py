@@ -505,3 +505,87 @@ def test_after_a_restart_of_the_service_it_goes_on_with_its_whole_time() -> None
     (line,) = lab.e.table.ended
     assert line["evaluation_scored"] == 2 and line["val-core/a/reward/mean@2"] == pytest.approx(0.375)
     assert lab.e.table.rows()[-1].key == "w0"
+
+
+# ---------------------------------------------------------------- the same rules as for training groups
+
+
+def test_answers_about_held_out_prompts_are_counted_by_judge() -> None:
+    lab = Lab()
+    lab.due(0)
+    for lease in lab.lease():
+        lab.answer(lease)
+    lab.score(1.0, 0.0)
+    lab.fail("s")
+    (status,) = lab.groups.scoring.status(lab.e.table.queue)
+    assert (status["scored"], status["failures"], status["waiting"], status["leased"]) == (2, 1, 2, 0)
+
+
+def test_a_long_reason_is_cut_as_for_a_group() -> None:
+    lab = Lab()
+    lab.due(0)
+    lease, _ = lab.lease()
+    lab.e.leases.give_back(LeaseReturn("p", ((lease.group, lease.token),), "x" * 999))
+    lab.settle()
+    assert lab.events[-1]["e"] == "eval_lost" and lab.events[-1]["why"] == "x" * 200
+
+
+def test_the_holder_of_a_prompt_that_fails_is_told_to_stop() -> None:
+    lab = Lab("reward_workers.retries=0")
+    lab.due(0)
+    lease, _ = lab.lease()
+    assert lab.answer(lease, indices=(0,)).accepted == (0,)
+    lab.fail("r")
+    assert lab.e.table.prompts[lease.group].failed == "reward_failed"
+    assert lab.groups.workers.take_cancelled("p") == ((lease.group, lease.token),)
+
+
+def test_a_failure_names_its_judge() -> None:
+    more = ('reward=[{function="a:b"},{function="a:c",judge="slow"}]', 'judge=[{name="slow",retries=0}]')
+    lab = Lab(*more)
+    lab.due(0)
+    lease, _ = lab.lease()
+    lab.answer(lease)
+    lab.groups.workers.see("reward", "s", lab.now)
+    (item,) = lab.e.scoring.lease("s", max_samples=1, request=1, judge="slow")
+    failure = RewardFailure(item.group, item.index, item.token, "raised", "no")
+    assert lab.e.scoring.take(Scores("s", (), (failure,), judge="slow")) == (1, {})
+    lab.settle()
+    assert lab.events[-1]["detail"] == "raised: no (judge slow)"
+
+
+def test_a_service_with_fewer_judges_does_not_wait_for_the_others() -> None:
+    more = ('reward=[{function="a:b"},{function="a:c",judge="slow"}]', 'judge=[{name="slow"}]')
+    lab = Lab(*more)
+    lab.due(0)
+    leases = lab.lease()
+    for lease in leases:
+        lab.answer(lease)
+    assert lab.score(1.0, 0.0, 1.0, 1.0)[0] == 4 and not lab.e.table.ended, "the other judge has not answered"
+    later = Lab()
+    later.e.load(lab.store.items())
+    later.e.scoring.settle_judges()
+    later.settle()
+    (line,) = later.e.table.ended
+    assert (line["evaluation_scored"], line["val-core/a/reward/mean@2"]) == (2, 0.75)
+
+
+def test_a_digest_is_wrong_whatever_version_of_the_message_it_names() -> None:
+    lab = Lab()
+    lab.groups.table.digests |= {0: ("good",), 1: ("other",)}
+    lab.groups.table.meta.newest = 1
+    lab.due(0)
+    lease, _ = lab.lease()
+    heads = tuple(SampleHead(index, 3, "stop", ((0, 3),)) for index in lease.missing)
+    head = Samples("p", lease.group, lease.token, heads, {0: "good", 1: "bad"}, (), "{}", 1)
+    reply = lab.e.intake.take(head, checksum=1, invalid=str, keep=lambda: Record(0, 1, 1, 1, 1))
+    assert "digest: p holds bad as version 1" in reply.refused[0]
+
+
+def test_a_bar_that_is_over_is_removed() -> None:
+    lab = Lab()
+    lab.due(0)
+    lab.groups.workers.bar("p", 0, until=lab.now + 1.0)
+    assert lab.lease() == []
+    lab.tick(2.0)
+    assert len(lab.lease()) == 2 and "p" not in lab.groups.workers.barred
