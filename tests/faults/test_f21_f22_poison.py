@@ -167,6 +167,7 @@ def drawn(seed: int) -> tuple[wire.Samples, bytes, float, float]:
     return head, payload, -float(rng.exponential(5.0)), float(rng.normal(0, 2))
 
 
+@pytest.mark.long
 def test_f21_what_passes_gives_a_finite_loss(figure: Any) -> None:
     passed = 0
     for seed in range(3000):

@@ -278,6 +278,7 @@ def test_a_package_of_the_user_adds_names() -> None:
     assert caught.value.code == "config.missing"
 
 
+@pytest.mark.long
 def test_check_looks_at_plugins_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "plug-1.0.dist-info"
     package.mkdir()
