@@ -29,8 +29,9 @@ from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import Packet  # noqa: E402, RUF100
 from buffers import main as server
 from buffers.client import client as clients
-from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client.learner import LearnerClient
 from buffers.client.place_reader import PlaceReader
+from buffers.client.producer import ProducerClient
 from buffers.service import service
 
 STEPS_TO_CHECKPOINT = 4

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, Fenced, StateLost
 from asyncrl.runtime.run_dir import write_atomic
-from buffers.client.client import epoch_of, grown_ledger
+from buffers.client.offline_ledger import epoch_of, grown_ledger
 
 
 class Account:

@@ -86,7 +86,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     from asyncrl.config.mode import streams
     from asyncrl.runtime.fingerprint import model_fingerprint
     from asyncrl.runtime.run_dir import endpoint, sibling_address
-    from buffers.client.client import LearnerClient
+    from buffers.client.learner import LearnerClient
     from learners.heartbeat import Heart, Patience
     from learners.rank_zero import Services
     from weightsync.publisher.publisher import Publisher

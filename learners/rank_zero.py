@@ -38,7 +38,7 @@ from learners.ledger_account import Account, EpochMark
 from learners.step_records import StepRecords
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
 
 POLL_S = 2.0
 REPORT_EVERY_S = 10.0
@@ -47,7 +47,7 @@ Weights = Iterable[tuple[str, npt.NDArray[np.uint8]]]
 
 
 class BufferClient(Protocol):
-    """The part of `buffers.client.client.LearnerClient` that is used here."""
+    """The part of `buffers.client.learner.LearnerClient` that is used here."""
 
     def register(self, *, step: int, ledger: str, takeover: bool, fingerprint: str, digests: dict[int, str]) -> Any: ...
     def claim(self, *, step: int, version: int, wait_s: float) -> Any: ...
@@ -268,8 +268,7 @@ class Services:
         return self._published(version, manifest)
 
     def stage_base(self, version: int, weights: Weights) -> None:
-        """Stage the base weights of the adapters, which are version 0; after a restart without making them the target.
-        """
+        """Stage the base weights of the adapters (version 0); after a restart without making them the target."""
         if not version:
             self._base = self.publish(0, weights)
             return

@@ -18,7 +18,7 @@ from asyncrl.runtime.run_dir import RunDir
 from learners.batch import sample_log
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
 
 #: Numbers of the newest step that heartbeats carry, for readers without the run folder.
 HEARTBEAT_STATS = ("reward_mean", "lag_mean", "lag_max", "bound_max", "tokens_per_s", "step_s", "wait_s")

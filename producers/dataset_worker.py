@@ -11,7 +11,7 @@ from asyncrl.config.mode import answer_keys, is_paired
 from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError
 from asyncrl.wire import Lease, Leases
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from producers.data.prompts import BadPrompt
 from producers.engines.dataset import DatasetEngine, NoWeights, Tokens, encode_row
 from producers.support.retry import Patience

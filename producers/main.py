@@ -22,7 +22,7 @@ from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role
 from asyncrl.runtime import run_dir as rundir
 from asyncrl.runtime.liveness import Sign
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.support.retry import Patience
 from producers.worker import GIVE_BACK_S, Producer

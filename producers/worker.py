@@ -28,7 +28,7 @@ from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 from producers.data.evaluation_prompts import HeldOutPrompts
 from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer

@@ -30,7 +30,7 @@ from asyncrl.runtime.run_dir import RunDir, write_atomic
 from asyncrl.wire.batch_arrays import decode_batch
 
 if TYPE_CHECKING:
-    from buffers.client.client import ClaimedBatch
+    from asyncrl.wire.batch_arrays import ClaimedBatch
 
 Say = Callable[[str], None]
 

@@ -32,7 +32,7 @@ from asyncrl.runtime import run_dir as rundir
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
-from buffers.client.client import RewardClient, RewardTask
+from buffers.client.reward import RewardClient, RewardTask
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.build import scorer_of
 from producers.rewards.pipe import Result

@@ -30,7 +30,7 @@ from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import RewardItem
 from asyncrl.wire.batch_arrays import decode_batch
-from buffers.client.client import RewardTask
+from buffers.client.reward import RewardTask
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.build import scorer_of
 from producers.rewards.main import sample_of

@@ -25,7 +25,7 @@ from asyncrl.config import SamplingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.versions import Runs, cut_runs, joined_runs
 from asyncrl.wire import FloatArray, IntArray, PiecesReply
-from buffers.client.client import BegunSample, PieceData
+from buffers.client.partial_samples import BegunSample, PieceData
 from producers.rollout.rollout import parts_of
 
 MESSAGE_TOKENS = 1 << 16  # in one message at most; the rest goes with the next one

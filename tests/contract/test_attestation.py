@@ -22,7 +22,8 @@ from asyncrl.engine import GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.metrics import read_lines
 from asyncrl.wire import Instruction, Manifest, SamplesReply
-from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client.learner import LearnerClient
+from buffers.client.producer import ProducerClient
 from weightsync.plan.digest import bucket_digest
 from weightsync.publisher.publisher import Publisher
 from weightsync.receiver.receiver import Receiver, built_in_transports

@@ -12,7 +12,7 @@ from buffer_lab import Make, Producer, claim, history, learner, sample
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from buffers.client.client import BegunSample, PieceData
+from buffers.client.partial_samples import BegunSample, PieceData
 
 
 def piece(index: int, start: int, count: int, version: int = 0) -> PieceData:

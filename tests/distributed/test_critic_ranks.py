@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import AsyncRLError, ConfigError
 from learners.backends.fsdp2.backend import FSDP2Backend
-from learners.batch.assembly import decode_share
+from learners.batch.micro_batches import decode_share
 from learners.gang.gang import Gang
 from learners.models.score_model import load_scorer
 from learners.step import critic as critic_module

@@ -24,7 +24,8 @@ from asyncrl.errors import StateLost, Unavailable
 from asyncrl.runtime import role
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint, write_atomic
-from buffers.client.client import ClaimedBatch, LearnerClient
+from asyncrl.wire.batch_arrays import ClaimedBatch
+from buffers.client.learner import LearnerClient
 from learners.heartbeat import Heart
 from learners.rank_zero import Services
 from producers.engines.model_files import facts_of

@@ -16,7 +16,7 @@ import pytest
 from plant import Plant
 
 from asyncrl.runtime.fingerprint import model_fingerprint
-from buffers.client.client import ProducerClient
+from buffers.client.producer import ProducerClient
 
 pytestmark = pytest.mark.timeout(120)
 

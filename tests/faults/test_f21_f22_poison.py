@@ -20,7 +20,8 @@ from asyncrl import wire
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.algorithm_catalogue import LOSSES
 from asyncrl.net.async_requester import AsyncRequester
-from buffers.client.client import LearnerClient, ProducerClient
+from buffers.client.learner import LearnerClient
+from buffers.client.producer import ProducerClient
 from buffers.payloads.dead_letters import read_letter
 from learners.algorithms.corrections import tis
 from learners.algorithms.registry import loss_of

@@ -16,8 +16,7 @@ from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.archive import load_words
-from asyncrl.wire.batch_arrays import decode_batch
-from buffers.client.client import ClaimedBatch
+from asyncrl.wire.batch_arrays import ClaimedBatch, decode_batch
 from learners.batch.archive import Archive, recorded
 
 

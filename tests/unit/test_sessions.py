@@ -19,8 +19,9 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.errors import WorkError
 from asyncrl.versions import expand
-from learners.batch.assembly import MicroBatch, assemble, statistics, unusable
+from learners.batch.assembly import assemble, statistics, unusable
 from learners.batch.estimates import after_the_model, cuts_of, length_of
+from learners.batch.micro_batches import MicroBatch
 from learners.step.batch_passes import _of_samples
 from producers.engines.request_checks import problem_of
 from producers.rollout.rollout import Finished, extras_of

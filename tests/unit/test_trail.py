@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import SamplingConfig
 from asyncrl.engine import GenDelta, GenRequest
 from asyncrl.wire import PiecesReply
-from buffers.client.client import BegunSample
+from buffers.client.partial_samples import BegunSample
 from producers.rollout import partial_samples as checkpoints
 from producers.rollout.partial_samples import Trail, continued
 from producers.rollout.rollout import side_by_side
