@@ -84,7 +84,7 @@ class StagedWeights:
         self._folders = tuple(folders) if folders is not None else (SHARED_MEMORY, scratch)
         self._lock = threading.Lock()  # held during a copy: an abort waits for it
         self._update: StagedVersion | None = None
-        self._held: StagedVersion | None = None
+        self._current: StagedVersion | None = None
         self._spare: StagedFile | None = None
         self._files = 0
         self._remove_stale()
@@ -101,24 +101,24 @@ class StagedWeights:
             spare = None
         self._update = StagedVersion(manifest, tensors, spare or self._make(size))
 
-    def under_way(self) -> StagedVersion:
+    def pending(self) -> StagedVersion:
         """The version that was begun. Raises `sync.failed` where there is none."""
         if self._update is None:
             raise WorkError("sync.failed", "no update is under way")
         return self._update
 
     @property
-    def held(self) -> StagedVersion | None:
+    def current(self) -> StagedVersion | None:
         """The version in force."""
-        return self._held
+        return self._current
 
     def room(self, number: int) -> memoryview | None:
         """Where the bytes of this bucket of the version under way may be written."""
-        return self.under_way().bucket(number)
+        return self.pending().bucket(number)
 
     def apply(self, number: int, data: Buffer) -> str:
         """Take the bytes of one bucket (from its own room without a copy); the digest of what lies in the file."""
-        update = self.under_way()
+        update = self.pending()
         room, source = np.frombuffer(update.bucket(number), np.uint8), np.frombuffer(data, np.uint8)
         if source.size != room.size:
             raise AsyncRLError("sync.plan", f"{source.size} bytes for bucket {number}, planned {room.size}")
@@ -136,25 +136,27 @@ class StagedWeights:
 
     def read(self, number: int, into: memoryview) -> bool:
         """Write the bytes of one bucket of the version in force; False where there is none of that size."""
-        held = self._held
-        if held is None or not 0 <= number < len(held.starts) or into.nbytes != held.manifest.bucket_bytes[number]:
+        current = self._current
+        if current is None or not 0 <= number < len(current.starts):
             return False
-        np.frombuffer(into, np.uint8)[:] = np.frombuffer(held.bucket(number), np.uint8)
+        if into.nbytes != current.manifest.bucket_bytes[number]:
+            return False
+        np.frombuffer(into, np.uint8)[:] = np.frombuffer(current.bucket(number), np.uint8)
         return True
 
     def complete(self) -> StagedVersion:
         """The version under way. Raises `sync.failed` where a bucket has not come."""
-        update = self.under_way()
+        update = self.pending()
         if update.missing:
             raise WorkError("sync.failed", f"commit without buckets {sorted(update.missing)[:8]}")
         return update
 
-    def committed(self) -> None:
+    def commit(self) -> None:
         """The engine holds the version under way now."""
         update = self.complete()
         with self._lock:
-            self._spare = self._held.file if self._held is not None else None
-            self._held, self._update = update, None
+            self._spare = self._current.file if self._current is not None else None
+            self._current, self._update = update, None
 
     def abort(self) -> None:
         """Forget the version under way; a copy of it ends first, a later one is refused."""
@@ -165,10 +167,10 @@ class StagedWeights:
 
     def close(self) -> None:
         self.abort()
-        for file in (self._held.file if self._held is not None else None, self._spare):
+        for file in (self._current.file if self._current is not None else None, self._spare):
             if file is not None:
                 file.remove()
-        self._held = self._spare = None
+        self._current = self._spare = None
 
     # ------------------------------------------------------------ files
 

@@ -136,7 +136,7 @@ class StreamOutbox:
             self._note(call.peer, message, last=end == blob.nbytes and not any(map(len, blobs[message.blob + 1 :])))
 
     def _find_version(self, digest: str) -> Version:
-        if self._serving is not None and self._serving.version.is_gone_error():
+        if self._serving is not None and self._serving.version.is_gone():
             self._release()
         kept = self._serving
         if kept is not None and kept.version.manifest.digest == digest:

@@ -365,7 +365,7 @@ class SGLangEngine:
 
     async def attest(self) -> str:
         """Digest of the version in force, read anew, where the server's own checksums are those after the commit."""
-        held, swaps = self._staged.held, self._swaps
+        held, swaps = self._staged.current, self._swaps
         if held is None or self._control.locked():
             return ""
         server = self._require()
@@ -401,7 +401,7 @@ class SGLangEngine:
         recompute = self._config.producers.kv_at_swap == "recompute"
         await load(server, group, staged, label, recompute=recompute)
         self._label, self._version = label, staged.manifest.version
-        self._staged.committed()
+        self._staged.commit()
         if not self._paused:
             await server.resume()
             self._admission.open()

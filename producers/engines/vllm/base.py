@@ -17,9 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
-from blake3 import blake3
 
 from asyncrl.config import Config
 from asyncrl.engine import GenDelta, GenRequest
@@ -30,11 +28,10 @@ from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.model_files import check_tensors, facts_of
 from producers.engines.request_checks import problem_of
 from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
+from producers.engines.vllm.checksums import Checksums
 
 SWAP_LIMIT_S = 120.0  # a commit that takes longer than this is a broken engine
 CALL_LIMIT_S = 60.0
-CHECKSUM_SHARE = 0.05  # of the time between commits, for checksums right after one
-CHEAP_S = 0.5  # or shorter than this
 #: Safetensors names, by the dtypes that hold all their values.
 HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F16"}}
 
@@ -109,10 +106,7 @@ class VLLMBase:
         self._paused = False
         self._generated = 0
         self._swap_s = 0.0
-        self._checksums = ""  # right after the commit; empty where they were not taken
-        self._checksum_s = 0.0
-        self._committed_at = 0.0
-        self._looking: asyncio.Task[None] | None = None
+        self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
         """Follow one request of vLLM to its end; cancelled, it gives the request up."""
@@ -163,8 +157,7 @@ class VLLMBase:
     def _ended(self) -> None:
         """At the beginning of `close`."""
         self._fail("the engine was closed")
-        if self._looking is not None:
-            self._looking.cancel()
+        self._checksums.close()
 
     # ------------------------------------------------------------ samples
 
@@ -274,15 +267,15 @@ class VLLMBase:
         staged = self._staged.complete()
         label = self._labels.new(staged.manifest.version)
         started = time.perf_counter()
-        self._checksums = ""
+        self._checksums.forget()
         try:
             async with asyncio.timeout(SWAP_LIMIT_S):
                 digest = await self._swap(staged, label)
         except BaseException as error:  # also a cancellation: the workers may be between two versions
             raise self._fail(f"the commit of version {staged.manifest.version} failed", error) from error
         self._swap_s = time.perf_counter() - started
-        self._staged.committed()
-        self._look_after_commit(label)
+        self._staged.commit()
+        self._checksums.record(label)
         return digest
 
     def _in_force(self, staged: StagedVersion, label: str) -> None:
@@ -291,46 +284,12 @@ class VLLMBase:
         if not self._recompute:
             self._submit_anew()
 
-    # ------------------------------------------------------------ what it holds
-
-    def _look_after_commit(self, label: str) -> None:
-        """Take the checksums that later ones are compared with, where that is cheap beside the time between commits."""
-        since, self._committed_at = time.monotonic() - self._committed_at, time.monotonic()
-        if self._looking is not None:
-            self._looking.cancel()
-        if self._checksum_s <= max(CHEAP_S, CHECKSUM_SHARE * since):
-            self._looking = asyncio.create_task(self._note_checksums(label))
-
-    async def _note_checksums(self, label: str) -> None:
-        found = await self._checksum()
-        if self._labels.current == label and not self._checksums:
-            self._checksums = found
-
-    async def _checksum(self) -> str:
-        started = time.perf_counter()
-        try:
-            workers = await asyncio.wait_for(self._checksums_now(), CALL_LIMIT_S)
-        except Exception as error:  # whatever vLLM or the way to it raised
-            raise self._fail("vLLM gave no checksums", error) from error
-        self._checksum_s = time.perf_counter() - started
-        return blake3(msgspec.json.encode(workers, order="deterministic")).hexdigest(length=16)
-
     async def attest(self) -> str:
-        """The manifest's digest while vLLM's checksums are those after the commit, else another; empty where they were
-        not taken (they are now)."""
+        """The manifest's digest while vLLM's checksums are those after the commit, else another; empty if they were
+        not taken then (they are now)."""
         self._require()
-        held, label = self._staged.held, self._labels.current
-        if held is None:
-            return ""
-        if self._looking is not None and not self._looking.done():
-            await asyncio.wait({self._looking}, timeout=CALL_LIMIT_S)
-        found = await self._checksum()
-        if label != self._labels.current:
-            return ""
-        if not self._checksums:
-            self._checksums = found
-            return ""
-        return held.manifest.digest if found == self._checksums else found
+        current = self._staged.current
+        return "" if current is None else await self._checksums.attest(current.manifest.digest)
 
 
 def one_digest(workers: Sequence[dict[str, Any]]) -> str:
