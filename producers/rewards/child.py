@@ -44,7 +44,7 @@ class Failure(Exception):
 Outcome = Value | Failure
 
 
-def failure_of(label: str, error: BaseException) -> Failure:
+def make_failure(label: str, error: BaseException) -> Failure:
     """The failure that an exception of the function stands for."""
     if isinstance(error, NotFinite):
         return Failure("not_finite", f"{label}: {error}"[:MOST_LETTERS])
@@ -99,7 +99,7 @@ class Scoring:
                 return call.values(_settle(call.batch([sample])), 1)[0]
             return read_value(_settle(call.one(sample)))
         except Exception as error:  # the user's code may raise anything; it is a failure of this sample
-            return failure_of(spec.label, error)
+            return make_failure(spec.label, error)
 
     def _together(
         self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample], places: list[int]
@@ -111,17 +111,17 @@ class Scoring:
             return list(call.values(_settle(call.batch(samples)), len(samples)))
         except Exception as error:  # as in `_one`
             if len(samples) == 1:
-                return [failure_of(spec.label, error)]
+                return [make_failure(spec.label, error)]
         return [self._one(spec, call, sample, place) for sample, place in zip(samples, places, strict=True)]
 
     async def _gather(self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample]) -> list[Outcome]:
-        async def guarded(sample: RewardSample) -> Outcome:
+        async def guard(sample: RewardSample) -> Outcome:
             try:
                 return read_value(await asyncio.wait_for(call.one(sample), self._timeout_s))
             except Exception as error:  # as in `_one`
-                return failure_of(spec.label, error)
+                return make_failure(spec.label, error)
 
-        return list(await asyncio.gather(*(guarded(sample) for sample in samples)))  # bounded: each by wait_for
+        return list(await asyncio.gather(*(guard(sample) for sample in samples)))  # bounded: each by wait_for
 
     def _result(self, place: int, sample: RewardSample, outcomes: dict[str, Outcome]) -> Result:
         reward, parts, answer = 0.0, {}, ""

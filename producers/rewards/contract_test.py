@@ -61,7 +61,7 @@ class Outcome(msgspec.Struct, frozen=True):
     wall_s: float
 
     @property
-    def shown(self) -> str:
+    def display(self) -> str:
         """`0.5`, or the reason of a failure."""
         return self.result.reason or f"{self.result.reward:g}"
 
@@ -84,7 +84,7 @@ class RewardReport(msgspec.Struct, frozen=True):
         for kind in KINDS:
             mine = [outcome for outcome in self.outcomes if outcome.kind == kind]
             if mine:
-                values = ", ".join(dict.fromkeys(outcome.shown for outcome in mine))
+                values = ", ".join(dict.fromkeys(outcome.display for outcome in mine))
                 slowest = max(outcome.wall_s for outcome in mine)
                 lines.append(f"  {kind:<9} {len(mine):>5} {_cut(values, 28):<28} {1000 * slowest:.1f} ms")
         lines.append("")
@@ -112,7 +112,7 @@ def check_reward(
     samples = [
         (number, kind, sample)
         for number, row in enumerate(rows)
-        for kind, sample in responses_of(dict(row), response_key=response_key, prompt_key=prompt_key)
+        for kind, sample in make_responses(dict(row), response_key=response_key, prompt_key=prompt_key)
     ]
     scorer = Scorer(
         [spec], prompt_key=prompt_key, timeout_s=timeout_s, memory_bytes=memory_bytes, sandbox=SandboxSpec(sandbox)
@@ -131,7 +131,7 @@ def check_reward(
         Check("ok", f"it loads, and its signature is that of form {call.form}"),
         *_failures(first, timeout_s),
         *_same(first, again),
-        *_alone(first, together),
+        *_check_batch(first, together),
         *_tells_apart(first),
         *_time(first, timeout_s),
         _memory(peak, memory_bytes),
@@ -139,7 +139,7 @@ def check_reward(
     return RewardReport(function, call.form, tuple(first), tuple(checks))
 
 
-def responses_of(row: dict[str, Any], *, response_key: str, prompt_key: str) -> list[tuple[str, RewardSample]]:
+def make_responses(row: dict[str, Any], *, response_key: str, prompt_key: str) -> list[tuple[str, RewardSample]]:
     """Kinds of responses to a row, as samples. Tokens are characters here."""
     prompt = row.get(prompt_key)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
@@ -223,7 +223,9 @@ def _same(first: Sequence[Outcome], again: Sequence[Outcome]) -> list[Check]:
             right.reason,
             right.answer,
         ):
-            text = f"not the same twice: row {one.row}, {one.kind}: {one.shown}, then {other.shown} (in a new process)"
+            text = (
+                f"not the same twice: row {one.row}, {one.kind}: {one.display}, then {other.display} (in a new process)"
+            )
             return [
                 Check(
                     "fails",
@@ -235,14 +237,13 @@ def _same(first: Sequence[Outcome], again: Sequence[Outcome]) -> list[Check]:
     return [Check("ok", "the same values again in a new process, after the first was killed")]
 
 
-def _alone(first: Sequence[Outcome], together: Sequence[Result]) -> list[Check]:
+def _check_batch(first: Sequence[Outcome], together: Sequence[Result]) -> list[Check]:
     if not together:
         return []
     for outcome, result in zip(first, together, strict=True):
         if (outcome.result.reward, outcome.result.reason) != (result.reward, result.reason):
-            text = (
-                f"row {outcome.row}, {outcome.kind}: {outcome.shown} alone, {result.reason or result.reward} in a batch"
-            )
+            batched = result.reason or result.reward
+            text = f"row {outcome.row}, {outcome.kind}: {outcome.display} alone, {batched} in a batch"
             return [Check("note", text, "a batch is any samples that one worker holds: do not compare within it")]
     return [Check("ok", f"alone as in a batch of {len(together)}")]
 
@@ -288,10 +289,10 @@ def _cut(text: str, size: int) -> str:
 # ---------------------------------------------------------------- command
 
 
-def rows_of(path: str, *, count: int, prompt_key: str) -> list[dict[str, Any]]:
+def load_rows(path: str, *, count: int, prompt_key: str) -> list[dict[str, Any]]:
     """The first rows of a file. Raises `config.data`."""
     prompts = Prompts(DataConfig(path=path, prompt_key=prompt_key, shuffle=False), seed=0)
-    return [prompts.row_of(number) for number in range(prompts.count(count))]
+    return [prompts.row_for(number) for number in range(prompts.count(count))]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -316,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         prompt_key = args.prompt_key or prompt_column(data_paths(args.data))
-        rows = rows_of(args.data, count=max(1, args.samples), prompt_key=prompt_key)
+        rows = load_rows(args.data, count=max(1, args.samples), prompt_key=prompt_key)
         report = check_reward(
             args.function,
             rows,

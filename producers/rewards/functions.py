@@ -42,7 +42,7 @@ class RewardCall:
         make_sandbox: Callable[[], Any] | None = None,
     ) -> None:
         self.function = load_reward(dotted, args, make_sandbox=make_sandbox)
-        self._form = recognise(self.function, name=dotted, prompt_key=prompt_key, args=bound(self.function))
+        self._form = recognise(self.function, name=dotted, prompt_key=prompt_key, args=bound_args(self.function))
         self.form = self._form.name
         self.is_batch = self._form.batch
         inner = inspect.unwrap(getattr(self.function, "func", self.function))
@@ -75,7 +75,7 @@ class RewardCall:
         return b""
 
 
-def bound(function: Callable[..., Any]) -> Mapping[str, Any]:
+def bound_args(function: Callable[..., Any]) -> Mapping[str, Any]:
     """The arguments that a function already has: those of the configuration."""
     return function.keywords if isinstance(function, functools.partial) else {}
 

@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.config.sections.reward import FORMS, kind_of
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import load_object
-from producers.rewards.forms import parameters_of, recognise
+from producers.rewards.forms import read_parameters, recognise
 from producers.sandbox import open_sandbox
 
 Function = Callable[..., Any]
@@ -46,7 +46,7 @@ def load_reward(
         return _made(found, given, dotted, make_sandbox)
     if _is_factory(found, given):
         return _made(found, given, dotted, make_sandbox)
-    parameters_of(found, given, name=dotted)
+    read_parameters(found, given, name=dotted)
     return functools.partial(found, **given) if given else found
 
 
@@ -102,17 +102,17 @@ def _is_factory(function: Function, args: dict[str, Any]) -> bool:
     except ConfigError:
         pass
     try:
-        return parameters_of(function, args).required <= {"sandbox"}
+        return read_parameters(function, args).required <= {"sandbox"}
     except ConfigError:
         return False
 
 
 def _made(maker: Function, args: dict[str, Any], dotted: str, make_sandbox: Callable[[], Any] | None) -> Function:
     """What a class or a factory makes of its arguments."""
-    parameters = parameters_of(maker, args, name=dotted)
+    parameters = read_parameters(maker, args, name=dotted)
     if "sandbox" in parameters.names:
         args = {**args, "sandbox": (make_sandbox or open_sandbox)()}
-        parameters = parameters_of(maker, args, name=dotted)
+        parameters = read_parameters(maker, args, name=dotted)
     if parameters.required:
         needed = ", ".join(sorted(parameters.required))
         raise ConfigError("config.reward", f"it needs args = {{...}} with {needed}", where=dotted)

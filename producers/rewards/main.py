@@ -34,7 +34,7 @@ from asyncrl.runtime.liveness import Sign
 from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client.client import RewardClient, RewardTask
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.build import scorer_of
+from producers.rewards.build import make_scorer
 from producers.rewards.pipe import Result
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -46,7 +46,7 @@ GRACE_S = 5.0  # for the batch under way after SIGTERM
 LOOK_S = 5.0  # every call of a function has its timeout and rings at its end: this is only a net below that
 
 
-def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
+def make_sample(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> RewardSample:
     """What the functions see of a leased sample."""
     prompt, ids = task.row.get(prompt_key), task.response_ids
     shown, turns = ids, []
@@ -115,19 +115,19 @@ class Worker:
     async def _score(self, tasks: Sequence[RewardTask]) -> None:
         """Score a batch on the scorer's thread, and send what is ready meanwhile."""
         failpoint("reward.before_score")
-        samples = [sample_of(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
+        samples = [make_sample(task, self.tokenizer, prompt_key=self.config.data.prompt_key) for task in tasks]
         loop = asyncio.get_running_loop()
         ready: list[Result] = []
         bell = Bell()
 
-        def arrived(result: Result) -> None:
+        def arrive(result: Result) -> None:
             ready.append(result)
             bell.ring()
 
         started = time.monotonic()
 
         def hand_over(result: Result) -> None:  # on the scorer's thread
-            loop.call_soon_threadsafe(arrived, result)
+            loop.call_soon_threadsafe(arrive, result)
 
         scoring = loop.run_in_executor(self.thread, self.scorer.score, samples, hand_over)
         scoring.add_done_callback(lambda _: bell.ring())
@@ -203,7 +203,7 @@ def require_judge(config: Config, name: str) -> Judge:
     return found
 
 
-async def until_stopped(stop: role.Stop) -> None:
+async def wait_for_stop(stop: role.Stop) -> None:
     """Return some seconds after the process was asked to end: `run` usually ends earlier, after its batch."""
     while not stop.is_set():
         await asyncio.sleep(0.1)
@@ -226,7 +226,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     worker = Worker(
         config,
         client=client,
-        scorer=scorer_of(config, judge),
+        scorer=make_scorer(config, judge),
         stop=stop,
         patience=patience,
         batch_samples=judge.batch_samples,
@@ -235,7 +235,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     try:
         await patience.ask(client.hello)
         sign = Sign(rundir.RunDir(config.run_dir).alive, role="reward", name=args.name)
-        parts = (worker.run(), worker.heartbeats(), until_stopped(stop), worker.signs(sign))
+        parts = (worker.run(), worker.heartbeats(), wait_for_stop(stop), worker.signs(sign))
         tasks = [asyncio.create_task(part) for part in parts]
         # bounded: the life of the role; each of its parts has its own deadlines
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -37,10 +37,10 @@ class Problem(Exception):
 
 
 Outcome = Verdict | Problem
-Done = Callable[[int, Outcome], None]  # place of the sample, what the judge says of it
+Report = Callable[[int, Outcome], None]  # place of the sample, what the judge says of it
 
 
-class Asked(msgspec.Struct, frozen=True):
+class JudgeSettings(msgspec.Struct, frozen=True):
     """A judge's settings, and what of the run it needs to know."""
 
     table: JudgeConfig
@@ -56,7 +56,7 @@ class Model(Protocol):
     async def start(self) -> None:
         """Load what is needed. Raises an `AsyncRLError` where it cannot be."""
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """Call `done` once for every sample, in any order, as soon as it is known."""
 
     def version(self) -> str:
@@ -66,14 +66,14 @@ class Model(Protocol):
         """Give up what is held."""
 
 
-def checked(value: float) -> float:
+def require_finite(value: float) -> float:
     """The value. Raises `not_finite` for what is no number."""
     if not math.isfinite(value):
         raise Problem("not_finite", f"its score is {value}")
     return value
 
 
-def problem_of(error: Exception) -> Problem:
+def make_problem(error: Exception) -> Problem:
     """The problem that an exception of a model's library stands for."""
     if isinstance(error, Problem):
         return error
@@ -84,29 +84,29 @@ def problem_of(error: Exception) -> Problem:
     return Problem("raised", f"{type(error).__name__}: {error}"[:500])
 
 
-async def each(
-    samples: Sequence[RewardSample], one: Callable[[RewardSample], Any], done: Done, *, timeout_s: float, at_once: int
+async def score_each(
+    samples: Sequence[RewardSample], one: Callable[[RewardSample], Any], done: Report, *, timeout_s: float, at_once: int
 ) -> None:
-    """Score samples by `one`, so many at once, each within its time from when it begins."""
+    """Score samples by `one`, `at_once` in parallel, each within its own time."""
     room = asyncio.Semaphore(at_once)
 
-    async def guarded(place: int, sample: RewardSample) -> None:
+    async def guard(place: int, sample: RewardSample) -> None:
         async with room:
             try:
                 outcome: Outcome = await asyncio.wait_for(one(sample), timeout_s)
             except TimeoutError:
                 outcome = Problem("timeout", f"no score within {timeout_s:g} s")
             except Exception as error:  # whatever a model's library raises is a failure of this sample
-                outcome = problem_of(error)
+                outcome = make_problem(error)
         done(place, outcome)
 
     # bounded: each by wait_for
-    await asyncio.gather(*(guarded(place, sample) for place, sample in enumerate(samples)))
+    await asyncio.gather(*(guard(place, sample) for place, sample in enumerate(samples)))
 
 
-async def in_batches(
+async def score_batches(
     samples: Sequence[RewardSample],
-    done: Done,
+    done: Report,
     *,
     ids_of: Callable[[RewardSample], list[int]],
     forward: Callable[[list[list[int]]], list[Outcome]],
@@ -118,7 +118,7 @@ async def in_batches(
         try:
             found.append((place, ids_of(sample)))
         except (Problem, AsyncRLError) as error:  # a template may refuse a conversation
-            done(place, problem_of(error))
+            done(place, make_problem(error))
     found.sort(key=lambda row: len(row[1]))
     for first in range(0, len(found), rows):
         batch = found[first : first + rows]

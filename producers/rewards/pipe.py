@@ -17,7 +17,7 @@ from typing import Any, Union
 
 import msgspec
 
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 from producers.rewards.sample import RewardSample
 from producers.sandbox import SandboxLimits
 
@@ -50,7 +50,9 @@ class Setup(msgspec.Struct, frozen=True, tag=1):
     prompt_key: str
     timeout_s: float
     memory_bytes: int = 0  # 0: no limit
-    judge: Asked | None = None  # a model in place of the functions: what they have is their label, weight and sources
+    judge: JudgeSettings | None = (
+        None  # a model in place of the functions: what they have is their label, weight and sources
+    )
     sandbox: SandboxSpec = SandboxSpec()
 
 

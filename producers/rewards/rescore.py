@@ -31,8 +31,8 @@ from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import RewardItem
 from buffers.client.client import RewardTask, claimed
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.build import scorer_of
-from producers.rewards.main import sample_of
+from producers.rewards.build import make_scorer
+from producers.rewards.main import make_sample
 from producers.rewards.pipe import Result
 from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(self, config: Config, judge: Judge) -> None:
         self.judge = judge
-        self._scorers = [scorer_of(config, judge) for _ in range(judge.count)]
+        self._scorers = [make_scorer(config, judge) for _ in range(judge.count)]
         # One thread per child for its whole life: PR_SET_PDEATHSIG kills it when the thread that made it ends.
         self._threads = [ThreadPoolExecutor(1) for _ in self._scorers]
         self._all(lambda scorer: scorer.start())
@@ -110,13 +110,13 @@ class Rescoring:
         groups = {group.group: group for group in claimed(file.batch, file.payloads).groups}
         contents = {number: content_of(one.response for one in group.samples) for number, group in groups.items()}
         fresh = [group for number, group in groups.items() if (number, contents[number]) not in self._known]
-        for scored in self._scored(step, fresh, contents):
+        for scored in self._score_groups(step, fresh, contents):
             self._known[scored.group, scored.content] = scored
         return [
             msgspec.structs.replace(self._known[number, content], step=step) for number, content in contents.items()
         ]
 
-    def _scored(self, step: int, groups: Iterable[Any], contents: dict[int, str]) -> list[GroupScores]:
+    def _score_groups(self, step: int, groups: Iterable[Any], contents: dict[int, str]) -> list[GroupScores]:
         asked: dict[str, dict[Place, RewardSample]] = {name: {} for name in self.benches}
         groups = list(groups)
         for group in groups:
@@ -130,7 +130,7 @@ class Rescoring:
     def _sample(self, group: Any, one: Any) -> RewardSample:
         item = RewardItem(group.group, one.index, 0, 0, "", one.finish, (), rows=one.rows)
         task = RewardTask(item, group.prompt_ids, one.response, group.row, one.mask)
-        return sample_of(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
+        return make_sample(task, self._tokenizer, prompt_key=self._config.data.prompt_key)
 
     def _group(self, step: int, group: Any, content: str, results: dict[str, dict[Place, Result]]) -> GroupScores:
         rewards: dict[int, float] = {}

@@ -25,7 +25,7 @@ from pathlib import Path
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.process_plan.host_facts import in_group
 from asyncrl.process_plan.interpreters import python_with
-from producers.rewards.outcome import Asked
+from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import (
     WHOLE_BATCH,
     Begin,
@@ -71,7 +71,7 @@ class Scorer:
         memory_bytes: int = 0,
         max_processes: int = 512,
         sandbox: SandboxSpec | None = None,
-        judge: Asked | None = None,
+        judge: JudgeSettings | None = None,
     ) -> None:
         self.version = ""
         self.restarts = 0

@@ -139,7 +139,7 @@ class Sandbox(ABC):
         self.close()
 
 
-def checked(job: SandboxJob) -> SandboxJob:
+def check_job(job: SandboxJob) -> SandboxJob:
     """The job, if its file names stay inside the working folder. Raises `config.type`."""
     for name in (*job.files, *job.fetch):
         parts = name.split("/")

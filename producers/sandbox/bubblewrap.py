@@ -38,7 +38,7 @@ class Bubblewrap(LocalSandbox):
     """Isolated by bubblewrap: see this module's guarantees."""
 
     @property
-    def isolated(self) -> bool:
+    def is_isolated(self) -> bool:
         return True
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -47,7 +47,7 @@ class Bubblewrap(LocalSandbox):
         if sys.platform != "linux" or found is None:
             raise ConfigError("sandbox.unavailable", "bubblewrap (bwrap) is not on the PATH")
         number = (os.getpid() * 16 + next(_numbers)) % UIDS
-        uid = FIRST_UID + number if privileged() else 0
+        uid = FIRST_UID + number if is_privileged() else 0
         settings = {
             "uid": uid,
             "gid": uid,
@@ -78,7 +78,7 @@ class Bubblewrap(LocalSandbox):
                 os.close(filters)
 
 
-def privileged() -> bool:
+def is_privileged() -> bool:
     """Whether this process can make namespaces as root and then give root up inside them."""
     if os.geteuid() != 0:
         return False

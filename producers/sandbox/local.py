@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
+from producers.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult, check_job
 from producers.sandbox.process import (
     ENVIRONMENT,
     FLAGS,
@@ -51,15 +51,15 @@ class LocalSandbox(Sandbox):
 
     @property
     @abstractmethod
-    def isolated(self) -> bool:
+    def is_isolated(self) -> bool:
         """Whether a program is kept from the host."""
 
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        checked(job)
+        check_job(job)
         with self._places:  # bounded: each program has its time
             for last_try in (False, True):
-                runner = self._open()
+                runner = self._acquire()
                 try:
                     result = runner.run(job)
                 except Ended as error:  # killed by somebody, such as the kernel out of memory
@@ -73,14 +73,14 @@ class LocalSandbox(Sandbox):
 
     def probe(self) -> None:
         """Start one, and keep it for the first program."""
-        self._give_back(self._open())
+        self._give_back(self._acquire())
 
-    def _open(self) -> RunnerProcess:
+    def _acquire(self) -> RunnerProcess:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         process = self._starter.submit(self.start).result(START_LIMIT_S)
-        runner = RunnerProcess(process, self.limits, watched=self.isolated)
+        runner = RunnerProcess(process, self.limits, watched=self.is_isolated)
         try:
             runner.wait_ready()
         except (Ended, Stopped) as error:
@@ -112,7 +112,7 @@ class Unprotected(LocalSandbox):
     """No isolation: the program can do what this process can do, within its limits. Only where it is spelled out."""
 
     @property
-    def isolated(self) -> bool:
+    def is_isolated(self) -> bool:
         return False
 
     def __init__(self, limits: SandboxLimits | None = None, *, workers: int = 1) -> None:

@@ -18,7 +18,7 @@ import urllib.error
 from typing import Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
-from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, checked
+from producers.sandbox.base import MIB, Sandbox, SandboxJob, SandboxLimits, SandboxResult, check_job
 from producers.support.http_post import TooLong, post
 
 ROUTE = "/run_code"
@@ -38,7 +38,7 @@ class HTTPSandbox(Sandbox):
 
     def run_job(self, job: SandboxJob) -> SandboxResult:
         """Run one program to its end."""
-        checked(job)
+        check_job(job)
         timeout_s = job.timeout_s if job.timeout_s is not None else self.limits.timeout_s
         memory = job.memory_bytes if job.memory_bytes is not None else self.limits.memory_bytes
         answer = self._ask(
@@ -57,7 +57,7 @@ class HTTPSandbox(Sandbox):
             most_bytes=8 * self.limits.output_bytes * (2 + len(job.fetch)) + MIB,
         )
         try:
-            return result_of(answer, self.limits.output_bytes)
+            return read_result(answer, self.limits.output_bytes)
         except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise Unavailable("sandbox.failed", f"{self.url}: it answered {answer!r:.200}: {error!r}") from None
 
@@ -79,7 +79,7 @@ class HTTPSandbox(Sandbox):
         raise Unavailable("sandbox.failed", f"{self.url}: {reason}")
 
 
-def result_of(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
+def read_result(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
     """What a server's answer means. Raises where it is none."""
     run = answer.get("run_result")
     compiled = answer.get("compile_result")

@@ -50,7 +50,7 @@ class Request(msgspec.Struct):
     args: list[str] = []
 
 
-def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
+def build_job(request: Request, limits: SandboxLimits) -> SandboxJob:
     """The job of a request, within the limits."""
     memory = limits.memory_bytes if request.memory_limit_MB < 1 else request.memory_limit_MB * MIB
     return SandboxJob(
@@ -58,18 +58,18 @@ def job_of(request: Request, limits: SandboxLimits) -> SandboxJob:
         stdin=request.stdin or "",
         args=tuple(request.args),
         fetch=tuple(request.fetch_files),
-        files={name: bytes_of(content or "") for name, content in request.files.items()},
+        files={name: decode_base64(content or "") for name, content in request.files.items()},
         timeout_s=min(limits.timeout_s, request.run_timeout or limits.timeout_s),
         memory_bytes=min(limits.memory_bytes, memory),
     )
 
 
-def bytes_of(text: str) -> bytes:
+def decode_base64(text: str) -> bytes:
     """What base64 says, in lines or not. Raises binascii.Error."""
     return base64.b64decode("".join(text.split()), validate=True)
 
 
-def answer_of(result: SandboxResult) -> dict[str, Any]:
+def build_answer(result: SandboxResult) -> dict[str, Any]:
     """The answer in SandboxFusion's form."""
     kind = {"timeout": "TimeLimitExceeded", "error": "Error"}.get(result.status, "Finished")
     run = {
@@ -96,30 +96,30 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         stated = self.headers.get("Content-Length") or ""
         length = int(stated) if stated.isdecimal() and len(stated) <= len(str(MAX_BODY_BYTES)) else -1
-        if not self._allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
+        if not self._is_allowed() or not 0 <= length <= MAX_BODY_BYTES or self.path != ROUTE:
             self.close_connection = True
-            self._answer(403 if not self._allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})
+            self._answer(403 if not self._is_allowed() else 404 if self.path != ROUTE else 413, {"message": "refused"})
             return
         body = self.rfile.read(length)
         try:
             request = msgspec.json.decode(body, type=Request)
             if request.language not in LANGUAGES:
                 raise ValueError(f"language {request.language!r}: only python is run here")
-            job = job_of(request, self.server.sandbox.limits)
+            job = build_job(request, self.server.sandbox.limits)
         except (*UNREADABLE, binascii.Error) as error:
             self._answer(422, {"status": "SandboxError", "message": str(error)})
             return
         try:
-            answer = answer_of(self.server.sandbox.run_job(job))
+            answer = build_answer(self.server.sandbox.run_job(job))
         except AsyncRLError as error:
             answer = {"status": "SandboxError", "message": error.message}
         self._answer(200, answer)
 
     def do_GET(self) -> None:
         """A sign of life."""
-        self._answer(200 if self.path == "/v1/ping" and self._allowed(body=False) else 404, "pong")
+        self._answer(200 if self.path == "/v1/ping" and self._is_allowed(body=False) else 404, "pong")
 
-    def _allowed(self, *, body: bool = True) -> bool:
+    def _is_allowed(self, *, body: bool = True) -> bool:
         try:
             host = urlsplit("//" + (self.headers.get("Host") or "")).hostname
         except ValueError:  # half of an IPv6 address

@@ -62,7 +62,7 @@ def test_log_probs_are_those_of_a_plain_forward_over_a_swap(kind: str) -> None:
     """Groups of unequal lengths, refilled rows, deltas, samples past every window, new weights under way."""
     model, old, new = (model_of(kind, seed=seed) for seed in (1, 1, 2))
     built = build(model, recompute=True)
-    assert built.way == CASES[kind].way, built.why
+    assert built.kind == CASES[kind].kind, built.why
 
     def change() -> None:
         model.load_state_dict(new.state_dict())
@@ -87,7 +87,7 @@ def test_tokens_are_the_same_with_transformers_own_caches(kind: str) -> None:
         assert np.abs(item.logprobs - ways[1][key].logprobs).max() < GAP
 
 
-@pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.way == REFUSED])
+@pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.kind == REFUSED])
 def test_the_others_are_refused_with_a_reason(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unfit(config_of(kind), max_len=64, where="m")
@@ -154,7 +154,7 @@ def test_caches_serve_where_slots_give_wrong_log_probs(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(slot_memory.SlotMemory, "_mask", _late_mask)
     built = build(model_of("qwen3", seed=1))
-    assert built.way == CACHES and "differ" in built.why
+    assert built.kind == CACHES and "differ" in built.why
 
 
 def _late_mask(self: Any, visible: int, positions: torch.Tensor | None) -> torch.Tensor:

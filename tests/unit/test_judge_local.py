@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from producers.rewards.judges.classifier import Classifier
 from producers.rewards.judges.generative import Written, YesNo, engine_settings
-from producers.rewards.outcome import Asked, Model, Outcome, Problem, Verdict
+from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem, Verdict
 from producers.rewards.sample import RewardSample
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}#{% endfor %}"
@@ -72,10 +72,10 @@ def scores(model: Model, samples: list[RewardSample]) -> list[Outcome]:
     return asyncio.run(asyncio.wait_for(whole(), 120))
 
 
-def asked(folder: Path, name: str, kind: str, **settings: Any) -> Asked:
+def asked(folder: Path, name: str, kind: str, **settings: Any) -> JudgeSettings:
     given = {"device": "cpu", "prompt": "{prompt}{response}", **settings}
     table = JudgeConfig("grader", kind=kind, model=str(folder / name), **given)  # type: ignore[arg-type]
-    return Asked(table, 60.0, str(folder / "policy"), "float32", "prompt")
+    return JudgeSettings(table, 60.0, str(folder / "policy"), "float32", "prompt")
 
 
 def value(outcome: Outcome) -> float:
@@ -224,7 +224,7 @@ def test_words_that_begin_alike_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Classifier, YesNo], ids=["classifier", "yes_no"])
-def test_a_folder_that_is_no_model_is_said(tmp_path: Path, make: Callable[[Asked], Model]) -> None:
+def test_a_folder_that_is_no_model_is_said(tmp_path: Path, make: Callable[[JudgeSettings], Model]) -> None:
     make_tokenizer(tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"no (sequence classifier|language model)"):
         scores(make(asked(tmp_path, "empty", "generative", answer="yes_no")), [])

@@ -28,7 +28,7 @@ from producers.engines.hf.decode_thread import DecodeThread
 from producers.engines.hf.decoder import Decoder
 from producers.engines.hf.loading import TRIED, build_decoder, load_model
 from producers.engines.hf.weights import ModelWeights
-from producers.engines.request_checks import problem_of
+from producers.engines.request_checks import request_problem
 
 DRAIN_LOOK_S = 0.005
 SWAP_LIMIT_S = 120.0  # a decode step that takes longer than this is a broken engine
@@ -80,10 +80,10 @@ class HFEngine:
             max_new=self._max_new,
             recompute=config.producers.kv_at_swap == "recompute",
             where=config.model.path,
-            beside=self._weights.second_copy,
+            extra_bytes=self._weights.second_copy,
             tried=self.tried,
         )
-        if built.way == "caches":
+        if built.kind == "caches":
             self._detail = f"decodes with transformers' caches, one forward per group: {built.why}"
             print(f"engine hf: {self._detail}", flush=True)
         return built.decoder
@@ -107,7 +107,7 @@ class HFEngine:
             busy_s=decoder.busy_s,
             swap_s=self._swap_s,
             detail=thread.failure.message if thread.failure else self._detail,
-            kv_used=decoder.table.held / (decoder.table.slots * self._max_len),
+            kv_used=decoder.table.held_tokens / (decoder.table.slots * self._max_len),
             paused=decoder.paused,
         )
 
@@ -159,7 +159,7 @@ class HFEngine:
 
     def _check(self, request: GenRequest) -> None:
         version, taken = self._require().version, request.id in self._outboxes
-        if problem := problem_of(request, self._config, vocab=self._vocab(), taken=taken, version=version):
+        if problem := request_problem(request, self._config, vocab=self._vocab(), taken=taken, version=version):
             raise WorkError("sample.invalid", problem, where=request.id)
 
     def _vocab(self) -> int:
@@ -230,7 +230,7 @@ class HFEngine:
     async def commit_update(self) -> str:
         """Swap between two decode steps; the digest of the model's weights after it."""
         weights, decoder = self._active_weights(), self._require()
-        manifest = weights.under_way().manifest
+        manifest = weights.pending().manifest
         weights.check_complete()
         try:
             swapping = self._decoding.call(lambda: decoder.swap(manifest.version, weights.exchange))

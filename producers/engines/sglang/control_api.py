@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.wire import Tensor
-from producers.engines.http import HttpClient, Refused, broken
+from producers.engines.http import HttpClient, Refused, broken_error
 
 CALL_S = 30.0
 LOOK_S = 0.5
@@ -84,7 +84,7 @@ def answer_as(answer: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(answer, kind)
     except UNREADABLE as error:
-        raise broken(f"no answer of SGLang ({error}): {str(answer)[:200]}", where=where) from None
+        raise broken_error(f"no answer of SGLang ({error}): {str(answer)[:200]}", where=where) from None
 
 
 class SGLangServer:
@@ -103,7 +103,7 @@ class SGLangServer:
         if isinstance(answer, dict):
             done = self._is(answer, _Done, path)
             if not done.success:
-                raise broken(done.message[:300], where=self.client.url + path)
+                raise broken_error(done.message[:300], where=self.client.url + path)
 
     # ------------------------------------------------------------ life
 
@@ -118,7 +118,9 @@ class SGLangServer:
                 return
             except AsyncRLError as error:
                 if time.monotonic() > deadline:
-                    raise broken(f"not ready within {within_s:g} s: {error.message}", where=self.client.url) from None
+                    raise broken_error(
+                        f"not ready within {within_s:g} s: {error.message}", where=self.client.url
+                    ) from None
             await asyncio.sleep(LOOK_S)
 
     async def recover(self) -> None:

@@ -39,13 +39,13 @@ from asyncrl.versions import expand
 from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
-from producers.engines.model_files import ModelFacts, check_tensors, facts_of
-from producers.engines.request_gate import Admission
+from producers.engines.model_files import ModelFacts, check_tensors, read_facts
+from producers.engines.request_gate import RequestGate
 from producers.engines.sglang.control_api import ServerFacts, SGLangServer, together
-from producers.engines.sglang.responses import piece_of
+from producers.engines.sglang.responses import read_piece
 from producers.engines.sglang.sample import Outbox, Sample
-from producers.engines.sglang.startup import address_towards, check_prefixes, check_request, check_server, url_of
-from producers.engines.sglang.weights import digest_of, load
+from producers.engines.sglang.startup import address_towards, check_prefixes, check_request, check_server, server_url
+from producers.engines.sglang.weights import file_digest, load
 from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class SGLangEngine:
         self._label = ""  # what the server calls its weights
         self._version = -1
         self._swaps = 0  # begun
-        self._admission = Admission(config.producers.slots)
+        self._gate = RequestGate(config.producers.slots)
         self._samples: dict[str, list[Sample]] = {}
         self._control = asyncio.Lock()  # one pause, resume or commit at a time
         self._failure: AsyncRLError | None = None
@@ -91,8 +91,8 @@ class SGLangEngine:
     async def start(self) -> None:
         """Wait for the server, look whether it fits, join a group with it; the version is -1 until the first commit."""
         config = self._config
-        url = url_of(config)
-        self._model = facts_of(config.model.path)
+        url = server_url(config)
+        self._model = read_facts(config.model.path)
         self._client = HttpClient(url, token=os.environ.get(TOKEN, ""))
         server = self._server = SGLangServer(self._client, swap_s=self._limit_s)
         await server.ready(within_s=config.run.hang_timeout_s)
@@ -100,7 +100,7 @@ class SGLangEngine:
         check_server(found, config, architecture=await server.architecture(), where=url)
         await check_prefixes(self._client, found, vocab=self._model.vocab)
         self._label = await server.label()
-        self._admission.limit = min(config.producers.slots, found.running or config.producers.slots)
+        self._gate.limit = min(config.producers.slots, found.running or config.producers.slots)
         device = config.producers.device.partition(":")[0]
         backend = {"cuda": "nccl", "npu": "hccl"}.get(device, "gloo")
         group = self._group = GroupSender(
@@ -147,10 +147,10 @@ class SGLangEngine:
         return EngineHealth(
             alive=failure is None,
             version=self._version,
-            running=self._admission.inside,
-            waiting=self._admission.waiting,
+            running=self._gate.inside,
+            waiting=self._gate.waiting,
             generated_tokens=self._generated,
-            busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._admission.inside else 0.0),
+            busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._gate.inside else 0.0),
             swap_s=self._swap_s,
             detail=failure.message if failure is not None else "",
             kv_used=min(1.0, held / max(1, found.max_total_num_tokens)),
@@ -165,7 +165,7 @@ class SGLangEngine:
         longest = self._config.data.max_prompt_tokens + self._max_new
         return EngineCapabilities(
             "sglang",
-            max_samples=self._admission.limit,
+            max_samples=self._gate.limit,
             max_tokens=min(longest, found.max_req_input_len + 1),
             kv_tokens=found.max_total_num_tokens,
             priority=True,
@@ -203,7 +203,7 @@ class SGLangEngine:
     def _fail(self, error: AsyncRLError) -> AsyncRLError:
         """Remember the first failure and end every iterator with it."""
         self._failure = self._failure or error
-        self._admission.shut()
+        self._gate.shut()
         for samples in self._samples.values():
             samples[0].outbox.put_nowait(self._failure)
         return self._failure
@@ -252,20 +252,20 @@ class SGLangEngine:
         """Turn after turn to the sample's end; what goes wrong ends its request, or the engine."""
         try:
             while True:
-                async with self._admission.place(sample.request.priority):
-                    if self._admission.inside == 1:
+                async with self._gate.place(sample.request.priority):
+                    if self._gate.inside == 1:
                         self._busy_since = time.monotonic()
                     try:
                         finish = await self._turn(sample)
                     finally:
-                        if self._admission.inside == 1:
+                        if self._gate.inside == 1:
                             self._busy_s += time.monotonic() - self._busy_since
                 if finish == "abort":
                     sample.given_up += 1
                     if sample.given_up > MOST_GIVEN_UP:
                         raise WorkError("sample.invalid", "the server gives it up again and again", where=sample.name)
-                elif finish == "length" or sample.stopped() or not sample.left:
-                    return sample.hand_on("stop" if sample.stopped() else "length")
+                elif finish == "length" or sample.is_stopped() or not sample.remaining:
+                    return sample.hand_on("stop" if sample.is_stopped() else "length")
         except AsyncRLError as error:
             if error.code == "engine.broken":
                 self._fail(error)
@@ -280,7 +280,7 @@ class SGLangEngine:
         events = self._client.stream("/generate", body, idle_s=self._config.run.hang_timeout_s)
         async with aclosing(events):  # type: ignore[type-var]
             async for event in events:
-                piece = piece_of(event, taken, where=sample.name)
+                piece = read_piece(event, taken, where=sample.name)
                 sample.take(piece.tokens, piece.logprobs)
                 taken += len(piece.tokens)
                 self._generated += len(piece.tokens)
@@ -289,16 +289,16 @@ class SGLangEngine:
                     if spans is None and swaps != self._swaps:
                         what = "the server does not say of which weights its tokens are"
                         raise WorkError("engine.broken", what, where=sample.name)
-                    versions = [version] * taken if spans is None else self._versions_of(spans, taken, sample.name)
+                    versions = [version] * taken if spans is None else self._span_versions(spans, taken, sample.name)
                     sample.ascertain([*sample.versions[:before], *versions])
                     return piece.finish
                 if swaps == self._swaps:
                     sample.ascertain([*sample.versions[:before], *[version] * taken])
-                    if sample.due():
+                    if sample.is_due():
                         sample.hand_on("")
         raise WorkError("engine.broken", "the stream ended without a reason", where=sample.name)
 
-    def _versions_of(self, spans: Sequence[tuple[str, int, int]], tokens: int, where: str) -> list[int]:
+    def _span_versions(self, spans: Sequence[tuple[str, int, int]], tokens: int, where: str) -> list[int]:
         own = [(label.removeprefix(f"{self._owner}/"), start, end) for label, start, end in spans if end > start]
         return [int(version) for version in expand(self._labels.runs(own, tokens, where=where))]
 
@@ -320,10 +320,10 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Decode nothing from now on; see `asyncrl.engine.Engine`."""
         server = self._require()
-        self._admission.shut()
+        self._gate.shut()
         if mode == "abort":
             await self.abort(None)
-        while mode == "wait" and self._admission.inside:  # bounded: every sample has a largest length
+        while mode == "wait" and self._gate.inside:  # bounded: every sample has a largest length
             await asyncio.sleep(WAIT_LOOK_S)
             self._require()
         async with self._control:
@@ -336,7 +336,7 @@ class SGLangEngine:
         async with self._control:
             await self._vital(server.resume())
             self._paused = False
-        self._admission.open()
+        self._gate.open()
 
     # ------------------------------------------------------------ weights
 
@@ -369,7 +369,7 @@ class SGLangEngine:
         if held is None or self._control.locked():
             return ""
         server = self._require()
-        digest = await asyncio.to_thread(digest_of, held)
+        digest = await asyncio.to_thread(file_digest, held)
         sums = await self._vital(server.checksums(timeout_s=self._limit_s))
         if swaps != self._swaps:
             return ""
@@ -382,7 +382,7 @@ class SGLangEngine:
         staged = self._staged.complete()
         async with self._control:
             label = f"{self._owner}/{self._labels.new(staged.manifest.version)}"
-            digest = await asyncio.to_thread(digest_of, staged)
+            digest = await asyncio.to_thread(file_digest, staged)
             try:
                 await self._load(staged, label)
             except AsyncRLError as error:
@@ -395,7 +395,7 @@ class SGLangEngine:
     async def _load(self, staged: StagedVersion, label: str) -> None:
         server, group = self._require(), self._group
         assert group is not None
-        self._admission.shut()
+        self._gate.shut()
         self._swaps += 1
         started = time.perf_counter()
         recompute = self._config.producers.kv_at_swap == "recompute"
@@ -404,7 +404,7 @@ class SGLangEngine:
         self._staged.commit()
         if not self._paused:
             await server.resume()
-            self._admission.open()
+            self._gate.open()
         self._swap_s = time.perf_counter() - started
         self._checksums = ""
         if self._checksum_s < CHECKSUM_S:

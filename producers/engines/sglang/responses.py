@@ -70,7 +70,7 @@ class Piece(msgspec.Struct):
     why: str = ""
 
 
-def piece_of(event: Any, taken: int, *, where: str) -> Piece:
+def read_piece(event: Any, taken: int, *, where: str) -> Piece:
     """What is new in this event after `taken` tokens.
 
     Raises:

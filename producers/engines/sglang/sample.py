@@ -53,7 +53,7 @@ class Sample:
         return f"{self.request.id}/{self.index}/{self.turns};"
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that may still come."""
         return self.request.max_new_tokens - len(self.tokens)
 
@@ -61,7 +61,7 @@ class Sample:
         """The body of the next turn. All sampling settings are named: what is not comes from the server's defaults."""
         self.turns += 1
         request = self.request
-        every = request.delta_tokens or max(LEAST_INTERVAL, self.left // EVENTS)
+        every = request.delta_tokens or max(LEAST_INTERVAL, self.remaining // EVENTS)
         return {
             "rid": self.name,
             "input_ids": [*request.prompt_ids.tolist(), *self.tokens],
@@ -71,7 +71,7 @@ class Sample:
             "extra_key": salt,
             "cache_salt": salt,
             "sampling_params": {
-                "max_new_tokens": self.left,
+                "max_new_tokens": self.remaining,
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": request.top_k or -1,
@@ -84,7 +84,7 @@ class Sample:
                 "ignore_eos": not request.stop_ids,
                 "skip_special_tokens": False,
                 "stream_interval": every,
-                "sampling_seed": seed_of(request.seed, self.index),
+                "sampling_seed": sample_seed(request.seed, self.index),
             },
         }
 
@@ -100,12 +100,12 @@ class Sample:
             raise WorkError("engine.broken", what, where=self.name)
         self.versions = list(versions)
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether enough is new for a delta."""
         every = self.request.delta_tokens
         return every > 0 and len(self.versions) - self._sent >= every
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether its last token ends it."""
         return bool(self.tokens) and self.tokens[-1] in self.request.stop_ids
 
@@ -125,7 +125,7 @@ class Sample:
         self.outbox.put_nowait(delta)
 
 
-def seed_of(seed: int, index: int) -> int:
+def sample_seed(seed: int, index: int) -> int:
     """The server's seed of a sample, 63 bits."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

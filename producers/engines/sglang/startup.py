@@ -22,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.engine import GenRequest
 from asyncrl.errors import ConfigError, HandshakeError, WorkError
 from producers.engines.http import HttpClient
-from producers.engines.request_checks import problem_of
+from producers.engines.request_checks import request_problem
 from producers.engines.sglang.control_api import CALL_S, ServerFacts, answer_as
 from producers.engines.sglang.responses import Answer
 
@@ -30,7 +30,7 @@ PROBE_PAGES = 4  # of the prefix cache
 PROBE_TOKENS = 32  # at least
 
 
-def url_of(config: Config) -> str:
+def server_url(config: Config) -> str:
     """The address of this producer's server. Raises `config.missing`."""
     urls = config.producers.url
     if len(urls) != 1:
@@ -109,7 +109,7 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
 
 def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
     """Raise `sample.invalid` for a request that the engine cannot keep its promises for; `taken`: its id is in use."""
-    problem = problem_of(request, config, vocab=vocab, taken=taken, version=version)
+    problem = request_problem(request, config, vocab=vocab, taken=taken, version=version)
     if not problem and request.top_k == 1 and request.temperature != 1:
         problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"
     if problem:

@@ -32,7 +32,7 @@ async def load(server: SGLangServer, group: GroupSender, staged: StagedVersion, 
         raise WorkError("engine.broken", f"after the commit of {label} the server says that it holds {held!r}")
 
 
-def digest_of(staged: StagedVersion) -> str:
+def file_digest(staged: StagedVersion) -> str:
     """Digest of a version as it lies in its file."""
     groups = enumerate(staged.groups)
     return version_digest([bucket_digest(tensors, staged.bucket(number)) for number, tensors in groups])

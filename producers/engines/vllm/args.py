@@ -6,9 +6,9 @@ Guarantees:
    the defaults;
 3. on a CPU prompts are computed whole: vLLM draws a token at the end of each piece of a prompt and takes it back, which
    the random numbers of a CPU cannot ("CPU Generator does not use offset"): its engine dies of a request with a seed;
-4. log-probs are those of the full softmax after temperature: `logprobs_mode_of` says which of vLLM's own modes comes
-   nearest, `logprobs_problem` why none of them would do (where the workers' sampler is not changed).
-vLLM is imported by `known_names` and the command alone.
+4. log-probs are those of the full softmax after temperature: `choose_logprobs_mode` says which of vLLM's own modes
+   comes nearest, `logprobs_problem` why none of them would do (where the workers' sampler is not changed). vLLM is
+   imported by `engine_argument_names` and the command alone.
 
 Example: `slots = 64`, `max_prompt_tokens = 64`, `max_new_tokens = 112` become `max_num_seqs = 64`,
 `max_model_len = 176`; on a CPU also `enforce_eager` and room for K/V of 64 samples of that length.
@@ -45,7 +45,7 @@ LEAST_BATCHED_TOKENS = 2048
 CHUNKED = "enable_chunked_prefill"
 
 
-def logprobs_mode_of(sampling: SamplingConfig) -> str:
+def choose_logprobs_mode(sampling: SamplingConfig) -> str:
     """vLLM's `logprobs_mode` nearest to the full softmax after temperature for the requests of this run."""
     return "raw_logprobs" if cuts(sampling) else "processed_logprobs"
 
@@ -89,7 +89,7 @@ def arguments(config: Config, *, known: Collection[str], cpu: bool, free_bytes: 
         "dtype": producers.dtype if producers.dtype != "auto" else config.model.dtype,
         "max_num_seqs": producers.slots, "max_model_len": longest, "generation_config": "vllm", "max_logprobs": 1,
         "skip_tokenizer_init": True, "disable_log_stats": True, "enable_log_requests": False,
-        "scheduling_policy": "priority", "logprobs_mode": logprobs_mode_of(config.sampling),
+        "scheduling_policy": "priority", "logprobs_mode": choose_logprobs_mode(config.sampling),
         "worker_extension_cls": "producers.engines.vllm.weight_transfer.HeldWeights",
     }  # fmt: skip
     if cpu:
@@ -137,7 +137,7 @@ def kv_bytes(config: Config, *, item_bytes: int, free_bytes: int) -> int:
     return max(LEAST_KV_BYTES, min(blocks * KV_BLOCK * per_token, int(MOST_KV_SHARE * free_bytes)))
 
 
-def known_names() -> set[str]:
+def engine_argument_names() -> set[str]:
     """The names of this vLLM's engine arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -149,7 +149,7 @@ def main() -> int:
     from asyncrl.config import parse
 
     config = parse(sys.stdin.read())
-    for error in problems(dict(config.producers.engine_args), known_names()):
+    for error in problems(dict(config.producers.engine_args), engine_argument_names()):
         print(msgspec.json.encode((error.code, error.message, error.where)).decode())
     return 0
 

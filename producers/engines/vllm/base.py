@@ -25,8 +25,8 @@ from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.versions import Runs, expand, runs_of
 from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.model_files import check_tensors, facts_of
-from producers.engines.request_checks import problem_of
+from producers.engines.model_files import check_tensors, read_facts
+from producers.engines.request_checks import request_problem
 from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
 from producers.engines.vllm.checksums import Checksums
 
@@ -60,7 +60,7 @@ class Sample:
         self.tokens += token_ids
         self.logprobs += logprobs
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether enough has come for a delta."""
         every = self.request.delta_tokens
         return every > 0 and len(self.tokens) - self.sent >= every
@@ -95,7 +95,7 @@ class VLLMBase:
         self._config = config
         self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
-        self._facts = facts_of(config.model.path)
+        self._facts = read_facts(config.model.path)
         self._staged = StagedWeights(config.run_dir / "scratch")
         self._labels = Labels(tag)
         self._samples: dict[tuple[str, int], Sample] = {}
@@ -154,7 +154,7 @@ class VLLMBase:
                 sample.outbox.put_nowait(self._failure)
         return self._failure
 
-    def _ended(self) -> None:
+    def _begin_close(self) -> None:
         """At the beginning of `close`."""
         self._fail("the engine was closed")
         self._checksums.close()
@@ -192,7 +192,7 @@ class VLLMBase:
         """Why the request cannot be taken; empty where it can."""
         taken = any(key[0] == request.id for key in self._samples)
         vocab, version = self._facts.vocab, self._version
-        if problem := problem_of(request, self._config, vocab=vocab, taken=taken, version=version):
+        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
             return problem
         return "" if self._full_softmax else unfit_logprobs(request, self._logprobs_mode)
 
@@ -208,7 +208,7 @@ class VLLMBase:
                 sample.task.cancel()
                 self._submit(Sample(sample.request, sample.index, sample.outbox, sample.attempt + 1))
 
-    def _finished(self, sample: Sample, spans: Sequence[tuple[str, int, int]], reason: str) -> None:
+    def _finish(self, sample: Sample, spans: Sequence[tuple[str, int, int]], reason: str) -> None:
         """The last tokens of a sample have come; `spans` are vLLM's (label, start, end) over all of them."""
         if reason not in ("stop", "length", "abort"):
             raise WorkError("engine.broken", f"vLLM ended a sample with {reason!r}", where=sample.name)
@@ -278,7 +278,7 @@ class VLLMBase:
         self._checksums.record(label)
         return digest
 
-    def _in_force(self, staged: StagedVersion, label: str) -> None:
+    def _set_current(self, staged: StagedVersion, label: str) -> None:
         """The workers hold the version, and nothing is decoded yet."""
         self._labels.current, self._version = label, staged.manifest.version
         if not self._recompute:
@@ -311,7 +311,7 @@ def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
             )
 
 
-def seed_of(seed: int, index: int) -> int:
+def sample_seed(seed: int, index: int) -> int:
     """The seed of one sample: 63 bits from (seed, index)."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

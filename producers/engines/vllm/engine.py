@@ -29,9 +29,9 @@ from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, PauseMode
 from asyncrl.errors import ConfigError, WorkError
 from producers.engines.staged_weights import StagedVersion
-from producers.engines.vllm.args import arguments, known_names, logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, seed_of, update_info
-from producers.engines.vllm.lifecycle import end, free_host_bytes, prepare, processes_of
+from producers.engines.vllm.args import arguments, engine_argument_names, logprobs_problem
+from producers.engines.vllm.base import CALL_LIMIT_S, Sample, VLLMBase, one_digest, sample_seed, update_info
+from producers.engines.vllm.lifecycle import end, engine_processes, free_host_bytes, prepare
 from producers.engines.vllm.stats import Stats
 
 
@@ -64,7 +64,7 @@ class VLLMEngine(VLLMBase):
         from producers.engines.vllm.plugin import BACKEND
 
         self._args = arguments(
-            self._config, known=known_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
+            self._config, known=engine_argument_names(), cpu=current_platform.is_cpu(), free_bytes=free_host_bytes()
         )
         self._logprobs_mode = self._args["logprobs_mode"]
         try:
@@ -74,9 +74,9 @@ class VLLMEngine(VLLMBase):
             raise ConfigError("config.type", f"vLLM refuses its arguments: {error}", where="producers") from error
         try:
             self._llm = AsyncLLM.from_vllm_config(settings, stat_loggers=[self._stats.logger], disable_log_stats=True)
-            self._children = processes_of()
-            await self._bounded(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
-            self._full_softmax = all(await self._bounded(self._llm.collective_rpc("asyncrl_full_softmax")))
+            self._children = engine_processes()
+            await self._wait(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
+            self._full_softmax = all(await self._wait(self._llm.collective_rpc("asyncrl_full_softmax")))
         except Exception as error:  # vLLM raises RuntimeError, ValueError and its own from its processes
             raise self._fail("vLLM did not start", error) from error
         if not self._full_softmax and (problem := logprobs_problem(self._config.sampling)):
@@ -84,7 +84,7 @@ class VLLMEngine(VLLMBase):
 
     async def close(self, *, grace_s: float) -> None:
         """Stop decoding; samples under way end with an error. No process of vLLM is left."""
-        self._ended()
+        self._begin_close()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(end, llm, self._children, grace_s=grace_s)
@@ -126,14 +126,14 @@ class VLLMEngine(VLLMBase):
             return "the engine was not started"
         return "vLLM's engine process is dead" if self._llm.errored else ""
 
-    async def _bounded(self, call: Awaitable[Any], limit_s: float = CALL_LIMIT_S) -> Any:
+    async def _wait(self, call: Awaitable[Any], limit_s: float = CALL_LIMIT_S) -> Any:
         return await asyncio.wait_for(call, limit_s)
 
-    async def _asked(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
+    async def _ask(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
         """A call of vLLM whose failure is the engine's."""
         self._require()
         try:
-            return await self._bounded(call(self._llm), limit_s)
+            return await self._wait(call(self._llm), limit_s)
         except Exception as error:  # EngineDeadError and whatever a worker raised
             raise self._fail(what, error) from error
 
@@ -149,7 +149,7 @@ class VLLMEngine(VLLMBase):
             outputs = self._llm.generate(prompt, _params(sample), sample.name, priority=request.priority)
             async with aclosing(outputs):
                 async for output in outputs:
-                    self._took(sample, output.outputs[0])
+                    self._take_output(sample, output.outputs[0])
         except (VLLMClientError, ValueError) as error:
             sample.outbox.put_nowait(WorkError("sample.invalid", f"vLLM refuses it: {error}", where=request.id))
         except WorkError as error:
@@ -157,13 +157,13 @@ class VLLMEngine(VLLMBase):
         except Exception as error:  # EngineDeadError, EngineGenerateError, and bugs: nobody may wait for this sample
             self._fail("vLLM failed", error)
 
-    def _took(self, sample: Sample, part: Any) -> None:
+    def _take_output(self, sample: Sample, part: Any) -> None:
         sample.take(part.token_ids, part.logprobs.logprobs if part.logprobs is not None else ())
         self._generated += len(part.token_ids)
         if part.finish_reason is not None:
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
-            self._finished(sample, spans, part.finish_reason)
-        elif sample.due() and (spans := self._spans_so_far(sample)):
+            self._finish(sample, spans, part.finish_reason)
+        elif sample.is_due() and (spans := self._spans_so_far(sample)):
             sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
     def _spans_so_far(self, sample: Sample) -> list[tuple[str, int, int]]:
@@ -187,13 +187,13 @@ class VLLMEngine(VLLMBase):
             await self.abort(None)
         if mode == "wait":  # it takes as long as the longest sample
             limit_s = self._config.run.hang_timeout_s
-            await self._asked("pause", lambda llm: llm.pause_generation(mode="wait", clear_cache=False), limit_s)
-        await self._asked("pause", lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
+            await self._ask("pause", lambda llm: llm.pause_generation(mode="wait", clear_cache=False), limit_s)
+        await self._ask("pause", lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
         self._paused = True
 
     async def resume(self) -> None:
         """Go on where `pause` stopped."""
-        await self._asked("resume", lambda llm: llm.resume_generation())
+        await self._ask("resume", lambda llm: llm.resume_generation())
         self._paused = False
 
     # ------------------------------------------------------------ weights
@@ -207,7 +207,7 @@ class VLLMEngine(VLLMBase):
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info(staged, path=str(staged.path))))
         await llm.finish_weight_update(label)
         digest = one_digest(await llm.collective_rpc("asyncrl_held"))
-        self._in_force(staged, label)
+        self._set_current(staged, label)
         if not self._paused:
             await llm.resume_generation()
         return digest
@@ -223,7 +223,7 @@ def _params(sample: Sample) -> Any:
     request = sample.request
     return SamplingParams(
         n=1,
-        seed=seed_of(request.seed, sample.index),
+        seed=sample_seed(request.seed, sample.index),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,

@@ -27,7 +27,15 @@ from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient, Refused
 from producers.engines.staged_weights import StagedVersion, StagedWeights
 from producers.engines.vllm.args import logprobs_problem
-from producers.engines.vllm.base import CALL_LIMIT_S, SWAP_LIMIT_S, Sample, VLLMBase, one_digest, seed_of, update_info
+from producers.engines.vllm.base import (
+    CALL_LIMIT_S,
+    SWAP_LIMIT_S,
+    Sample,
+    VLLMBase,
+    one_digest,
+    sample_seed,
+    update_info,
+)
 from producers.engines.vllm.server_facts import ServerFacts, inspect, rpc
 
 LOOK_EVERY_S = 2.0
@@ -57,7 +65,7 @@ class VLLMHTTPEngine(VLLMBase):
     async def start(self) -> None:
         """Look at the server; the version is -1 until the first update is committed, whatever it holds."""
         self._client = HttpClient(self._config.producers.url[0])
-        await self._reached()
+        await self._wait_reachable()
         server = self._server = await inspect(self._client, self._config)
         self._full_softmax = server.logprobs == "full"
         self._logprobs_mode = MODES.get(server.logprobs, "")
@@ -68,7 +76,7 @@ class VLLMHTTPEngine(VLLMBase):
         await self._open_channel(server)
         self._watching = asyncio.create_task(self._watch())
 
-    async def _reached(self) -> None:
+    async def _wait_reachable(self) -> None:
         """Wait for the server; it may just be loading its model."""
         assert self._client is not None
         deadline = time.monotonic() + self._config.run.hang_timeout_s / 2
@@ -117,7 +125,7 @@ class VLLMHTTPEngine(VLLMBase):
 
     async def close(self, *, grace_s: float) -> None:
         """Give the samples up and leave the server running."""
-        self._ended()
+        self._begin_close()
         self._forget(None)
         if self._watching is not None:
             self._watching.cancel()
@@ -199,12 +207,12 @@ class VLLMHTTPEngine(VLLMBase):
             events = self._client.stream("/inference/v1/generate", self._body(sample), idle_s=self._idle_s)
             async with aclosing(events):  # type: ignore[type-var]
                 async for event in events:
-                    self._took(sample, event)
+                    self._take_output(sample, event)
             if not sample.ended:
                 self._fail(f"{sample.name}: the server ended the stream before the sample")
         except Refused as error:
             sample.outbox.put_nowait(
-                WorkError("sample.invalid", f"the server refuses it: {error.said}", where=sample.name)
+                WorkError("sample.invalid", f"the server refuses it: {error.text}", where=sample.name)
             )
         except WorkError as error:
             self._fail(error.message)
@@ -225,7 +233,7 @@ class VLLMHTTPEngine(VLLMBase):
             "priority": request.priority if self._server.priority else 0,  # type: ignore[union-attr]
             "sampling_params": {
                 "n": 1,
-                "seed": seed_of(request.seed, sample.index),
+                "seed": sample_seed(request.seed, sample.index),
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": request.top_k,
@@ -237,7 +245,7 @@ class VLLMHTTPEngine(VLLMBase):
             },
         }
 
-    def _took(self, sample: Sample, event: Any) -> None:
+    def _take_output(self, sample: Sample, event: Any) -> None:
         if "error" in event:
             raise WorkError("engine.broken", f"the server says {str(event['error'])[:300]}", where=sample.name)
         for choice in event.get("choices", ()):
@@ -251,8 +259,8 @@ class VLLMHTTPEngine(VLLMBase):
                     (str(span["version"]), int(span["start"]), int(span["end"]))
                     for span in choice.get("weight_versions") or ()
                 ]
-                self._finished(sample, spans, choice["finish_reason"])
-            elif sample.due() and sample.label == self._labels.current:
+                self._finish(sample, spans, choice["finish_reason"])
+            elif sample.is_due() and sample.label == self._labels.current:
                 spans = [(sample.label, 0, len(sample.tokens))]
                 sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
@@ -289,7 +297,7 @@ class VLLMHTTPEngine(VLLMBase):
         await self._post("/finish_weight_update", {"weight_version": label})
         assert self._client is not None
         digest = one_digest(await rpc(self._client, "asyncrl_held"))
-        self._in_force(staged, label)
+        self._set_current(staged, label)
         if not self._paused:
             await self._post("/resume")
         return digest

@@ -41,7 +41,7 @@ def prepare(config: Config) -> None:
     os.environ[PRODUCER] = str(os.getpid())
 
 
-def processes_of() -> list[int]:
+def engine_processes() -> list[int]:
     """The engine processes that this one started, and what these started."""
     started = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
     return [pid for first in started for pid in (first, *descendants(first))]

@@ -63,7 +63,7 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     bucket_bytes: list[int]
     path: str = ""
 
-    def planned(self) -> list[Tensor]:
+    def plan_tensors(self) -> list[Tensor]:
         return [Tensor(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in self.tensors]
 
 
@@ -122,7 +122,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         """Load every bucket and note the digest of what was loaded."""
-        groups = group_by_bucket(update_info.planned(), len(update_info.bucket_bytes))
+        groups = group_by_bucket(update_info.plan_tensors(), len(update_info.bucket_bytes))
         began = time.perf_counter()
         digests = []
         for number, group in enumerate(groups):
@@ -142,15 +142,15 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _bucket(self, update: StagedUpdateInfo, number: int) -> torch.Tensor:
         """The bytes of one bucket, uint8, in host memory."""
         if not update.path:
-            return self._from_group(update.bucket_bytes[number])
+            return self._receive_bucket(update.bucket_bytes[number])
         starts, size = bucket_starts(update.bucket_bytes)
         if self._arrived.mapping is None:
-            self._arrived.mapping = _mapped(update.path, size)
+            self._arrived.mapping = _map_file(update.path, size)
         return torch.frombuffer(
             self._arrived.mapping, dtype=torch.uint8, count=update.bucket_bytes[number], offset=starts[number]
         )
 
-    def _from_group(self, size: int) -> torch.Tensor:
+    def _receive_bucket(self, size: int) -> torch.Tensor:
         if self._group is None:
             raise RuntimeError("the update is to come through a group, and there is none")
         received: torch.Tensor = self._group.receive(size, timeout=timedelta(seconds=self._timeout_s))
@@ -241,7 +241,7 @@ class HeldWeights:
             return ""
 
 
-def _mapped(path: str, size: int) -> mmap.mmap:
+def _map_file(path: str, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)

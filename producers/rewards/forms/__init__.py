@@ -30,7 +30,7 @@ from producers.rewards.forms.verl import Verl, VerlBatch
 FORMS: tuple[type[Form], ...] = (Verl, VerlBatch, OpenRLHF, AReaL, TRL, OwnSample)
 
 
-def parameters_of(function: Callable[..., Any], args: Mapping[str, Any], *, name: str = "") -> Parameters:
+def read_parameters(function: Callable[..., Any], args: Mapping[str, Any], *, name: str = "") -> Parameters:
     """What a function takes beside the `args` of the configuration. Raises `config.reward`."""
     try:
         found = list(inspect.signature(function).parameters.values())
@@ -55,20 +55,22 @@ def recognise(
     function: Callable[..., Any], *, name: str = "", args: Mapping[str, Any] | None = None, prompt_key: str = "prompt"
 ) -> Form:
     """The form of a function. Raises `config.reward` with the forms in its text where it fits none."""
-    parameters = parameters_of(function, args or {}, name=name)
+    parameters = read_parameters(function, args or {}, name=name)
     for form in FORMS:
         if form.claims(parameters):
             missing = form.missing(parameters)
             if missing:
-                what = f"nothing to give for its parameters {', '.join(sorted(missing))} (it looks like {form.shown})"
+                what = (
+                    f"nothing to give for its parameters {', '.join(sorted(missing))} (it looks like {form.signature})"
+                )
                 raise ConfigError("config.reward", f"{what}; give them by args, or a default", where=name)
             return form(parameters, prompt_key=prompt_key)
     keywords = sorted(parameters.names - set(parameters.positional))
-    shown = ", ".join((*parameters.positional, *keywords))
-    forms = " | ".join(form.shown for form in reversed(FORMS))
+    taken = ", ".join((*parameters.positional, *keywords))
+    forms = " | ".join(form.signature for form in reversed(FORMS))
     raise ConfigError(
         "config.reward",
-        f"its parameters ({shown or 'none'}) fit none of the forms {forms}",
+        f"its parameters ({taken or 'none'}) fit none of the forms {forms}",
         where=name,
         remedy="give it the parameters of one of these forms, or further ones a default or a value in args",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from producers.rewards.forms.base import Form, Parameters, listed
+from producers.rewards.forms.base import Form, Parameters, make_list
 from producers.rewards.sample import RewardSample, describe
 
 
@@ -13,7 +13,7 @@ class AReaL(Form):
     """One sample: `prompt` and `completions` are texts, the columns of the row are keywords."""
 
     name = "areal"
-    shown = "reward(prompt, completions, prompt_ids, completion_ids, **columns)"
+    signature = "reward(prompt, completions, prompt_ids, completion_ids, **columns)"
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
@@ -39,7 +39,7 @@ class OpenRLHF(Form):
     """A batch: `queries` are prompt and response in one text. A tensor or list, or a dict with `rewards`."""
 
     name = "openrlhf"
-    shown = "reward_func(queries, prompts, labels)"
+    signature = "reward_func(queries, prompts, labels)"
     batch = True
     given = frozenset({"queries", "prompts", "labels"})
 
@@ -68,7 +68,7 @@ class OpenRLHF(Form):
             raise TypeError(f"extra_logs is no dict: {describe(logs)}")
         extra = {**({"scores": raw["scores"]} if raw.get("scores") is not None else {}), **logs}
         for name, value in extra.items():
-            values = listed(value)
+            values = make_list(value)
             spread = values if values is not None and len(values) == count else [value] * count
             for place, item in enumerate(spread):
                 found[place][str(name)] = item

@@ -13,7 +13,7 @@ class OwnSample(Form):
     """A function of one `RewardSample`."""
 
     name = "sample"
-    shown = "reward(sample)"
+    signature = "reward(sample)"
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:

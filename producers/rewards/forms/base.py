@@ -22,7 +22,7 @@ class Form(ABC):
     """One form, for one function. `batch` forms get all samples of a job at once."""
 
     name: ClassVar[str]
-    shown: ClassVar[str]  # the signature, as an author would write it
+    signature: ClassVar[str]  # the signature, as an author would write it
     batch: ClassVar[bool] = False
     given: ClassVar[frozenset[str]] = frozenset()  # parameters that it can fill; empty: any, from columns
 
@@ -53,19 +53,19 @@ class Form(ABC):
 
     def items(self, raw: Any, count: int) -> list[Any]:
         """A batch result as one raw value for each sample. Raises TypeError where it is not so many."""
-        values = listed(raw)
+        values = make_list(raw)
         if values is None or len(values) != count:
             raise TypeError(f"a batch function must give a list of {count} numbers, it gave {describe(raw)}")
         return values
 
 
-def listed(raw: Any) -> list[Any] | None:
+def make_list(raw: Any) -> list[Any] | None:
     """A list, tuple, array or tensor as a list; None for anything else."""
     items = raw.tolist() if hasattr(raw, "tolist") else raw
     return list(items) if isinstance(items, list | tuple) else None
 
 
-def columns_of(samples: Sequence[RewardSample], *, without: str) -> dict[str, list[Any]]:
+def row_columns(samples: Sequence[RewardSample], *, without: str) -> dict[str, list[Any]]:
     """The columns of the samples' rows, as lists."""
     names = {name: None for sample in samples for name in sample.row if name != without}
     return {name: [sample.row.get(name) for sample in samples] for name in names}

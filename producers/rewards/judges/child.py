@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.role import die_with_parent
 from producers.rewards.child import applies, limit
-from producers.rewards.outcome import Asked, Model, Outcome, Problem
+from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import RewardSample
 
 
-def model_of(asked: Asked) -> Model:
+def make_model(asked: JudgeSettings) -> Model:
     """The judge of these settings; only what it needs is imported."""
     if asked.table.kind == "url":
         from producers.rewards.judges.remote import Remote
@@ -37,7 +37,7 @@ def model_of(asked: Asked) -> Model:
     return YesNo(asked) if asked.table.answer == "yes_no" else Written(asked)
 
 
-def result_of(place: int, sample: RewardSample, outcome: Outcome, functions: Sequence[FunctionSpec]) -> Result:
+def make_result(place: int, sample: RewardSample, outcome: Outcome, functions: Sequence[FunctionSpec]) -> Result:
     """The reward of a sample, by the rewards that are for its data source."""
     if isinstance(outcome, Problem):
         return Result(place, reason=outcome.reason, detail=outcome.detail)
@@ -55,7 +55,7 @@ async def serve(setup: Setup, pipe: Pipe) -> int:
     """Load the model, then score jobs until the parent closes the pipe."""
     assert setup.judge is not None
     try:
-        model = model_of(setup.judge)
+        model = make_model(setup.judge)
         await model.start()
     except AsyncRLError as error:
         pipe.send(Ready(f"{error.where}: {error.message}" if error.where else error.message, ""))
@@ -68,10 +68,10 @@ async def serve(setup: Setup, pipe: Pipe) -> int:
             pipe.send(Begin(WHOLE_BATCH, setup.judge.table.name))
             samples = job.samples
 
-            def done(place: int, outcome: Outcome, samples: Sequence[RewardSample] = samples) -> None:
-                pipe.send(result_of(place, samples[place], outcome, setup.functions))
+            def report(place: int, outcome: Outcome, samples: Sequence[RewardSample] = samples) -> None:
+                pipe.send(make_result(place, samples[place], outcome, setup.functions))
 
-            await model.score(samples, done)
+            await model.score(samples, report)
             sys.stdout.flush()
     except Closed:
         return 0

@@ -21,7 +21,16 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.outcome import Asked, Done, Outcome, Problem, Verdict, checked, in_batches, problem_of
+from producers.rewards.outcome import (
+    JudgeSettings,
+    Outcome,
+    Problem,
+    Report,
+    Verdict,
+    make_problem,
+    require_finite,
+    score_batches,
+)
 from producers.rewards.sample import RewardSample
 
 DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
@@ -29,7 +38,7 @@ HEAD_BYTES = 1 << 20  # of every file of weights that its digest covers, at both
 
 
 class Classifier:
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: JudgeSettings) -> None:
         self._asked = asked
         self.table = asked.table
         self._device = torch.device("cpu")
@@ -59,12 +68,12 @@ class Classifier:
         positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
         self._most = min(self.table.max_tokens, positions or self.table.max_tokens)
         self._tokenizer = Tokenizer(self.table.model)
-        self._as = self.table.input if self.table.input != "auto" else self._found()
+        self._as = self.table.input if self.table.input != "auto" else self._choose_input()
         if self._as == "chat" and not self._tokenizer.has_template():
             what = "judge.input = 'chat' and its tokenizer has no chat template"
             raise ConfigError("config.tokenizer", what, where=self.table.model)
 
-    def _found(self) -> str:
+    def _choose_input(self) -> str:
         """How samples go in: as ids where the tokenizer is the policy's, else as a chat where it has a template."""
         assert self._tokenizer is not None
         own, policy = (Path(folder) / "tokenizer.json" for folder in (self.table.model, self._asked.policy))
@@ -79,9 +88,9 @@ class Classifier:
         """Digest of the model's files: whole small ones, both ends and the size of weights."""
         return f"{folder_digest(Path(self.table.model))}-{self._as}-{self.table.label}"
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """All samples, in batches of similar length."""
-        await in_batches(samples, done, ids_of=self._ids, forward=self._scores, rows=self.table.concurrency)
+        await score_batches(samples, done, ids_of=self._ids, forward=self._scores, rows=self.table.concurrency)
 
     def _ids(self, sample: RewardSample) -> list[int]:
         assert self._tokenizer is not None
@@ -103,7 +112,7 @@ class Classifier:
         try:
             return self._forward(rows)
         except Exception as error:  # whatever torch raises is a failure of these samples
-            problem = problem_of(error)
+            problem = make_problem(error)
             if len(rows) == 1 or problem.reason != "memory":
                 return [problem] * len(rows)
         if self._device.type == "cuda":
@@ -131,7 +140,7 @@ class Classifier:
 
 def _verdict(value: float) -> Outcome:
     try:
-        return Verdict(checked(value))
+        return Verdict(require_finite(value))
     except Problem as problem:
         return problem
 

@@ -29,24 +29,24 @@ from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
 from producers.engines.initial_weights import commit_folder
 from producers.rewards.judges.classifier import folder_digest
-from producers.rewards.judges.templates import messages_of, number_in, yes_share
+from producers.rewards.judges.templates import judge_messages, number_in, yes_share
 from producers.rewards.outcome import (
-    Asked,
-    Done,
+    JudgeSettings,
     Outcome,
     Problem,
+    Report,
     Verdict,
-    checked,
-    each,
-    in_batches,
-    problem_of,
+    make_problem,
+    require_finite,
+    score_batches,
+    score_each,
 )
 from producers.rewards.sample import RewardSample
 
 END_S = 10.0  # for an engine to stop
 
 
-def engine_settings(asked: Asked) -> configuration.Config:
+def engine_settings(asked: JudgeSettings) -> configuration.Config:
     """The configuration of a judge's engine: an engine knows nothing else."""
     table = asked.table
     prompt = table.max_tokens - table.max_new_tokens
@@ -66,14 +66,14 @@ def engine_settings(asked: Asked) -> configuration.Config:
 class _Asking:
     """What both forms share: the tokenizer and the text."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: JudgeSettings) -> None:
         self.asked = asked
         self.table = asked.table
         self.tokenizer = Tokenizer(asked.table.model)
 
     def ids_of(self, sample: RewardSample, *, room: int) -> list[int]:
         """Token ids of the question, as a chat where the tokenizer has a template. Raises Problem `too_long`."""
-        messages = messages_of(self.table, sample)
+        messages = judge_messages(self.table, sample)
         if self.tokenizer.has_template():
             ids = self.tokenizer.encode_chat(messages)
         else:
@@ -103,7 +103,7 @@ class _Asking:
 class Written(_Asking):
     """An answer in words, from an engine."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: JudgeSettings) -> None:
         super().__init__(asked)
         self._settings = engine_settings(asked)
         self._engine: Engine | None = None
@@ -120,10 +120,10 @@ class Written(_Asking):
         if self._engine is not None:
             await self._engine.close(grace_s=END_S)
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """All samples, so many at once: the engine decodes them together."""
         limit_s, at_once = self.asked.timeout_s, self.table.concurrency
-        await each(samples, self._one, done, timeout_s=limit_s, at_once=at_once)
+        await score_each(samples, self._one, done, timeout_s=limit_s, at_once=at_once)
 
     async def _one(self, sample: RewardSample) -> Verdict:
         assert self._engine is not None
@@ -148,7 +148,7 @@ class Written(_Asking):
             await self._engine.abort([request.id])
             raise
         found = number_in(self.table, self.tokenizer.decode(ids))
-        checked(found.value)
+        require_finite(found.value)
         return found
 
 
@@ -191,19 +191,19 @@ class YesNo(_Asking):
     async def close(self) -> None:
         """Nothing outlives the process."""
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """All samples, `concurrency` rows in a forward pass."""
 
         def ids_of(sample: RewardSample) -> list[int]:
             return self.ids_of(sample, room=self.table.max_tokens)
 
-        await in_batches(samples, done, ids_of=ids_of, forward=self._forward, rows=self.table.concurrency)
+        await score_batches(samples, done, ids_of=ids_of, forward=self._forward, rows=self.table.concurrency)
 
     def _forward(self, rows: list[list[int]]) -> list[Outcome]:
         try:
             logprobs = self._logprobs(rows)
         except Exception as error:  # whatever torch raises is a failure of these samples
-            return [problem_of(error)] * len(rows)
+            return [make_problem(error)] * len(rows)
         outcomes: list[Outcome] = []
         for row in logprobs:
             by_word = {word: float(torch.logsumexp(row[tokens], 0)) for word, tokens in self._words.items() if tokens}

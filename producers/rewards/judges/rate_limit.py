@@ -4,7 +4,7 @@ Time and randomness are given, so that the tests need no clock. Guarantees:
 1. between any two permits of `Pace` lies at least `1 / per_s`, and none is given while the server wants to be left
    alone;
 2. `backoff` grows from 0.5 s by doubling up to 30 s, half of it by chance, so that workers do not come back together;
-3. `Slow.after` is the 95th percentile of the calls so far, and None until there are enough of them.
+3. `Slow.threshold_s` is the 95th percentile of the calls so far, and None until there are enough of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pace:
 
     _until = 0.0  # left alone until then
 
-    def leave_alone(self, seconds: float) -> None:
+    def pause_for(self, seconds: float) -> None:
         """The server wants no request for so long."""
         self._until = max(self._until, self._clock() + seconds)
 
@@ -87,18 +87,18 @@ class Slow:
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=KEPT)
 
-    def took(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """A call was answered."""
         self._took.append(seconds)
 
-    def after(self) -> float | None:
+    def threshold_s(self) -> float | None:
         """Seconds after which a call is slower than 95 % of those so far."""
         if len(self._took) < ENOUGH:
             return None
         return sorted(self._took)[int(SLOW * len(self._took))]
 
 
-async def hedged(
+async def hedge(
     call: Callable[[], Awaitable[object]],
     *,
     after_s: float | None,

@@ -25,8 +25,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from producers.rewards.judges import rate_limit as pace
-from producers.rewards.judges.templates import messages_of, number_in, summed, yes_share
-from producers.rewards.outcome import Asked, Done, Problem, Verdict, checked, each
+from producers.rewards.judges.templates import judge_messages, number_in, sum_logprobs, yes_share
+from producers.rewards.outcome import JudgeSettings, Problem, Report, Verdict, require_finite, score_each
 from producers.rewards.sample import RewardSample
 
 AGAIN = frozenset({408, 425, 429})  # and 5xx
@@ -45,12 +45,12 @@ class Again(Exception):
 
 
 class Remote:
-    def __init__(self, asked: Asked, *, rng: random.Random | None = None) -> None:
+    def __init__(self, asked: JudgeSettings, *, rng: random.Random | None = None) -> None:
         self.table = asked.table
         self._timeout_s = asked.timeout_s
         self._attempt_s = asked.table.attempt_timeout_s or asked.timeout_s
         self._endpoint = f"{asked.table.url.rstrip('/')}/chat/completions"
-        self._key = key_of(asked)
+        self._key = read_api_key(asked)
         self._pace = pace.Pace(asked.table.max_requests_per_s)
         self._slow = pace.Slow()
         self._rng = rng or random.Random()
@@ -91,9 +91,9 @@ class Remote:
         ]
         return hashlib.blake2b(msgspec.json.encode(asked), digest_size=8).hexdigest()
 
-    async def score(self, samples: Sequence[RewardSample], done: Done) -> None:
+    async def score(self, samples: Sequence[RewardSample], done: Report) -> None:
         """All samples, so many at once."""
-        await each(samples, self._one, done, timeout_s=self._timeout_s, at_once=self.table.concurrency)
+        await score_each(samples, self._one, done, timeout_s=self._timeout_s, at_once=self.table.concurrency)
 
     async def _one(self, sample: RewardSample) -> Verdict:
         body = self._body(sample)
@@ -125,8 +125,8 @@ class Remote:
         def count() -> None:
             self.hedges += 1
 
-        after_s = self._slow.after() if self.table.hedge else None
-        answer: Any = await pace.hedged(
+        after_s = self._slow.threshold_s() if self.table.hedge else None
+        answer: Any = await pace.hedge(
             call, after_s=after_s, may=lambda: self._under_way < self.table.concurrency, counted=count
         )
         return self._verdict(answer)
@@ -151,20 +151,20 @@ class Remote:
         except (self._http.ClientError, OSError) as error:
             raise Again(Problem("unreachable", f"{self._endpoint}: {type(error).__name__}: {error}"[:500])) from None
         if status != 200:
-            self._refused(status, raw, wait)
-        self._slow.took(time.monotonic() - started)
-        return self._decoded(raw)
+            self._raise_refusal(status, raw, wait)
+        self._slow.record(time.monotonic() - started)
+        return self._decode(raw)
 
-    def _refused(self, status: int, raw: bytes, wait: str | None) -> None:
+    def _raise_refusal(self, status: int, raw: bytes, wait: str | None) -> None:
         problem = Problem("refused", f"{self._endpoint}: HTTP {status}: {raw[:SHOWN].decode(errors='replace')}")
         if status not in AGAIN and status < 500:
             raise problem
         wait_s = pace.retry_after(wait, now=time.time())
         if wait_s:
-            self._pace.leave_alone(min(wait_s, self._timeout_s))
+            self._pace.pause_for(min(wait_s, self._timeout_s))
         raise Again(problem, wait_s)
 
-    def _decoded(self, raw: bytes) -> dict[str, Any]:
+    def _decode(self, raw: bytes) -> dict[str, Any]:
         try:
             if len(raw) > LONGEST_ANSWER:
                 raise ValueError(f"more than {LONGEST_ANSWER} bytes")
@@ -179,7 +179,7 @@ class Remote:
 
     def _body(self, sample: RewardSample) -> dict[str, Any]:
         table = self.table
-        messages = messages_of(table, sample)
+        messages = judge_messages(table, sample)
         body = {"model": table.model, "messages": messages, "temperature": table.temperature, "n": 1}
         if table.answer == "yes_no":
             return {**body, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
@@ -188,14 +188,14 @@ class Remote:
     def _verdict(self, choice: dict[str, Any]) -> Verdict:
         try:
             if self.table.answer == "yes_no":
-                found = yes_share(self.table, summed(_likeliest(choice)))
+                found = yes_share(self.table, sum_logprobs(_likeliest(choice)))
             else:
                 found = number_in(self.table, choice["message"]["content"])
         except Problem as problem:
             if problem.reason == "unparsed" and self.table.temperature:
                 raise Again(problem) from None
             raise
-        checked(found.value)
+        require_finite(found.value)
         return found
 
 
@@ -208,7 +208,7 @@ def _likeliest(choice: dict[str, Any]) -> list[tuple[str, float]]:
         raise Problem("refused", f"the server gives no top_logprobs ({type(error).__name__}: {error})") from None
 
 
-def key_of(asked: Asked) -> str:
+def read_api_key(asked: JudgeSettings) -> str:
     """The key of the server, empty without one. Raises `config.missing` or `config.file`."""
     table = asked.table
     if table.api_key_env:

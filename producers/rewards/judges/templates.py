@@ -24,7 +24,7 @@ from producers.rewards.sample import RewardSample
 SHOWN = 120  # characters of an answer in a failure
 
 
-def rendered(template: str, sample: RewardSample) -> str:
+def render(template: str, sample: RewardSample) -> str:
     """The template with the sample in it. Raises Problem where a column is missing."""
 
     def value(match: re.Match[str]) -> str:
@@ -34,26 +34,26 @@ def rendered(template: str, sample: RewardSample) -> str:
         if name == "prompt":
             return sample.prompt
         if name == "ground_truth":
-            return text_of(sample.ground_truth)
+            return column_text(sample.ground_truth)
         if name == "columns" and name not in sample.row:
-            return text_of(sample.row)
+            return column_text(sample.row)
         if name not in sample.row:
             columns = ", ".join(sorted(sample.row)) or "none"
             raise Problem("raised", f"the judge's prompt names column {name!r}; the row has: {columns}")
-        return text_of(sample.row[name])
+        return column_text(sample.row[name])
 
     return FIELD.sub(value, template)
 
 
-def text_of(value: object) -> str:
+def column_text(value: object) -> str:
     """A column as text: JSON unless it is text."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def messages_of(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
+def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
     """The chat that a judge is asked with."""
     system = [{"role": "system", "content": table.system}] if table.system else []
-    return [*system, {"role": "user", "content": rendered(table.prompt, sample)}]
+    return [*system, {"role": "user", "content": render(table.prompt, sample)}]
 
 
 def number_in(table: JudgeConfig, text: str) -> Verdict:
@@ -81,10 +81,10 @@ def yes_share(table: JudgeConfig, logprobs: Mapping[str, float]) -> Verdict:
     return Verdict(yes / (yes + no), {"yes": yes, "no": no})
 
 
-def summed(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
+def sum_logprobs(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Log-probs by word without the space around it: " yes" and "yes" are the same word.
 
-    >>> {word: round(value, 3) for word, value in summed([(" yes", -1.0), ("yes", -1.0), ("no", -2.0)]).items()}
+    >>> {word: round(value, 3) for word, value in sum_logprobs([(" yes", -1.0), ("yes", -1.0), ("no", -2.0)]).items()}
     {'yes': -0.307, 'no': -2.0}
     """
     found: dict[str, float] = {}

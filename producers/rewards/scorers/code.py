@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.extract import fenced
+from producers.rewards.scorers.extract import find_fenced
 from producers.rewards.scorers.ground_truth import json_truth
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ class Code:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the share of the tests that passed."""
-        passed = self.passed(self.program(sample.response), json_truth(sample))
+        passed = self.run_tests(self.program(sample.response), json_truth(sample))
         share = sum(passed) / len(passed)
         return {"score": float(share == 1.0) if self._all else share, "passed": share}
 
     def program(self, response: str) -> str:
         """The program of a response."""
-        block = fenced(response, LANGUAGES) if self._fenced else None
+        block = find_fenced(response, LANGUAGES) if self._fenced else None
         return (response if block is None else block).join(self._around)
 
-    def passed(self, program: str, truth: Any) -> list[bool]:
+    def run_tests(self, program: str, truth: Any) -> list[bool]:
         """One verdict per test. Raises ValueError where the ground truth holds no tests."""
         tests = {"asserts": truth} if isinstance(truth, list) else truth
         if not isinstance(tests, dict) or not (tests.get("asserts") or tests.get("inputs")):
@@ -127,7 +127,7 @@ class Code:
         return passed
 
     def _calls(self, program: str, name: str, inputs: list[Any], outputs: list[Any]) -> list[bool]:
-        arguments = [decoded(item) for item in inputs]
+        arguments = [decode_json(item) for item in inputs]
         if not all(isinstance(item, list) for item in arguments):
             raise ValueError(f"inputs for {name} are lists of its arguments, not {inputs!r:.80}")
         found = self._harness(CALLS, program, {"name": name, "inputs": arguments})
@@ -147,7 +147,7 @@ class Code:
             self._sandbox.run(code, "", files, fetch=[OUTPUTS], timeout_s=self._timeout_s, memory_bytes=self._memory)
         )
         lines = result.files.get(OUTPUTS, b"").decode(errors="replace").splitlines()
-        return [item for line in lines if isinstance(item := decoded(line), dict)]
+        return [item for line in lines if isinstance(item := decode_json(line), dict)]
 
 
 def usable(result: SandboxResult) -> SandboxResult:
@@ -157,7 +157,7 @@ def usable(result: SandboxResult) -> SandboxResult:
     return result
 
 
-def decoded(item: Any) -> Any:
+def decode_json(item: Any) -> Any:
     """JSON in a text as what it holds; anything else as it is."""
     if not isinstance(item, str):
         return item
@@ -191,7 +191,7 @@ def same(value: Any, wanted: Any) -> bool:
     if value == wanted:
         return True
     if isinstance(wanted, str) and not isinstance(value, str):
-        return same(value, decoded(wanted)) if decoded(wanted) != wanted else False
+        return same(value, decode_json(wanted)) if decode_json(wanted) != wanted else False
     if isinstance(value, float) and isinstance(wanted, int | float):
         return math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-9)
     if isinstance(value, list) and isinstance(wanted, list) and len(value) == len(wanted):

@@ -9,7 +9,7 @@ from asyncrl.errors import UNREADABLE
 from producers.rewards.sample import RewardSample
 
 
-def truth_of(sample: RewardSample) -> Any:
+def require_truth(sample: RewardSample) -> Any:
     """The ground truth. Raises ValueError where the row has none."""
     if sample.ground_truth is None:
         columns = ", ".join(sorted(sample.row)) or "none"
@@ -17,9 +17,9 @@ def truth_of(sample: RewardSample) -> Any:
     return sample.ground_truth
 
 
-def truths_of(sample: RewardSample) -> list[str]:
+def require_truths(sample: RewardSample) -> list[str]:
     """The ground truths as texts: of a list each; verl's {"target": [...]} too."""
-    truth = truth_of(sample)
+    truth = require_truth(sample)
     if isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
     items = list(truth) if isinstance(truth, list | tuple) else [truth]
@@ -30,7 +30,7 @@ def truths_of(sample: RewardSample) -> list[str]:
 
 def json_truth(sample: RewardSample) -> Any:
     """The ground truth, decoded where it is JSON in a text."""
-    truth = truth_of(sample)
+    truth = require_truth(sample)
     if isinstance(truth, str):
         try:
             return json.loads(truth)

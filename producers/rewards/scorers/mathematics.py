@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.ground_truth import truth_of
+from producers.rewards.scorers.ground_truth import require_truth
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[-.0-9\\][^\s${}]*?)(?=[.,;]?(?:[\s$]|$)))")
 NUMBER = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -48,11 +48,11 @@ class Math:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and the answer that was found."""
-        gold = self.gold(str(truth_of(sample)))
+        gold = self.gold(str(require_truth(sample)))
         found = self.answer(sample.response[-self._last :])
-        return self.scored(self.equal(gold, found), found)
+        return self.make_score(self.equal(gold, found), found)
 
-    def scored(self, right: bool, found: list[Any]) -> dict[str, Any]:
+    def make_score(self, right: bool, found: list[Any]) -> dict[str, Any]:
         return {"score": self._values[right], "acc": float(right), "pred": str(found[-1]) if found else None}
 
     def gold(self, text: str) -> list[Any]:
@@ -65,12 +65,12 @@ class Math:
 
     def answer(self, text: str) -> list[Any]:
         """The answer of a response, parsed; empty where there is none."""
-        boxes = boxes_of(text)
+        boxes = find_boxes(text)
         if boxes:
-            return self.parsed(f"${boxes[-1]}$")
-        return [] if self._boxed else self.parsed(text)
+            return self.parse(f"${boxes[-1]}$")
+        return [] if self._boxed else self.parse(text)
 
-    def parsed(self, text: str) -> list[Any]:
+    def parse(self, text: str) -> list[Any]:
         """A text, parsed; empty where it holds no mathematics."""
         return list(self._verify.parse(text, self._wanted))
 
@@ -79,7 +79,7 @@ class Math:
         return bool(found) and bool(self._verify.verify(gold, found))
 
 
-def boxes_of(text: str) -> list[str]:
+def find_boxes(text: str) -> list[str]:
     r"""The contents of all \boxed{...} and \fbox{...}, with the braces inside them; of \boxed 5 what follows."""
     boxes = []
     for start in BOX.finditer(text):
@@ -109,18 +109,18 @@ class GSM8K(Math):
         numbers = self.numbers(text.rpartition("####")[2])
         if not numbers:
             raise ValueError(f"the ground truth is no number: {text!r:.100}")
-        return self.parsed(numbers[0])
+        return self.parse(numbers[0])
 
     def answer(self, text: str) -> list[Any]:
         """As the class says."""
         _, mark, stated = text.rpartition("####")
         if mark:
-            return self.numbers(stated)[:1] and self.parsed(self.numbers(stated)[0])
+            return self.numbers(stated)[:1] and self.parse(self.numbers(stated)[0])
         if self._strict:
             return []
-        boxes = boxes_of(text)
+        boxes = find_boxes(text)
         numbers = self.numbers(boxes[-1] if boxes else text)
-        return self.parsed(numbers[-1]) if numbers else []
+        return self.parse(numbers[-1]) if numbers else []
 
     @staticmethod
     def numbers(text: str) -> list[str]:
@@ -140,9 +140,9 @@ class AIME(Math):
 
     def answer(self, text: str) -> list[Any]:
         """Leading zeros of a box count for nothing."""
-        boxes = boxes_of(text)
+        boxes = find_boxes(text)
         if boxes and INTEGER.fullmatch(boxes[-1].strip()):
-            return self.parsed(str(int(boxes[-1])))
+            return self.parse(str(int(boxes[-1])))
         return super().answer(text)
 
 
@@ -158,6 +158,6 @@ class DAPO(Math):
         if not lines:
             return []
         stated = lines[-1].strip()
-        boxes = boxes_of(stated)
+        boxes = find_boxes(stated)
         stated = boxes[-1] if boxes else stated.strip("$ .")
-        return self.parsed(f"${stated}$") or self.parsed(stated)
+        return self.parse(f"${stated}$") or self.parse(stated)

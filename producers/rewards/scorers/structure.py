@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.extract import fenced
+from producers.rewards.scorers.extract import find_fenced
 from producers.rewards.scorers.ground_truth import json_truth
 
 
@@ -43,7 +43,7 @@ class JSONSchema:
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and whether it is JSON at all."""
         validator = self._fixed or self._validator(json_truth(sample))
-        block = fenced(sample.response, ("json",))
+        block = find_fenced(sample.response, ("json",))
         try:
             value = json.loads(sample.response if block is None else block, parse_constant=_no_constant)
         except UNREADABLE:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from producers.rewards.sample import RewardSample
-from producers.rewards.scorers.extract import between
-from producers.rewards.scorers.ground_truth import truths_of
+from producers.rewards.scorers.extract import find_between
+from producers.rewards.scorers.ground_truth import require_truths
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -29,21 +29,21 @@ class Exact:
         """The score; the response is the answer."""
         said = sample.response.strip()
         said = said.rpartition("\n")[2].strip() if self._last_line else said
-        return {"score": float(self._key(said) in map(self._key, truths_of(sample))), "pred": said}
+        return {"score": float(self._key(said) in map(self._key, require_truths(sample))), "pred": said}
 
     def _key(self, text: str) -> str:
         return text.strip() if self._case else text.strip().casefold()
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """SQuAD: lower case, no punctuation, no articles, single spaces."""
     bare = text.lower().translate(PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
-def f1_of(said: str, truth: str) -> float:
+def word_f1(said: str, truth: str) -> float:
     """F1 of the words that two texts share; 1 where both have none."""
-    left, right = normalised(said).split(), normalised(truth).split()
+    left, right = normalise(said).split(), normalise(truth).split()
     if not left or not right:
         return float(left == right)
     shared = sum((Counter(left) & Counter(right)).values())
@@ -56,7 +56,7 @@ def f1_of(said: str, truth: str) -> float:
 class QA:
     """F1 (or EM, by `metric`) of the response against the best of the ground truths, as SQuAD counts.
 
-    `tag`: only what stands between <tag> and </tag> counts (the last such), and nothing without it.
+    `tag`: only the text between <tag> and </tag> counts (the last one); without it the score is 0.
     """
 
     def __init__(self, *, metric: Literal["f1", "em"] = "f1", tag: str = "") -> None:
@@ -67,15 +67,15 @@ class QA:
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
         """The score, and both figures."""
-        said, truths = sample.response, truths_of(sample)
+        said, truths = sample.response, require_truths(sample)
         if self._tag:
-            found = between(said, f"<{self._tag}>", f"</{self._tag}>")
+            found = find_between(said, f"<{self._tag}>", f"</{self._tag}>")
             if not found:
                 return {"score": 0.0, "f1": 0.0, "em": 0.0}
             said = found[-1]
-        f1 = max(f1_of(said, truth) for truth in truths)
-        em = max(float(normalised(said) == normalised(truth)) for truth in truths)
-        return {"score": em if self._metric == "em" else f1, "f1": f1, "em": em, "pred": normalised(said)}
+        f1 = max(word_f1(said, truth) for truth in truths)
+        em = max(float(normalise(said) == normalise(truth)) for truth in truths)
+        return {"score": em if self._metric == "em" else f1, "f1": f1, "em": em, "pred": normalise(said)}
 
 
 class Keyword:
@@ -97,7 +97,7 @@ class Keyword:
         if not self._words and self._forbidden and sample.ground_truth is None:
             words: list[str] = []
         else:
-            words = self._words or truths_of(sample)
+            words = self._words or require_truths(sample)
         bad = sum(self._has(sample.response, word) for word in self._forbidden)
         share = sum(self._has(sample.response, word) for word in words) / len(words) if words else 1.0
         return {"score": 0.0 if bad else share, "share": share, "forbidden": float(bad)}
