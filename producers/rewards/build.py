@@ -1,4 +1,4 @@
-"""From a judge's settings to its scorer."""
+"""Makes the scorer of a judge from its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from producers.sandbox import SandboxLimits
 
 
 def half_of_memory() -> int:
-    """Bytes; 0 where the system does not say how much it has."""
+    """Bytes; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (OSError, ValueError):
@@ -22,7 +22,7 @@ def half_of_memory() -> int:
 
 
 def sandbox_spec(config: SandboxConfig) -> SandboxSpec:
-    """What the child is told of `[sandbox]`."""
+    """The settings of `[sandbox]` for the child."""
     limits = SandboxLimits(
         timeout_s=config.timeout_s,
         memory_bytes=config.memory_bytes,
@@ -35,7 +35,7 @@ def sandbox_spec(config: SandboxConfig) -> SandboxSpec:
 
 
 def make_scorer(config: Config, judge: Judge) -> Scorer:
-    """The scorer of a judge. A model has the memory that it needs; only functions are bounded by default."""
+    """The scorer of a judge. Only functions have a default memory limit, models have none."""
     functions = [
         FunctionSpec(item.function, item.label, item.weight, item.data_sources, item.args) for item in judge.rewards
     ]
@@ -60,6 +60,6 @@ def make_scorer(config: Config, judge: Judge) -> Scorer:
 
 
 def judge_settings(config: Config, judge: Judge) -> JudgeSettings:
-    """What a model of a judge needs to know."""
+    """The settings for a judge that is a model."""
     dtype = config.model.dtype if judge.table.dtype == "auto" else judge.table.dtype
     return JudgeSettings(judge.table, judge.timeout_s, config.model.path, dtype, config.data.prompt_key)

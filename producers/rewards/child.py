@@ -1,11 +1,11 @@
 """The process that runs the user's reward functions, and nothing else: it may be killed at any moment.
 
 Started by `producers.rewards.scorer` as `python -m producers.rewards.child READ_FD WRITE_FD`. Guarantees:
-1. it says `Begin` before every call, so that the parent knows which sample a timeout or a death belongs to;
+1. it sends `Begin` before every call, so that the parent can attribute a timeout or a death to a sample;
 2. an exception of a function is a failure of that sample, never a reward;
-3. async functions of a job run together, each within the timeout; a batch function that raises is tried again sample by
+3. async functions of a job run together, each within the timeout; a batch function that raises is retried sample by
    sample, so that one bad sample does not fail the others;
-4. what functions print goes to the worker's log; the pipes are not stdin or stdout;
+4. output of functions goes to the worker's log; the pipes are not stdin or stdout;
 5. it and every process that it starts has at most `memory_bytes` of data each: more is a MemoryError, a failure of the
    sample with the reason `memory`.
 """
@@ -29,7 +29,7 @@ from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job
 from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
 from producers.sandbox import ready_sandbox
 
-MOST_LETTERS = 500  # of a failure's text
+MOST_LETTERS = 500  # of a failure message
 
 
 class Failure(Exception):
@@ -45,7 +45,7 @@ Outcome = Value | Failure
 
 
 def make_failure(label: str, error: BaseException) -> Failure:
-    """The failure that an exception of the function stands for."""
+    """The failure for an exception of the function."""
     if isinstance(error, NotFinite):
         return Failure("not_finite", f"{label}: {error}"[:MOST_LETTERS])
     if isinstance(error, MemoryError):
@@ -68,7 +68,7 @@ class Scoring:
         ]
 
     def version(self) -> str:
-        """Digest of the files that the functions stand in."""
+        """Digest of the functions' files."""
         digest = hashlib.blake2b(digest_size=8)
         for spec, call in self._calls:
             digest.update(f"{spec.function} {spec.weight} {spec.data_sources} {spec.args}".encode())
@@ -98,7 +98,7 @@ class Scoring:
             if call.is_batch:
                 return call.values(_settle(call.batch([sample])), 1)[0]
             return read_value(_settle(call.one(sample)))
-        except Exception as error:  # the user's code may raise anything; it is a failure of this sample
+        except Exception as error:  # any error of the user's code is a failure of this sample
             return make_failure(spec.label, error)
 
     def _together(
@@ -143,12 +143,12 @@ class Scoring:
 
 
 def applies(spec: FunctionSpec, sample: RewardSample) -> bool:
-    """Whether the function is for rows of this source."""
+    """Whether the function scores rows of this source."""
     return not spec.data_sources or sample.data_source in spec.data_sources
 
 
 def _settle(raw: Any) -> Any:
-    """The result itself where a plain function gave an awaitable."""
+    """The result; awaits it if a plain function returned an awaitable."""
     return asyncio.run(_await(raw)) if inspect.isawaitable(raw) else raw
 
 
@@ -157,7 +157,7 @@ async def _await(raw: Any) -> Any:
 
 
 def limit(memory_bytes: int) -> None:
-    """Bound this process and those it starts (data segments and private mappings, not the files that it maps)."""
+    """Limit the memory of this process and its children (data segments and private mappings, not mapped files)."""
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,19 +1,17 @@
-"""The contract of a reward function, tried out: `asyncrl test-reward` and `asyncrl.testing`.
+"""The contract test of a reward function: `asyncrl test-reward` and `asyncrl.testing`.
 
-Called as `python -m producers.rewards.contract_test NAME --data FILE`, and by authors' tests. The function runs as in
-a run,
-in the worker's child process with its time-out and its memory limit, on rows with responses of several kinds:
+Run as `python -m producers.rewards.contract_test NAME --data FILE`, and by authors' tests. The function runs as in a
+run, in the worker's child process with its time-out and its memory limit, on rows with responses of several kinds:
 
-    good   the ground truth (or the column that is named)      bad    good with something wrong in front of it
+    good   the ground truth (or the named column)              bad    good with an error in front of it
     empty  nothing                                             huge   `HUGE` characters
     odd    control characters, other scripts, half a tag       cut    good, ended by the length limit
 
 Guarantees:
-1. every check has a verdict (ok, note, fails) and, where it is not ok, what to do;
-2. what the function may do to its process (hang, crash, fork, print) costs that sample and not the test;
-3. the second pass runs in a new process, after the first one was killed: what differs between them is not a function of
-   the sample, or does not survive a restart.
-"""
+1. every check has a verdict (ok, note, fails) and, if it is not ok, a remedy;
+2. a function that breaks its process (hang, crash, fork, print) costs that sample and not the test;
+3. the second pass runs in a new process, after the first one was killed: a difference between them means that the
+   reward is not a function of the sample, or does not survive a restart."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ from producers.rewards.scorer import Scorer
 KINDS = ("good", "bad", "empty", "huge", "odd", "cut")
 HUGE = 100_000
 ODD = "\x00\x07\u202e\ufffd \U0001f600 \u0661\u0662 \\boxed{ <think> ``` %s {0}"
-SLOW_SHARE = 0.5  # of the time-out that a call may take without a note
+SLOW_SHARE = 0.5  # of the time-out, for a call without a note
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -53,7 +51,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What one response got: a result of the worker's child, and how long the call took."""
+    """The result of one response, and the time of its call."""
 
     row: int
     kind: str
@@ -67,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class RewardReport(msgspec.Struct, frozen=True):
-    """All of it. `ok`: no check fails."""
+    """The whole report. `ok`: no check fails."""
 
     name: str
     form: str
@@ -106,7 +104,7 @@ def check_reward(
     memory_bytes: int = 2 << 30,
     sandbox: str = "bubblewrap",
 ) -> RewardReport:
-    """Try a reward function on rows. Raises `config.reward` where it cannot be used at all."""
+    """Test a reward function on rows. Raises `config.reward` if it cannot be used at all."""
     call = RewardCall(function, args=args, prompt_key=prompt_key)
     spec = FunctionSpec(function, label_of(function), args=dict(args or {}))
     samples = [
@@ -121,7 +119,7 @@ def check_reward(
         scorer.start()
         first = _pass(scorer, samples)
         peak = scorer.peak_bytes()
-        scorer.close()  # SIGKILL, as at a time-out
+        scorer.close()  # SIGKILL, as after a time-out
         scorer.start()
         again = _pass(scorer, samples)
         together = _together(scorer, samples) if call.is_batch else []
@@ -140,7 +138,7 @@ def check_reward(
 
 
 def make_responses(row: dict[str, Any], *, response_key: str, prompt_key: str) -> list[tuple[str, RewardSample]]:
-    """Kinds of responses to a row, as samples. Tokens are characters here."""
+    """All kinds of responses to a row, as samples. Tokens are characters here."""
     prompt = row.get(prompt_key)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
     bare = RewardSample.from_row(row, prompt="", response="", prompt_ids=[], response_ids=[], finish="stop")
@@ -173,7 +171,7 @@ def make_responses(row: dict[str, Any], *, response_key: str, prompt_key: str) -
 
 
 def _pass(scorer: Scorer, samples: Sequence[tuple[int, str, RewardSample]]) -> list[Outcome]:
-    """Each sample in a job of its own."""
+    """Each sample in a separate job."""
     found = []
     for row, kind, sample in samples:
         results: list[Result] = []
@@ -197,10 +195,10 @@ def _failures(outcomes: Sequence[Outcome], timeout_s: float) -> list[Check]:
     remedies = {
         "timeout": f"make it faster, or raise reward_workers.timeout_s: the call is killed after {timeout_s:g} s, the "
                    "sample is scored again, reward_workers.retries times, and then its group is set aside",
-        "memory": "let it hold less, or raise reward_workers.memory_bytes",
-        "died": "it ends or crashes its process: return a number, and do not call exit",
+        "memory": "use less memory, or raise reward_workers.memory_bytes",
+        "died": "it exits or crashes its process: return a number, and do not call exit",
         "not_finite": "give a finite number: NaN and infinities are failures, never rewards",
-        "raised": "return a number for every response (a bad one: 0); raise only where the row itself is at fault",
+        "raised": "return a number for every response (a bad one: 0); raise only if the row itself is wrong",
     }  # fmt: skip
     failed = [outcome for outcome in outcomes if outcome.result.reason]
     if not failed:
@@ -224,14 +222,14 @@ def _same(first: Sequence[Outcome], again: Sequence[Outcome]) -> list[Check]:
             right.answer,
         ):
             text = (
-                f"not the same twice: row {one.row}, {one.kind}: {one.display}, then {other.display} (in a new process)"
+                f"different values: row {one.row}, {one.kind}: {one.display}, then {other.display} (in a new process)"
             )
             return [
                 Check(
                     "fails",
                     text,
                     "let it depend on the sample alone: no clock, no random numbers, no order of "
-                    "sets, nothing kept between calls; a judge needs temperature 0",
+                    "sets, no state between calls; a judge needs temperature 0",
                 )
             ]
     return [Check("ok", "the same values again in a new process, after the first was killed")]
@@ -279,7 +277,7 @@ def _memory(peak: int, limit: int) -> Check:
     text = f"{peak >> 20} MiB at most, of {limit >> 20} MiB; past that a call fails with the reason memory"
     if 2 * peak < limit:
         return Check("ok", text)
-    return Check("note", text, "raise reward_workers.memory_bytes, or let it hold less")
+    return Check("note", text, "raise reward_workers.memory_bytes, or use less memory")
 
 
 def _cut(text: str, size: int) -> str:
@@ -296,11 +294,10 @@ def load_rows(path: str, *, count: int, prompt_key: str) -> list[dict[str, Any]]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    result = argparse.ArgumentParser(prog="asyncrl test-reward", description="try a reward function as a run would")
+    result = argparse.ArgumentParser(prog="asyncrl test-reward", description="test a reward function as a run would")
     result.add_argument("function", metavar="NAME", help="module:name, path/file.py:name, builtin:name or an address")
     result.add_argument("--data", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
-    result.add_argument("--samples", type=int, default=4, metavar="N", help="rows to try it on (default 4)")
+    result.add_argument("--samples", type=int, default=4, metavar="N", help="rows to test it on (default 4)")
     result.add_argument("--response-key", default="", metavar="COLUMN", help="a good response; else the ground truth")
     result.add_argument(
         "--prompt-key", default="", metavar="COLUMN", help="the prompt (default: prompt, question, ...)"

@@ -1,13 +1,12 @@
-"""Scores archived samples again, for `asyncrl rescore`: no buffer, but the children of reward workers.
+"""Scores archived samples again, for `asyncrl rescore`: without a buffer, with the children of reward workers.
 
-Started as `python -m producers.rewards.rescore --config FOLDER/config.toml --name rescore`; FOLDER/plan.json says what
-to do, FOLDER/groups.jsonl and versions.json what came of it. Guarantees:
+Run as `python -m producers.rewards.rescore --config FOLDER/config.toml --name rescore`; FOLDER/plan.json has the task,
+FOLDER/groups.jsonl and versions.json the results. Guarantees:
 1. functions run as in a run: in a child with the judge's time and memory limits, `count` of them at a time; a failure
-   is tried `retries` times more, in another child where there is one;
-2. the reward of a sample is the sum of its judges and of the recorded parts that stay; one without an answer of every
-   judge has failed;
-3. a group that is in several steps (trained more than once) is scored once; archived batches that cannot be read are
-   said and left out.
+   is retried `retries` times, in another child if there is one;
+2. the reward of a sample is the sum of its judges and of the recorded parts that stay; a sample without a result of
+   every judge has failed;
+3. a group in several steps (trained more than once) is scored once; unreadable archived batches are logged and skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Place = tuple[int, int]  # group, sample
 
 
 class Bench:
-    """The children of one judge, each with a thread of its own."""
+    """The children of one judge, each with its own thread."""
 
     def __init__(self, config: Config, judge: Judge) -> None:
         self.judge = judge
@@ -57,7 +56,7 @@ class Bench:
             done.result()  # bounded: by the import limit of the scorer
 
     def score(self, samples: dict[Place, RewardSample]) -> dict[Place, Result]:
-        """The results of all samples, failures after they were tried as often as in a run."""
+        """The results of all samples; failures are retried as in a run."""
         found: dict[Place, Result] = {}
         left, size = list(samples), min(self.judge.batch_samples, -(-len(samples) // self.judge.count) or 1)
         for turn in range(self.judge.retries + 1):
@@ -105,7 +104,7 @@ class Rescoring:
         try:
             file = batch_file.read(batch_file.path_of(self._archive, step))
         except (WireError, OSError) as error:
-            print(f"warning: the archived batch of step {step} is left out: {error}", flush=True)
+            print(f"warning: the archived batch of step {step} is skipped: {error}", flush=True)
             return []
         groups = {group.group: group for group in claimed(file.batch, file.payloads).groups}
         contents = {number: content_of(one.response for one in group.samples) for number, group in groups.items()}
@@ -157,7 +156,7 @@ class Rescoring:
 
 
 def body(_args: RoleArgs, config: Config, stop: Stop) -> None:
-    """Score step after step, and write each as it is done."""
+    """Score step after step, and write each result at once."""
     folder = Path(config.run.dir)
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
     work = Rescoring(config, plan)
@@ -174,7 +173,6 @@ def body(_args: RoleArgs, config: Config, stop: Stop) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The process; its exit code."""
     return run("rescore", body, argv)
 
 

@@ -35,14 +35,12 @@ _numbers = itertools.count()
 
 
 class Bubblewrap(LocalSandbox):
-    """Isolated by bubblewrap: see this module's guarantees."""
-
     @property
     def is_isolated(self) -> bool:
         return True
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Raises `sandbox.unavailable` where bubblewrap is missing."""
+        """Raises `sandbox.unavailable` without bubblewrap."""
         found = shutil.which("bwrap")
         if sys.platform != "linux" or found is None:
             raise ConfigError("sandbox.unavailable", "bubblewrap (bwrap) is not on the PATH")
@@ -79,7 +77,7 @@ class Bubblewrap(LocalSandbox):
 
 
 def is_privileged() -> bool:
-    """Whether this process can make namespaces as root and then give root up inside them."""
+    """Whether this process can make namespaces as root and drop root inside them."""
     if os.geteuid() != 0:
         return False
     status = Path("/proc/self/status").read_text()
@@ -88,12 +86,12 @@ def is_privileged() -> bool:
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a link of a virtual environment to it."""
+    """The interpreter itself, not the link of a virtual environment."""
     return os.path.realpath(sys.executable)
 
 
 def arguments(limits: SandboxLimits, *, as_root: bool) -> list[str]:
-    """What bubblewrap is told. Root keeps no user namespace: an unprivileged uid of the host bounds its processes."""
+    """Arguments of bubblewrap. Root uses no user namespace: an unprivileged uid of the host bounds its processes."""
     isolate = [
         "--unshare-ipc",
         "--unshare-pid",

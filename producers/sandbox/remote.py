@@ -1,11 +1,11 @@
 """Programs on a SandboxFusion server, or on ours (`producers.sandbox.server`), by its route POST /run_code.
 
-Made by `producers.sandbox.open_sandbox("http://host:port")`. Guarantees:
-1. the statuses of the server become those of `producers.sandbox.base`; what the server cannot tell apart (memory,
-   output) is told by what the program wrote;
-2. a server that does not answer is asked `TRIES` times in all, then `sandbox.failed`; so is an answer that is none;
-3. an answer is read up to what the limits allow.
-The server decides how a program is isolated; this end does not.
+Guarantees:
+1. the statuses of the server become those of `producers.sandbox.base`; the server does not distinguish memory and
+   output, so the program's output decides;
+2. a server that does not answer is tried `TRIES` times, then `sandbox.failed`; so is an invalid answer;
+3. an answer is read up to the limits.
+The server decides the isolation.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class HTTPSandbox(Sandbox):
 
 
 def read_result(answer: dict[str, Any], output_bytes: int) -> SandboxResult:
-    """What a server's answer means. Raises where it is none."""
+    """The result in a server's answer. Raises if it is invalid."""
     run = answer.get("run_result")
     compiled = answer.get("compile_result")
     if compiled and (compiled["status"] != "Finished" or compiled.get("return_code")):
-        run = compiled  # it never came to run
+        run = compiled  # it did not run
     if answer["status"] == "SandboxError" or not run:
         raise Unavailable("sandbox.failed", f"the server failed: {answer.get('message') or answer['status']}")
     stdout, stderr = run.get("stdout") or "", run.get("stderr") or ""

@@ -1,12 +1,11 @@
 """A small server on loopback that runs programs in our sandbox and speaks SandboxFusion's route POST /run_code.
 
-Started as `asyncrl sandbox-server` (`python -m producers.sandbox.server`), for code that expects such a server.
-Guarantees:
-1. it listens on loopback alone, answers only requests whose Host is loopback and whose type is application/json (a web
-   page cannot reach it), and takes bodies up to `MAX_BODY_BYTES`;
-2. times and memory that a request asks for are cut to the server's own limits;
-3. a program's failure is an answer with status `Failed`; one that the sandbox is at fault for is `SandboxError`.
-Only Python is run.
+Run as `asyncrl sandbox-server` (`python -m producers.sandbox.server`), for code that expects such a server. Guarantees:
+1. it listens only on loopback, answers only requests with a loopback Host and type application/json (a web page cannot
+   reach it), and takes bodies up to `MAX_BODY_BYTES`;
+2. time and memory of a request are limited to the server's own limits;
+3. a program's failure is an answer with status `Failed`; a failure of the sandbox is `SandboxError`.
+Only Python is supported.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Request(msgspec.Struct):
     language: str = "python"
     stdin: str | None = None
     run_timeout: float | None = None
-    memory_limit_MB: int = -1  # its name on the wire  # noqa: N815  # its name on the wire
+    memory_limit_MB: int = -1  # noqa: N815  # its name on the wire
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
     args: list[str] = []
@@ -65,7 +64,7 @@ def build_job(request: Request, limits: SandboxLimits) -> SandboxJob:
 
 
 def decode_base64(text: str) -> bytes:
-    """What base64 says, in lines or not. Raises binascii.Error."""
+    """The bytes of base64 text, with or without line breaks. Raises binascii.Error."""
     return base64.b64decode("".join(text.split()), validate=True)
 
 
@@ -116,13 +115,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200, answer)
 
     def do_GET(self) -> None:
-        """A sign of life."""
         self._answer(200 if self.path == "/v1/ping" and self._is_allowed(body=False) else 404, "pong")
 
     def _is_allowed(self, *, body: bool = True) -> bool:
         try:
             host = urlsplit("//" + (self.headers.get("Host") or "")).hostname
-        except ValueError:  # half of an IPv6 address
+        except ValueError:  # for example an incomplete IPv6 address
             return False
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         return host in LOOPBACK and (not body or kind == "application/json")
@@ -136,7 +134,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line for every request."""
         return
 
 
@@ -151,7 +148,6 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
     result = argparse.ArgumentParser(
         prog="asyncrl sandbox-server", description="run programs for SandboxFusion clients"
     )
@@ -172,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = SandboxLimits(timeout_s=args.timeout_s, memory_bytes=args.memory_bytes, output_bytes=args.output_bytes)
     try:
         with open_sandbox(args.kind, limits, workers=args.workers) as sandbox:
-            sandbox.run("pass")  # so that a host without isolation says so at once
+            sandbox.run("pass")  # raises at once on a host without isolation
             return serve(sandbox, args.port)
     except AsyncRLError as error:
         print(error.render(), file=sys.stderr)

@@ -62,7 +62,7 @@ def test_log_probs_are_those_of_a_plain_forward_over_a_swap(kind: str) -> None:
     """Groups of unequal lengths, refilled rows, deltas, samples past every window, new weights under way."""
     model, old, new = (model_of(kind, seed=seed) for seed in (1, 1, 2))
     built = build(model, recompute=True)
-    assert built.kind == CASES[kind].kind, built.why
+    assert built.kind == CASES[kind].way, built.why
 
     def change() -> None:
         model.load_state_dict(new.state_dict())
@@ -87,7 +87,7 @@ def test_tokens_are_the_same_with_transformers_own_caches(kind: str) -> None:
         assert np.abs(item.logprobs - ways[1][key].logprobs).max() < GAP
 
 
-@pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.kind == REFUSED])
+@pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.way == REFUSED])
 def test_the_others_are_refused_with_a_reason(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unfit(config_of(kind), max_len=64, where="m")

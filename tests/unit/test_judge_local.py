@@ -16,7 +16,7 @@ from asyncrl.demo.tasks import CHARACTERS
 from asyncrl.errors import ConfigError
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
 from producers.rewards.judges.classifier import Classifier
-from producers.rewards.judges.generative import Written, YesNo, engine_settings
+from producers.rewards.judges.generative import Written, YesNo, engine_config
 from producers.rewards.outcome import JudgeSettings, Model, Outcome, Problem, Verdict
 from producers.rewards.sample import RewardSample
 
@@ -193,13 +193,13 @@ def test_a_judge_writes_its_answer_with_an_engine_of_its_own(folder: Path) -> No
 
 def test_a_number_in_what_it_writes_is_the_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Written(asked(folder, "grader", "generative", max_new_tokens=4, max_tokens=64))
-    monkeypatch.setattr(judge.tokenizer, "decode", lambda ids: f"Score: {len(ids)}")
+    monkeypatch.setattr(judge._questions.tokenizer, "decode", lambda ids: f"Score: {len(ids)}")
     assert [value(outcome) for outcome in scores(judge, [sample("4"), sample("5")])] == [4, 4]
 
 
 def test_no_room_for_an_answer_is_said(folder: Path) -> None:
     with pytest.raises(ConfigError, match="leaves no room"):
-        engine_settings(asked(folder, "grader", "generative", max_tokens=8, max_new_tokens=8))
+        engine_config(asked(folder, "grader", "generative", max_tokens=8, max_new_tokens=8))
 
 
 @pytest.mark.parametrize("at_once", [1, 8])

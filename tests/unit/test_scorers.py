@@ -200,7 +200,7 @@ def test_json_schema(response: str, value: float) -> None:
 
 def test_a_schema_that_is_none() -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(ConfigError, match="no JSON schema"):
+    with pytest.raises(ConfigError, match="not a JSON schema"):
         scored("json_schema", "{}", schema={"type": "objekt"})
     with pytest.raises(ValueError, match="no object"):
         scored("json_schema", "{}", "not a schema")

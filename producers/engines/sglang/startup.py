@@ -1,11 +1,11 @@
-"""Whether an SGLang server fits a run, looked at once before anything is generated; and a request the engine.
+"""Checks whether an SGLang server fits a run, before anything is generated, and checks requests.
 
-Every refusal is `config.conflict` with the argument of the server that is to
-be changed, but for a missing address and another model. Guarantees:
-1. a server whose token versions would be wrong is refused: with overlap scheduling SGLang pauses in place while a step
-   is under way, and the token of that step is named after the new weights. `recompute` retracts what runs, which takes
-   the step's result in first;
-2. a server that would serve K/V of one salt to another is refused: that is tried out with three requests.
+Every refusal is `config.conflict` with the argument of the server to change, except a missing address and another
+model. Guarantees:
+1. a server with wrong token versions is refused: with overlap scheduling SGLang pauses in place while a step is under
+   way, and labels the token of that step with the new weights. `recompute` retracts running requests, which takes the
+   step's result in first;
+2. a server that would serve K/V of one salt to another is refused: three requests probe that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def server_url(config: Config) -> str:
 
 
 def address_towards(url: str) -> str:
-    """The address of this host that the server's host sees."""
+    """The address of this host on the way to the server."""
     parts = urlsplit(url)
     try:
         place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
@@ -52,7 +52,7 @@ def address_towards(url: str) -> str:
 
 
 def check_server(found: ServerFacts, config: Config, *, architecture: str, where: str) -> None:
-    """Raise `config.conflict` where its arguments contradict the run, `handshake.mismatch` for another model."""
+    """Raise `config.conflict` if its arguments contradict the run, `handshake.mismatch` for another model."""
     name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
     longest = config.data.max_prompt_tokens + config.longest_response
     problems = [
@@ -81,11 +81,11 @@ def _architecture(config: Config) -> str:
 
 
 async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) -> None:
-    """Try out that a prompt asked under one salt is not served from K/V of another."""
+    """Probe that a prompt with one salt is not served from K/V of another."""
     length = min(max(PROBE_TOKENS, PROBE_PAGES * found.page_size) + 1, found.max_req_input_len - 1)
     prompt = [(7 * place + 3) % max(vocab, 1) for place in range(length)] if vocab else [1] * length
     cached = []
-    own = uuid.uuid4().hex  # the producer before has left its probes in the cache
+    own = uuid.uuid4().hex  # an earlier producer may have left probes in the cache
     for salt in (f"{own}/1", f"{own}/1", f"{own}/2"):
         body = {
             "input_ids": prompt,
@@ -108,7 +108,7 @@ async def check_prefixes(client: HttpClient, found: ServerFacts, *, vocab: int) 
 
 
 def check_request(request: GenRequest, config: Config, *, vocab: int, taken: bool, version: int) -> None:
-    """Raise `sample.invalid` for a request that the engine cannot keep its promises for; `taken`: its id is in use."""
+    """Raise `sample.invalid` for an unsupported request; `taken`: its id is in use."""
     problem = request_problem(request, config, vocab=vocab, taken=taken, version=version)
     if not problem and request.top_k == 1 and request.temperature != 1:
         problem = f"top_k = 1 at temperature {request.temperature:g}: SGLang's log-probs are of temperature 1 then"

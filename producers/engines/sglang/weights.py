@@ -1,9 +1,9 @@
-"""One version from its file into an SGLang server, in a weight session.
+"""Loads one version from its file into an SGLang server, in a weight session.
 
 Guarantees:
 1. the server is paused from before the first byte on, and stays paused;
-2. tensors go in plan order, one broadcast per piece that lies back to back; the last one carries the label, and what
-   the server says that it holds is compared with it;
+2. tensors go in plan order, one broadcast per contiguous piece; the last one carries the label, which is compared with
+   the server's own report;
 3. every failure is `engine.broken`; the server is of no version then.
 """
 
@@ -17,7 +17,7 @@ from weightsync.plan.digest import bucket_digest, version_digest
 
 
 async def load(server: SGLangServer, group: GroupSender, staged: StagedVersion, label: str, *, recompute: bool) -> None:
-    """Pause the server and load the version. `recompute`: K/V of what runs is given up and will be made again."""
+    """Pause the server and load the version. `recompute`: K/V of running requests is dropped and computed again."""
     await server.pause("retract" if recompute else "in_place")
     if recompute:
         await server.flush()
@@ -29,7 +29,7 @@ async def load(server: SGLangServer, group: GroupSender, staged: StagedVersion, 
         await server.update(part, group=group.name, label=name, sending=group.send(data))
     await server.end()
     if (held := await server.label()) != label:
-        raise WorkError("engine.broken", f"after the commit of {label} the server says that it holds {held!r}")
+        raise WorkError("engine.broken", f"after the commit of {label} the server reports {held!r}")
 
 
 def file_digest(staged: StagedVersion) -> str:

@@ -1,12 +1,12 @@
-"""What the engines `vllm` (in this process) and `vllm_http` (a server) have in common.
+"""Common part of the engines `vllm` (in this process) and `vllm_http` (a server).
 
-Their base class. Guarantees:
-1. a sample is one request of vLLM's, with a seed of its own; its deltas, with the runs of versions that vLLM names, go
-   into the outbox of its request;
-2. versions are staged in files (`staged`); only a commit touches vLLM, and from its beginning every failure is
-   `engine.broken`, for whoever waits and for every later call;
-3. checksums are taken right after a commit where that is cheap beside the time between commits, and compared later.
-What differs is asked of `_decode`, `_swap`, `_checksums_now`, `_dead`.
+Guarantees:
+1. a sample is one vLLM request with its own seed; its deltas, with the version runs that vLLM reports, go into the
+   outbox of its request;
+2. versions are staged in files (`staged_weights`); only a commit touches vLLM, and from its beginning every failure is
+   `engine.broken`, for all current and later calls;
+3. checksums are taken right after a commit if they are cheap, and compared later (`checksums`).
+Subclasses implement `_decode`, `_swap`, `_checksums_now`, `_dead`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HOLDS = {"float32": {"F32", "BF16", "F16"}, "bfloat16": {"BF16"}, "float16": {"F
 
 
 class Sample:
-    """One index of one request: what has come of it, and what was handed on."""
+    """One index of one request: its tokens, and the part that was sent on."""
 
     def __init__(self, request: GenRequest, index: int, outbox: asyncio.Queue[Any], attempt: int) -> None:
         self.request = request
@@ -49,27 +49,27 @@ class Sample:
         self.logprobs: list[float] = []
         self.sent = 0
         self.versions: list[int] = []  # of the tokens that were sent
-        self.label = ""  # in force when it was submitted
+        self.label = ""  # current when it was submitted
         self.ended = False
         self.task: asyncio.Task[None] | None = None
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """New tokens. Raises `engine.broken` where a token has no log-prob."""
+        """New tokens. Raises `engine.broken` if a token has no log-prob."""
         if len(token_ids) != len(logprobs):
             raise WorkError("engine.broken", f"{len(logprobs)} log-probs for {len(token_ids)} tokens", where=self.name)
         self.tokens += token_ids
         self.logprobs += logprobs
 
     def is_due(self) -> bool:
-        """Whether enough has come for a delta."""
+        """Whether there are enough new tokens for a delta."""
         every = self.request.delta_tokens
         return every > 0 and len(self.tokens) - self.sent >= every
 
     def hand_on(self, runs: Runs, finish: str) -> None:
-        """Put a delta of what is new into the outbox; `runs` are over all tokens so far.
+        """Put a delta of the new tokens into the outbox; `runs` are over all tokens so far.
 
         Raises:
-            WorkError: `engine.broken` where the runs are not those that were sent before.
+            WorkError: `engine.broken` if the runs contradict those that were sent before.
         """
         versions = expand(runs).tolist()
         if versions[: self.sent] != self.versions:
@@ -91,7 +91,7 @@ class Sample:
 
 class VLLMBase:
     def __init__(self, config: Config, *, tag: str = "") -> None:
-        """`tag` is part of every label, see `staged.Labels`."""
+        """`tag` is part of every label, see `staged_weights.Labels`."""
         self._config = config
         self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
@@ -100,7 +100,7 @@ class VLLMBase:
         self._labels = Labels(tag)
         self._samples: dict[tuple[str, int], Sample] = {}
         self._failure: AsyncRLError | None = None
-        self._full_softmax = False  # of the log-probs, whatever a request asks
+        self._full_softmax = False  # of the log-probs, for every request
         self._logprobs_mode = "processed_logprobs"
         self._version = -1
         self._paused = False
@@ -109,19 +109,19 @@ class VLLMBase:
         self._checksums = Checksums(self._checksums_now, self._fail)
 
     async def _decode(self, sample: Sample) -> None:
-        """Follow one request of vLLM to its end; cancelled, it gives the request up."""
+        """Follow one vLLM request to its end; a cancellation aborts the request."""
         raise NotImplementedError
 
     async def _swap(self, staged: StagedVersion, label: str) -> str:
-        """Pause, load, label, resume; the digest of what the workers loaded."""
+        """Pause, load, label, resume; the digest of the loaded weights."""
         raise NotImplementedError
 
     async def _checksums_now(self) -> Any:
-        """vLLM's checksums of its parameters, of all workers."""
+        """vLLM's checksums of its parameters, for all workers."""
         raise NotImplementedError
 
     def _dead(self) -> str:
-        """Why vLLM does not answer any more; empty where that is not known."""
+        """Why vLLM does not answer; empty if unknown."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
@@ -146,7 +146,7 @@ class VLLMBase:
             raise self._failure
 
     def _fail(self, what: str, error: BaseException | None = None) -> AsyncRLError:
-        """Remember the first failure and hand it to everybody who waits."""
+        """Remember the first failure and pass it to all waiting calls."""
         if self._failure is None:
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             self._failure = AsyncRLError("engine.broken", f"{what}{why}")
@@ -155,7 +155,6 @@ class VLLMBase:
         return self._failure
 
     def _begin_close(self) -> None:
-        """At the beginning of `close`."""
         self._fail("the engine was closed")
         self._checksums.close()
 
@@ -189,7 +188,7 @@ class VLLMBase:
             self._forget([request.id])
 
     def _problem(self, request: GenRequest) -> str:
-        """Why the request cannot be taken; empty where it can."""
+        """Why the request cannot be taken; empty if it can."""
         taken = any(key[0] == request.id for key in self._samples)
         vocab, version = self._facts.vocab, self._version
         if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
@@ -202,14 +201,14 @@ class VLLMBase:
         sample.task = asyncio.create_task(self._decode(sample))
 
     def _submit_anew(self) -> None:
-        """Begin the samples again that have no token yet: their prompt may have K/V of the old weights."""
+        """Restart the samples without a token: their prompt may have K/V of the old weights."""
         for sample in list(self._samples.values()):
             if not sample.tokens and sample.task is not None:
                 sample.task.cancel()
                 self._submit(Sample(sample.request, sample.index, sample.outbox, sample.attempt + 1))
 
     def _finish(self, sample: Sample, spans: Sequence[tuple[str, int, int]], reason: str) -> None:
-        """The last tokens of a sample have come; `spans` are vLLM's (label, start, end) over all of them."""
+        """End a sample; `spans` are vLLM's (label, start, end) over all its tokens."""
         if reason not in ("stop", "length", "abort"):
             raise WorkError("engine.broken", f"vLLM ended a sample with {reason!r}", where=sample.name)
         self._samples.pop((sample.request.id, sample.index), None)
@@ -217,7 +216,7 @@ class VLLMBase:
         sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), reason)
 
     def _forget(self, ids: Sequence[str] | None) -> list[Sample]:
-        """Give up the samples of these requests (None: all): a cancelled task aborts its request in vLLM."""
+        """Drop the samples of these requests (None: all): a cancelled task aborts its request in vLLM."""
         gone = [sample for sample in self._samples.values() if ids is None or sample.request.id in ids]
         for sample in gone:
             del self._samples[sample.request.id, sample.index]
@@ -226,13 +225,13 @@ class VLLMBase:
         return gone
 
     async def abort(self, ids: Sequence[str] | None) -> int:
-        """Give up these requests (None: all); their iterators end without the missing samples."""
+        """Abort these requests (None: all); their iterators end without the missing samples."""
         self._require()
         gone = self._forget(ids)
         for outbox in {id(sample.outbox): sample.outbox for sample in gone}.values():
             outbox.put_nowait(None)
         tasks = [sample.task for sample in gone if sample.task is not None]
-        if tasks:  # vLLM has heard of it then
+        if tasks:  # vLLM knows about it then
             await asyncio.wait(tasks, timeout=CALL_LIMIT_S)
         return len(gone)
 
@@ -246,23 +245,23 @@ class VLLMBase:
         await asyncio.to_thread(self._staged.begin, manifest, tensors)
 
     def bucket_room(self, number: int) -> memoryview | None:
-        """Where the bytes of a bucket may be put before they are applied."""
+        """Memory for the bytes of a bucket before they are applied."""
         return self._staged.room(number)
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket; the digest of what lies in the file."""
+        """Take the bytes of one bucket; the digest of the file's bytes."""
         return await asyncio.to_thread(self._staged.apply, number, data)
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """The bytes of a bucket of the version in force."""
+        """The bytes of a bucket of the current version."""
         return await asyncio.to_thread(self._staged.read, number, into)
 
     async def abort_update(self) -> None:
-        """Forget a begun update; vLLM never heard of it."""
+        """Drop a begun update; vLLM has not seen it."""
         await asyncio.to_thread(self._staged.abort)
 
     async def commit_update(self) -> str:
-        """Have every worker load the version between two steps; the digest of what the workers loaded."""
+        """Load the version in every worker between two steps; the digest of the loaded weights."""
         self._require()
         staged = self._staged.complete()
         label = self._labels.new(staged.manifest.version)
@@ -279,7 +278,7 @@ class VLLMBase:
         return digest
 
     def _set_current(self, staged: StagedVersion, label: str) -> None:
-        """The workers hold the version, and nothing is decoded yet."""
+        """The workers hold the version; decoding has not resumed."""
         self._labels.current, self._version = label, staged.manifest.version
         if not self._recompute:
             self._submit_anew()
@@ -293,7 +292,7 @@ class VLLMBase:
 
 
 def one_digest(workers: Sequence[dict[str, Any]]) -> str:
-    """The digest that all workers loaded. Raises `engine.broken` where they differ, or there is none."""
+    """The digest that all workers loaded. Raises `engine.broken` if they differ, or there is none."""
     digests = {str(worker["digest"]) for worker in workers}
     if len(digests) != 1:
         raise WorkError("engine.broken", f"the workers hold different weights: {sorted(digests)}")
@@ -301,7 +300,7 @@ def one_digest(workers: Sequence[dict[str, Any]]) -> str:
 
 
 def check_dtypes(tensors: Sequence[Tensor], dtype: str) -> None:
-    """Raise `sync.plan` where the engine's dtype cannot hold what is sent: the digest could never agree."""
+    """Raise `sync.plan` if the engine's dtype cannot hold the sent values: the digests would differ."""
     for tensor in tensors:
         if tensor.dtype not in HOLDS[dtype]:
             raise AsyncRLError(
@@ -318,7 +317,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def unfit_logprobs(request: GenRequest, mode: str) -> str:
-    """Why the engine's log-probs would not be those of the full softmax after temperature; empty where they are."""
+    """Why the engine's log-probs would not be those of the full softmax after temperature; empty if they are."""
     if mode == "raw_logprobs" and request.temperature != 1:
         return f"temperature {request.temperature:g}: this engine records log-probs before the temperature"
     if mode == "processed_logprobs" and (request.top_p < 1 or request.top_k > 0):
@@ -327,7 +326,7 @@ def unfit_logprobs(request: GenRequest, mode: str) -> str:
 
 
 def update_info(staged: StagedVersion, *, path: str) -> dict[str, Any]:
-    """What `vllm_backend.StagedUpdateInfo` is made of."""
+    """Fields of `weight_transfer.StagedUpdateInfo`."""
     return {
         "tensors": [
             [tensor.name, tensor.dtype, list(tensor.shape), tensor.bucket, tensor.offset, tensor.nbytes]

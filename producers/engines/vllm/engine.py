@@ -1,22 +1,21 @@
-"""The vllm engine: AsyncLLM in this process, its workers beside it, weights by vLLM's own transfer interface.
+"""The vllm engine: AsyncLLM in this process, its workers in others, weights by vLLM's own transfer interface.
 
 Guarantees:
-1. tokens go in and come out as ids; a sample is one request of its own, with its own seed, so the same seed and index
-   give the same tokens whatever else is decoded;
-2. a version is staged in a file while generation goes on (`staged`); at the commit the engine is paused, the workers
-   load the file (`vllm_backend`), and it goes on: no step is ever between two versions;
-3. token versions are the spans that vLLM itself reports, under labels that are never used twice; spans that do not
-   cover the tokens are `engine.broken`;
-4. no new request meets K/V of older weights: the prefix cache is salted with the label, and samples without a token are
-   submitted anew at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way are
+1. tokens go in and come out as ids; a sample is one request with its own seed, so the same seed and index give the same
+   tokens whatever else is decoded;
+2. a version is staged in a file while generation goes on (`staged_weights`); at the commit the engine is paused, the
+   workers load the file (`weight_transfer`), and it goes on: no step is between two versions;
+3. token versions are the spans that vLLM reports, under unique labels; spans that do not cover the tokens are
+   `engine.broken`;
+4. no new request gets K/V of older weights: the prefix cache is salted with the label, and samples without a token are
+   submitted again at a commit; with `kv_at_swap = "recompute"` the cache is emptied and K/V of samples under way is
    computed again;
-5. log-probs are those of the full softmax after temperature, where the workers' sampler can be made to record these
-   (`vllm_backend.FullSoftmax`); else a request whose own settings make them others is refused;
-6. whatever vLLM reports as its death, or fails from the beginning of a commit on, is `engine.broken` in every call
-   under way and later. The engine's processes end with this one, also where it is killed (`vllm_plugin`).
-`attest` compares vLLM's own checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers
-out of their reach.
-"""
+5. log-probs are those of the full softmax after temperature, if the workers' sampler can record them
+   (`weight_transfer.FullSoftmax`); else a request with other settings is refused;
+6. a death of vLLM, and any failure from the beginning of a commit on, is `engine.broken` in all current and later
+   calls. The engine's processes end with this one, also if it is killed (`plugin`). `attest` compares vLLM's own
+   checksums of its parameters with those after the commit; on a CPU vLLM packs linear layers, which the checksums do
+   not cover."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class VLLMEngine(VLLMBase):
     async def start(self) -> None:
         """Load the model and start vLLM's processes; the version is -1 until the first update is committed.
 
-        On this thread, not in another: the kernel ends vLLM's processes with the thread that started them.
+        It runs on this thread: the kernel ends vLLM's processes with the thread that started them.
         """
         prepare(self._config)
         try:
@@ -77,7 +76,7 @@ class VLLMEngine(VLLMBase):
             self._children = engine_processes()
             await self._wait(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
             self._full_softmax = all(await self._wait(self._llm.collective_rpc("asyncrl_full_softmax")))
-        except Exception as error:  # vLLM raises RuntimeError, ValueError and its own from its processes
+        except Exception as error:  # vLLM raises RuntimeError, ValueError and its own errors
             raise self._fail("vLLM did not start", error) from error
         if not self._full_softmax and (problem := logprobs_problem(self._config.sampling)):
             raise problem
@@ -94,7 +93,7 @@ class VLLMEngine(VLLMBase):
         """A snapshot; any thread."""
         stats, samples = self._stats, len(self._samples)
         detail = self._failure.message if self._failure is not None else self._dead()
-        running = min(stats.running, samples)  # vLLM says nothing while it has nothing to do
+        running = min(stats.running, samples)  # vLLM reports nothing while it is idle
         return EngineHealth(
             alive=not detail,
             version=self._version,
@@ -110,7 +109,6 @@ class VLLMEngine(VLLMBase):
         )
 
     def capabilities(self) -> EngineCapabilities:
-        """What this engine can do with its configuration."""
         self._require()
         cache: Any = self._llm.vllm_config.cache_config
         return EngineCapabilities(
@@ -130,11 +128,11 @@ class VLLMEngine(VLLMBase):
         return await asyncio.wait_for(call, limit_s)
 
     async def _ask(self, what: str, call: Callable[[Any], Awaitable[Any]], limit_s: float = CALL_LIMIT_S) -> Any:
-        """A call of vLLM whose failure is the engine's."""
+        """A call of vLLM; its failure breaks the engine."""
         self._require()
         try:
             return await self._wait(call(self._llm), limit_s)
-        except Exception as error:  # EngineDeadError and whatever a worker raised
+        except Exception as error:  # EngineDeadError and errors of workers
             raise self._fail(what, error) from error
 
     # ------------------------------------------------------------ samples
@@ -151,10 +149,12 @@ class VLLMEngine(VLLMBase):
                 async for output in outputs:
                     self._take_output(sample, output.outputs[0])
         except (VLLMClientError, ValueError) as error:
-            sample.outbox.put_nowait(WorkError("sample.invalid", f"vLLM refuses it: {error}", where=request.id))
+            sample.outbox.put_nowait(
+                WorkError("sample.invalid", f"vLLM refuses the request: {error}", where=request.id)
+            )
         except WorkError as error:
             self._fail(error.message)
-        except Exception as error:  # EngineDeadError, EngineGenerateError, and bugs: nobody may wait for this sample
+        except Exception as error:  # EngineDeadError, EngineGenerateError, bugs: callers must not wait for this sample
             self._fail("vLLM failed", error)
 
     def _take_output(self, sample: Sample, part: Any) -> None:
@@ -167,9 +167,9 @@ class VLLMEngine(VLLMBase):
             sample.hand_on(self._labels.runs(spans, len(sample.tokens), where=sample.name), "")
 
     def _spans_so_far(self, sample: Sample) -> list[tuple[str, int, int]]:
-        """vLLM's spans of a sample that has not ended; empty where this vLLM does not show them (one delta then).
+        """vLLM's spans of a sample that has not ended; empty if this vLLM lacks them (then there is one delta).
 
-        What this says is compared with the spans that come with the end of the sample.
+        They are compared with the spans at the end of the sample.
         """
         count, processor = len(sample.tokens), self._llm.output_processor
         names = getattr(processor, "external_req_ids", {}).get(sample.name, ())
@@ -192,7 +192,6 @@ class VLLMEngine(VLLMBase):
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
         await self._ask("resume", lambda llm: llm.resume_generation())
         self._paused = False
 

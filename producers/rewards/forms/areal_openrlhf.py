@@ -17,12 +17,12 @@ class AReaL(Form):
 
     @classmethod
     def claims(cls, parameters: Parameters) -> bool:
-        """Recognised by `completions` beside `prompt` or, without `prompts`, by `prompt_ids`."""
+        """Recognised by `completions` next to `prompt` or, without `prompts`, by `prompt_ids`."""
         names = parameters.names
         return "completions" in names and "prompts" not in names and bool({"prompt", "prompt_ids"} & names)
 
     def keywords(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
-        """Of the sample and its row; `answer` falls back to the ground truth."""
+        """The sample and its row; `answer` falls back to the ground truth."""
         sample = samples[0]
         return {
             "answer": sample.ground_truth,
@@ -56,7 +56,8 @@ class OpenRLHF(Form):
         }
 
     def items(self, raw: Any, count: int) -> list[Any]:
-        """`rewards` is the reward; `scores` and what is in `extra_logs` become parts, alone or one for each sample."""
+        """`rewards` is the reward; `scores` and the entries of `extra_logs` become parts, one value or one per
+        sample."""
         if not isinstance(raw, dict):
             return super().items(raw, count)
         if "rewards" not in raw:

@@ -10,11 +10,11 @@ from producers.rewards.sample import RewardSample
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What a trainer would log: parts of a dict result are the way here."""
+    """Ignored: parts of a dict result are logged instead."""
 
 
 class TRL(Form):
-    """A batch: texts, or lists of messages where the prompts are such; every column of the rows as a list."""
+    """A batch: texts, or lists of messages if the prompts are; every column of the rows as a list."""
 
     name = "trl"
     signature = "reward(prompts, completions, **columns)"

@@ -1,11 +1,11 @@
-"""The process of a judge that is a model: holds the model, scores what the reward worker hands it.
+"""The process of a judge that is a model: holds the model, scores the samples of the reward worker.
 
 Started by `producers.rewards.scorer` as `python -m producers.rewards.judges.child READ_FD WRITE_FD`, with the frames of
 `producers.rewards.pipe`. Guarantees:
-1. it says that it is ready once the model is loaded, or what is wrong with it;
-2. every sample of a job gets one result as soon as it is known; each one tells the parent that it is alive;
-3. what goes wrong with a sample is a failure with its reason, never a reward;
-4. a sample's reward is the sum of `weight * score` over the rewards of the judge that are for its data source.
+1. it reports when the model is loaded, or the error;
+2. every sample of a job gets one result as soon as it is known; each one shows the parent that it is alive;
+3. an error of a sample is a failure with its reason, never a reward;
+4. a sample's reward is the sum of `weight * score` over the judge's rewards for its data source.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job
 from producers.rewards.sample import RewardSample
 
 
-def make_model(asked: JudgeSettings) -> Model:
-    """The judge of these settings; only what it needs is imported."""
-    if asked.table.kind == "url":
+def make_model(settings: JudgeSettings) -> Model:
+    """The judge of these settings; imports only its own packages."""
+    if settings.table.kind == "url":
         from producers.rewards.judges.remote import Remote
 
-        return Remote(asked)
-    if asked.table.kind == "classifier":
+        return Remote(settings)
+    if settings.table.kind == "classifier":
         from producers.rewards.judges.classifier import Classifier
 
-        return Classifier(asked)
+        return Classifier(settings)
     from producers.rewards.judges.generative import Written, YesNo
 
-    return YesNo(asked) if asked.table.answer == "yes_no" else Written(asked)
+    return YesNo(settings) if settings.table.answer == "yes_no" else Written(settings)
 
 
 def make_result(place: int, sample: RewardSample, outcome: Outcome, functions: Sequence[FunctionSpec]) -> Result:
-    """The reward of a sample, by the rewards that are for its data source."""
+    """The reward of a sample, by the rewards for its data source."""
     if isinstance(outcome, Problem):
         return Result(place, reason=outcome.reason, detail=outcome.detail)
     used = [spec for spec in functions if applies(spec, sample)]

@@ -1,8 +1,8 @@
-"""The words between a sample and a judge: what it is asked, and the number in its answer. Pure.
+"""The question for a judge, and the number in its answer. Pure.
 
 Guarantees:
 1. `{prompt}`, `{response}`, `{ground_truth}`, `{columns}` (the row as JSON) and names of columns are replaced; other
-   braces are text, and so is what a response holds: nothing in it is replaced again;
+   braces are text, and so are braces in a response;
 2. an answer without a number, or with one outside of the range, is `unparsed`; it is never 0.
 
 Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the last match counts.
@@ -10,6 +10,7 @@ Example: pattern `Score: (\\d+)` in "Score: 3 ... no, Score: 7" gives 7: the las
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ SHOWN = 120  # characters of an answer in a failure
 
 
 def render(template: str, sample: RewardSample) -> str:
-    """The template with the sample in it. Raises Problem where a column is missing."""
+    """The template with the sample in it. Raises Problem if a column is missing."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -51,7 +52,7 @@ def column_text(value: object) -> str:
 
 
 def judge_messages(table: JudgeConfig, sample: RewardSample) -> list[dict[str, str]]:
-    """The chat that a judge is asked with."""
+    """The question as chat messages."""
     system = [{"role": "system", "content": table.system}] if table.system else []
     return [*system, {"role": "user", "content": render(table.prompt, sample)}]
 
@@ -73,7 +74,7 @@ def number_in(table: JudgeConfig, text: str) -> Verdict:
 
 
 def yes_share(table: JudgeConfig, logprobs: Mapping[str, float]) -> Verdict:
-    """P(yes) / (P(yes) + P(no)) from log-probs by word. Raises Problem `unparsed` where neither is there."""
+    """P(yes) / (P(yes) + P(no)) from log-probs by word. Raises Problem `unparsed` without either."""
     yes, no = (sum(math.exp(logprobs[word]) for word in words if word in logprobs) for words in (table.yes, table.no))
     if not yes + no > 0:
         seen = ", ".join(repr(word) for word in list(logprobs)[:8])
@@ -90,7 +91,24 @@ def sum_logprobs(pairs: Sequence[tuple[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for word, logprob in pairs:
         name = word.strip()
-        # Not by exp alone: it is 0 for -9999, which servers write for a word without a probability.
+        # Not by exp alone: it is 0 for -9999, which servers send for a word without a probability.
         high, low = max(found.get(name, logprob), logprob), min(found.get(name, logprob), logprob)
         found[name] = high + math.log1p(math.exp(low - high)) if name in found else logprob
     return found
+
+
+def question_digest(table: JudgeConfig, *origin: str) -> str:
+    """Digest of the question and of the origin of the answers (a server and its model, or files)."""
+    question = [
+        *origin,
+        table.system,
+        table.prompt,
+        table.answer,
+        table.pattern,
+        table.range,
+        table.yes,
+        table.no,
+        table.temperature,
+        table.max_new_tokens,
+    ]
+    return hashlib.blake2b(msgspec.json.encode(question), digest_size=8).hexdigest()

@@ -1,7 +1,6 @@
 """Finds fenced blocks and text between two marks in a response. Pure.
 
-Guarantee: time grows with the length of the text alone, whatever a model wrote; a pattern that
-looks for an end behind every beginning takes the square of it.
+Guarantee: time is linear in the length of the text; a pattern that searches an end for every beginning is quadratic.
 """
 
 from __future__ import annotations

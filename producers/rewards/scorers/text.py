@@ -1,4 +1,4 @@
-"""Comparing texts: `builtin:exact`, `builtin:qa`, `builtin:keyword`."""
+"""Text comparison: `builtin:exact`, `builtin:qa`, `builtin:keyword`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Exact:
-    """1 where the response is the ground truth, or one of its list; white space at the ends does not count.
+    """1 if the response is the ground truth, or one of a list; white space at the ends is ignored.
 
-    `case`: letters must agree in case. `last_line`: only the last line of the response is compared.
+    `case`: case-sensitive. `last_line`: compare only the last line of the response.
     """
 
     def __init__(self, *, case: bool = True, last_line: bool = False) -> None:
@@ -42,7 +42,7 @@ def normalise(text: str) -> str:
 
 
 def word_f1(said: str, truth: str) -> float:
-    """F1 of the words that two texts share; 1 where both have none."""
+    """F1 of the common words of two texts; 1 if both have none."""
     left, right = normalise(said).split(), normalise(truth).split()
     if not left or not right:
         return float(left == right)
@@ -54,7 +54,7 @@ def word_f1(said: str, truth: str) -> float:
 
 
 class QA:
-    """F1 (or EM, by `metric`) of the response against the best of the ground truths, as SQuAD counts.
+    """F1 (or EM, by `metric`) of the response against the best of the ground truths, as in SQuAD.
 
     `tag`: only the text between <tag> and </tag> counts (the last one); without it the score is 0.
     """
@@ -79,9 +79,9 @@ class QA:
 
 
 class Keyword:
-    """Share of `words` that the response has; 0 where it has one of `forbidden`. Without `words`: the ground truths.
+    """Share of `words` in the response; 0 if it has one of `forbidden`. Without `words`: the ground truths.
 
-    `whole`: as whole words alone; `case`: letters must agree in case.
+    `whole`: only whole words; `case`: case-sensitive.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Keyword:
         self._flags = 0 if case else re.IGNORECASE
 
     def __call__(self, sample: RewardSample) -> dict[str, Any]:
-        """The score, and how many forbidden words there are."""
+        """The score, and the number of forbidden words."""
         if not self._words and self._forbidden and sample.ground_truth is None:
             words: list[str] = []
         else:
