@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.commands import MODULES
+from asyncrl.commands import COMMANDS
 
 if TYPE_CHECKING:
     from asyncrl.errors import AsyncRLError
@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except AsyncRLError as error:
-        return _told(error)
+        return _print_error(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `asyncrl ... | head`
         _stop_output()
         return 141
     except OSError as error:
-        return _told(refused(error))
+        return _print_error(refused(error))
     except Exception:
         import traceback
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERNAL
 
 
-def _told(error: AsyncRLError) -> int:
+def _print_error(error: AsyncRLError) -> int:
     """Say what is wrong, below what was said before; the exit code."""
     try:
         sys.stdout.flush()
@@ -88,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action=_Version, help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in MODULES:
-        importlib.import_module(f"asyncrl.commands.{module}").add(commands)
+    for module, function in COMMANDS:
+        getattr(importlib.import_module(f"asyncrl.commands.{module}"), function)(commands)
     return top
 
 

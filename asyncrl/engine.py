@@ -177,7 +177,7 @@ class Lending(Protocol):
         `begin_update` that follows the next commit: a generator passes versions on from there."""
 
 
-def joined(deltas: Iterable[GenDelta]) -> GenDelta:
+def join_deltas(deltas: Iterable[GenDelta]) -> GenDelta:
     """The deltas of one sample as one.
 
     Raises:
@@ -201,3 +201,6 @@ def joined(deltas: Iterable[GenDelta]) -> GenDelta:
     last = parts[-1]
     tokens, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
     return GenDelta(last.id, last.index, tokens, logprobs, tuple(runs), last.finish)
+
+
+joined = join_deltas  # the name in engines written before

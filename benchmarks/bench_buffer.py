@@ -39,9 +39,10 @@ import stages  # noqa: E402, RUF100
 from asyncrl import wire  # noqa: E402, RUF100
 from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
-from asyncrl.net.sockets import keep_memory
+from asyncrl.monitor.control import ServiceClient
+from asyncrl.net.frames import keep_memory
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient, group_data
+from buffers.client.client import ClaimedBatch, LearnerClient, ProducerClient, group_data
 
 SIZES = {"small": (16, 0.0), "typical": (1000, 0.8), "large": (16384, 0.0)}
 BATCH = 64
@@ -245,7 +246,7 @@ def run_buffer(size: str, count: int, store: str, fsync: str, profile: str = "")
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
         )
-        observer = ObserverClient(address, timeout_s=20)
+        observer = ServiceClient(address, timeout_s=20)
         observer.status()
         spawn = multiprocessing.get_context("spawn")
         queue = spawn.Queue()

@@ -31,8 +31,9 @@ import reports  # noqa: E402, RUF100
 
 from asyncrl.config import Config, dump, parse  # noqa: E402, RUF100
 from asyncrl.engine import GenDelta  # noqa: E402, RUF100
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ObserverClient, ProducerClient
+from buffers.client.client import ProducerClient
 
 CALL_S = 0.010
 GROUP = 8
@@ -126,7 +127,7 @@ def measure(function: str, *, workers: int, samples: int, batch: int) -> dict[st
         config = prepare(Path(name), function, samples=samples, batch=batch)
         RunDir(config.run_dir).create().config.write_text(dump(config))
         start(stack, config, "buffers.main", "buffer")
-        observer = ObserverClient(endpoint(config, "buffer"), timeout_s=60)
+        observer = ServiceClient(endpoint(config, "buffer"), timeout_s=60)
         stack.callback(observer.close)
         asyncio.run(fill(config, samples))
         for number in range(workers):
@@ -138,7 +139,7 @@ def measure(function: str, *, workers: int, samples: int, batch: int) -> dict[st
         return {"per_s": round((last[1] - first[1]) / (last[0] - first[0]), 1), "scored": last[1] - first[1]}
 
 
-def scored(observer: ObserverClient, *, at_least: int, limit_s: float = 300.0) -> tuple[float, int]:
+def scored(observer: ServiceClient, *, at_least: int, limit_s: float = 300.0) -> tuple[float, int]:
     """When, and how many scores were in, once these were."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.planner.forecast import play
 from asyncrl.planner.measure import measure
-from asyncrl.planner.search import scenario_of
+from asyncrl.planner.search import build_scenario
 from asyncrl.runtime.run_dir import RunDir
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan_accuracy.json"
@@ -87,7 +87,7 @@ def compared(task: str, names: list[str], steps: int) -> dict[str, Any]:
         run = run_of(task, name, steps)
         found, did, config = measure(run)
         plant = plant or found
-        [got] = play(plant, [scenario_of(config, steps=steps)])
+        [got] = play(plant, [build_scenario(config, steps=steps)])
         rows[name] = {
             "steps_s": [round(got.steps_s, 4), round(did.steps_s, 4)],
             "steps_s_error": round(got.steps_s / did.steps_s - 1, 4),

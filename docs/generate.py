@@ -6,6 +6,7 @@ A test checks drift.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import re
 import typing
@@ -15,7 +16,7 @@ import msgspec
 
 from asyncrl import cli, config, errors, metrics, wire
 from asyncrl.config import presets
-from asyncrl.config.json_schema import meanings_of
+from asyncrl.config.json_schema import field_meanings
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.configure.explain import error_texts
 
@@ -32,7 +33,7 @@ def configuration() -> str:
     for path, kind in sections(config.Config, ""):
         title = (kind.__doc__ or "").strip().splitlines()[0]
         parts += ["", f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        comments = meanings_of(kind)
+        comments = field_meanings(kind)
         hints = typing.get_type_hints(kind)
         for item in msgspec.structs.fields(kind):
             if is_section(hints[item.name]):
@@ -177,7 +178,7 @@ def wire_messages() -> str:
     parts = [
         "# Wire protocol",
         "",
-        f"Generated from `asyncrl/wire/__init__.py`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
+        f"Generated from `asyncrl/wire/`, schema {wire.SCHEMA}. ZeroMQ: DEALER asks, ROUTER",
         "answers. A message is `[prefix][header][payload]...`:",
         "",
         "- prefix, 32 bytes little-endian: `magic 4s = ARL1, schema u8, kind u8",
@@ -192,7 +193,7 @@ def wire_messages() -> str:
     ]
     for kind in typing.get_args(wire.AnyMessage):
         parts += ["", f"## {kind.__struct_config__.tag}: {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
-        comments = meanings_of(kind)
+        comments = field_meanings(kind)
         for item in msgspec.structs.fields(kind):
             note = f": {comments[item.name]}" if item.name in comments else ""
             parts.append(f"- `{item.name}` ({plain(item.type)}){note}")
@@ -261,7 +262,7 @@ def plain(hint: object) -> str:
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     text = re.sub(r"typing\.Annotated\[int, msgspec\.Meta\(ge=(-?\d), le=\d+\)\]", r"int from \1 to 2^62", text)
     text = re.sub(r"typing\.Annotated\[str, msgspec\.Meta\(max_length=(\d+)\)\]", r"str of at most \1 characters", text)
-    return text.replace("asyncrl.wire.", "").replace("|", "or")
+    return re.sub(r"asyncrl\.wire\.\w+\.", "", text).replace("|", "or")
 
 
 def status_schema() -> str:
@@ -269,6 +270,16 @@ def status_schema() -> str:
     from asyncrl.monitor.status_schema import schema_text
 
     return schema_text()
+
+
+def architecture_drawing() -> str:
+    """`docs/images/architecture-imports.svg`."""
+    spec = importlib.util.spec_from_file_location("draw_architecture", FOLDER / "draw_architecture.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawing: str = module.draw()
+    return drawing
 
 
 PAGES = {
@@ -280,6 +291,7 @@ PAGES = {
     "../asyncrl/config/sections/algorithm_options.json": option_data,
     "algorithms.md": algorithm_names,
     "cli.md": command_line,
+    "images/architecture-imports.svg": architecture_drawing,
 }
 
 if __name__ == "__main__":

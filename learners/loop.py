@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from asyncrl.config import Config, dump
-from asyncrl.config.sections.mode import streams
+from asyncrl.config.mode import streams
 from asyncrl.engine import GAP_LIMIT
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.metrics import read_lines

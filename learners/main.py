@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.liveness import Sign, Ticker
-from asyncrl.runtime.role import RoleArgs, Stop, key_of, run
+from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
 from asyncrl.runtime.run_dir import RunDir
 
 HEARTBEAT_TIMEOUT_S = 4.0
@@ -83,14 +83,14 @@ def _train(args: RoleArgs, config: Config, stop: Stop, ticker: Ticker) -> None:
 
 def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     """Clients of the buffer and of weight sync, and the heartbeat thread."""
-    from asyncrl.config.sections.mode import streams
+    from asyncrl.config.mode import streams
     from asyncrl.runtime.fingerprint import model_fingerprint
-    from asyncrl.runtime.run_dir import beside, endpoint
+    from asyncrl.runtime.run_dir import endpoint, sibling_address
     from buffers.client.client import LearnerClient
     from learners.rank_zero import Heart, Services, Silence
     from weightsync.publisher.publisher import Publisher
 
-    keys = key_of(args, config)
+    keys = run_key(args, config)
     fingerprint = model_fingerprint(config.model.path, dtype=config.model.dtype)
     network = config.network
     buffer_address = args.connect or endpoint(config, "buffer")
@@ -109,7 +109,7 @@ def _connect(args: RoleArgs, config: Config, stop: Stop, backend: Any) -> Any:
     leaving = threading.Event()
     pulse = WatchedClient(HEARTBEAT_TIMEOUT_S, lambda _: stop.is_set() or leaving.is_set())
     welcome = buffer.hello(fingerprint)
-    address = beside(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
+    address = sibling_address(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
     publisher: Any = NoGenerators()
     if not streams(config):
         publisher = Publisher(

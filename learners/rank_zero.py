@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
-from asyncrl.config.sections.mode import streams
+from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, StateLost, Unavailable
 from asyncrl.metrics import MetricsLog
 from asyncrl.runtime.failpoints import failpoint

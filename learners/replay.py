@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
 from asyncrl.runs import batch_file
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step
-from asyncrl.runs.score_file import GroupScores, content_of, read_scores
+from asyncrl.runs.score_file import GroupScores, read_scores, responses_digest
 from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 
@@ -266,7 +266,7 @@ class Replay:
 
 
 def _with_rewards(group: GroupData, scores: GroupScores) -> GroupData:
-    if content_of(one.response for one in group.samples) != scores.content:
+    if responses_digest(one.response for one in group.samples) != scores.content:
         raise AsyncRLError(
             "rescore.file",
             f"the scores of group {group.group} are of other samples than the archive holds: score it again",

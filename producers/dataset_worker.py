@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.sections.mode import answer_keys, is_paired
+from asyncrl.config.mode import answer_keys, is_paired
 from asyncrl.engine import GenDelta
 from asyncrl.errors import ConfigError
 from asyncrl.wire import Lease, Leases

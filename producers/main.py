@@ -14,9 +14,9 @@ import sys
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.sections.mode import streams
+from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError
-from asyncrl.net.sockets import keep_memory
+from asyncrl.net.frames import keep_memory
 from asyncrl.plugins import find
 from asyncrl.process_plan.interpreters import own_url
 from asyncrl.runtime import role
@@ -70,7 +70,7 @@ def make_parts(
 
 async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Connect, load, work, and end in order."""
-    keys = role.join_key_of(args, config)
+    keys = role.join_key(args, config)
     address, limit_s = args.connect or rundir.endpoint(config, "buffer"), config.network.request_timeout_s
     patience = Patience(f"buffer {address}", limit_s=limit_s, stop=stop)
     client = ProducerClient(
@@ -84,7 +84,7 @@ async def produce(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     tasks: list[asyncio.Task[None]] = []
     try:
         welcome = await patience.ask(lambda: client.hello(engine.fingerprint(), evaluation_rows=held_out.rows))
-        sync = rundir.beside(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
+        sync = rundir.sibling_address(welcome.endpoints.get("weightsync", ""), args.connect) if args.connect else ""
         producer, receiver = make_parts(
             config, args, client=client, engine=engine, patience=patience, held_out=held_out, sync=sync, keys=keys
         )

@@ -24,8 +24,9 @@ import uvloop
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.metrics import MetricsLog
+from asyncrl.net.keys import Keys
 from asyncrl.net.permissions import needs_owner
-from asyncrl.net.sockets import Call, Keys, Responder
+from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime import role
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.runtime.liveness import Sign
@@ -203,7 +204,7 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
     """Hold the run's lock and serve."""
     lock = RunDir(config.run_dir).lock("weightsync")
     try:
-        uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.key_of(args, config)))
+        uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.run_key(args, config)))
     finally:
         lock.close()
 

@@ -19,7 +19,6 @@ slot 4. v5 overwrites v3 in slot 3, because v4 is the newest. Once v1 is no long
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import threading
@@ -31,13 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import Unavailable
-from asyncrl.process_plan.host_facts import is_alive
+from asyncrl.runtime.shared_memory import SHARED_MEMORY, remove_stale_slots, slot_prefix
 from weightsync.copy_digest import Crew, Pieces
 from weightsync.mapped_file import map_new
 from weightsync.plan.buckets import Plan, bucket_starts
 
-PREFIX = "asyncrl-"
-SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 2  # while nothing is held
 MOST_SLOTS = 4  # the pair that a delta is made of, the newest, and the next
 
@@ -66,8 +63,8 @@ class Staging:
 
     def __init__(self, scratch: Path, *, folders: Sequence[Path] | None = None, limit: int = MOST_SLOTS) -> None:
         self._folders = tuple(folders) if folders is not None else (SHARED_MEMORY, scratch)
-        run = hashlib.blake2b(os.fsencode(scratch.resolve()), digest_size=6).hexdigest()
-        self._stem = f"{PREFIX}{os.getuid()}-{run}-"
+        self._scratch = scratch
+        self._stem = slot_prefix(scratch)
         self._limit = limit
         self._slots: list[Slot] = []
         self._fills = 0
@@ -76,12 +73,8 @@ class Staging:
         self._lock = threading.Lock()
 
     def remove_stale(self) -> None:
-        """Remove the slots of killed publishers of this run."""
-        for folder in self._folders:
-            for path in folder.glob(f"{self._stem}*"):
-                pid = path.name.removeprefix(self._stem).partition("-")[0]
-                if pid == str(os.getpid()) or not pid.isdigit() or not is_alive(int(pid)):
-                    path.unlink(missing_ok=True)
+        """Remove the slots that publishers of this run left behind when they were killed."""
+        remove_stale_slots(self._scratch, self._folders)
 
     def fill(self, plan: Plan, chunks: Chunks) -> tuple[Slot, tuple[str, ...]]:
         """Copy one version into a slot; the slot and the digests of its buckets.

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.audit.findings import Audit
-from asyncrl.evaluation.ids import MARK, is_evaluation, place_of
+from asyncrl.evaluation.ids import MARK, is_evaluation, split_group
 from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 
 Scores = dict[int, dict[int, tuple[float, str, str]]]  # group -> sample -> reward, answer, data source
@@ -64,7 +64,7 @@ class EvaluationReader:
             self._sample(event)
         elif what == "score" and self.begun is not None:
             if (int(event["g"]), int(event["i"])) not in self.begun.came:
-                self._bad(f"sample {event['i']} of prompt {place_of(int(event['g']))[1]} was scored and never came")
+                self._bad(f"sample {event['i']} of prompt {split_group(int(event['g']))[1]} was scored and never came")
             mine = self.begun.scores.setdefault(int(event["g"]), {})
             mine[int(event["i"])] = (float(event["reward"]), str(event["answer"]), str(event["source"]))
             self.found.evaluation_samples += 1
@@ -81,7 +81,7 @@ class EvaluationReader:
 
     def _sample(self, event: Mapping[str, Any]) -> None:
         number, index = int(event["g"]), int(event["i"])
-        step, row = place_of(number)
+        step, row = split_group(number)
         name = f"sample {index} of prompt {row}, step {step},"
         if self.tokens.get(int(event["token"])) != number:
             self._bad(f"{name} came under token {event['token']}, which none of its leases has")
@@ -96,7 +96,7 @@ class EvaluationReader:
         """A batch: none of its groups may be a prompt of an evaluation."""
         for number in groups:
             if is_evaluation(number):
-                step, row = place_of(number)
+                step, row = split_group(number)
                 self._bad(f"{what} holds prompt {row} of the evaluation of step {step}")
 
     def _no_ending(self) -> None:
@@ -120,11 +120,11 @@ class EvaluationReader:
         """`trained`: tokens of leases of the groups that were trained; `digests`: committed ones by version."""
         for tokens in trained:
             for token in tokens & self.tokens.keys():
-                self._bad(f"token {token} of prompt {place_of(self.tokens[token])[1]} is one of a trained group")
+                self._bad(f"token {token} of prompt {split_group(self.tokens[token])[1]} is one of a trained group")
         for number, index, version, digest in self.spans:
             right = digests.get(version)
             if right and digest not in right:
-                step, row = place_of(number)
+                step, row = split_group(number)
                 self._bad(
                     f"sample {index} of prompt {row}, step {step}: the digest of version {version} is "
                     f"{digest or 'missing'}, committed was {', '.join(sorted(right))}"

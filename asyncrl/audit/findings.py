@@ -87,7 +87,11 @@ class Audit(msgspec.Struct):
 def render(found: Audit) -> str:
     """The text that `asyncrl audit` prints."""
     state = "done" if found.done else "stopped" if found.ended else "not ended"
-    parts = [f"trained {found.trained}", f"dropped {_by_reason(found.dropped)}", f"dead {_by_reason(found.dead)}"]
+    parts = [
+        f"trained {found.trained}",
+        f"dropped {_reason_counts(found.dropped)}",
+        f"dead {_reason_counts(found.dead)}",
+    ]
     parts += [f"superseded {found.superseded}"] if found.superseded else []
     parts += [f"in flight {found.in_flight}", f"lost {found.lost}"]
     planned = found.steps * found.batch_groups
@@ -158,7 +162,7 @@ def counts_text(counts: dict[int, int]) -> str:
     return ", ".join(f"{lag}: {count}" for lag, count in sorted(counts.items())) or "none"
 
 
-def _by_reason(counts: dict[str, int]) -> str:
+def _reason_counts(counts: dict[str, int]) -> str:
     if not counts:
         return "0"
     return f"{sum(counts.values())} ({', '.join(f'{reason} {count}' for reason, count in sorted(counts.items()))})"

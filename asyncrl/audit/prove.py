@@ -49,8 +49,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.audit.findings import Audit, render
-from asyncrl.audit.reader import Commit, Reader
-from asyncrl.audit.verdict import Expected, fork_of, judge
+from asyncrl.audit.reader import Reader
+from asyncrl.audit.records import Commit
+from asyncrl.audit.verdict import Expected, fork_origin, judge
 from asyncrl.errors import UNREADABLE
 
 __all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_run", "render"]
@@ -117,7 +118,7 @@ def audit_run(root: Path) -> Audit:
     from asyncrl.runtime.run_dir import RunDir, read_object
 
     run = RunDir(root)
-    parent, step = fork_of(run.root)
+    parent, step = fork_origin(run.root)
     known = Expected(fork_of=parent, fork_step=step, parent=_parent_commits(run.root, parent, step))
     try:
         config = load(run.config)

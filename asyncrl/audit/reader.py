@@ -13,10 +13,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from asyncrl.audit.evaluation import EvaluationReader
 from asyncrl.audit.findings import Audit, Tuned
+from asyncrl.audit.records import TOKEN_SHIFT, Claim, Commit, Group
 from asyncrl.evaluation.ids import MARK
 
 _HANDLED = frozenset(
@@ -42,85 +41,6 @@ _HANDLED = frozenset(
 )
 #: Reasons of a lost lease that give up the samples of the group, too.
 FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
-TOKEN_SHIFT = 24  # a token is a service epoch, shifted, and a count
-
-
-class Group:
-    """What the log says of one group."""
-
-    __slots__ = (
-        "accepted",
-        "bound",
-        "dead",
-        "digests",
-        "dropped",
-        "given_up",
-        "holder",
-        "issued",
-        "lengths",
-        "life",
-        "oldest",
-        "ready",
-        "scored",
-        "steps",
-        "tokens",
-        "uses",
-        "versions",
-    )
-
-    def __init__(self, uses: int = 1, *, issued: int = 0) -> None:
-        self.uses = uses  # how many steps may train it
-        self.issued = issued  # in which life of the service
-        self.bound = -1  # of its lease
-        self.tokens: set[int] = set()
-        self.holder = 0  # token of the lease that holds it
-        self.life = 0  # of the service that gave this lease
-        self.oldest: dict[int, int] = {}  # sample -> its oldest version
-        self.versions: dict[int, frozenset[int]] = {}  # sample -> versions of its spans
-        self.digests: dict[int, dict[int, str]] = {}  # sample -> version -> digest
-        self.lengths: dict[int, int] = {}
-        self.accepted: dict[int, int] = {}  # sample -> life of the service that took it
-        self.scored: set[int] = set()
-        self.ready = 0  # life of the service in which its samples were complete and scored; 0: they are not
-        self.dropped = ""
-        self.dead = ""
-        self.given_up = False  # its samples go with the steps that trained it
-        self.steps: set[int] = set()  # steps of the surviving history that trained it
-
-    @property
-    def removed(self) -> bool:
-        """Whether a batch may have lost it: it was quarantined, or its further uses were given up."""
-        return bool(self.dead or (self.uses > 1 and self.dropped))
-
-    def take_back(self, step: int) -> None:
-        """The step is no longer part of the surviving history."""
-        self.steps.discard(step)
-        if self.given_up and not self.steps:
-            self.forget()
-
-    def forget(self) -> None:
-        """Its samples are given up."""
-        self.given_up = False
-        self.oldest, self.versions, self.digests, self.lengths = {}, {}, {}, {}
-        self.accepted, self.scored, self.ready, self.holder = {}, set(), 0, 0
-
-
-class Claim(msgspec.Struct, frozen=True):
-    """The batch of a step as it was handed out last."""
-
-    version: int
-    epoch: int
-    groups: tuple[int, ...]
-
-
-class Commit(msgspec.Struct, frozen=True):
-    """A step that was trained. `tuning`: how many changes of settings came before it."""
-
-    version: int
-    epoch: int
-    digest: str
-    groups: tuple[int, ...]
-    tuning: int = 0
 
 
 class Reader:
@@ -169,7 +89,7 @@ class Reader:
         if self._services and epoch <= max(self._services):
             self._bad("epoch", f"a service started with epoch {epoch} after epoch {max(self._services)}")
         self._services.add(epoch)
-        self._in_force(event.get("max_staleness"))
+        self._note_bound(event.get("max_staleness"))
         self.found.service_starts += 1
         self.found.ended = self.found.done = False
 
@@ -188,7 +108,7 @@ class Reader:
             for number in commit.groups:
                 self.groups[number].take_back(step)
 
-    def _in_force(self, bound: Any) -> None:
+    def _note_bound(self, bound: Any) -> None:
         """A value that `max_staleness` has from now on; without one nothing is known of the bounds of leases."""
         self._bounds = None if bound is None or self._bounds is None else {*self._bounds, int(bound)}
 
@@ -203,7 +123,7 @@ class Reader:
         number = int(event["n"])
         change = (event["old"], event["new"])
         if event["key"] == "buffer.max_staleness":
-            self._in_force(event["new"])
+            self._note_bound(event["new"])
         last = self.found.tuned[-1] if self.found.tuned else None
         if last is not None and last.n == number:  # one change of several settings
             last.changed[str(event["key"])] = change
@@ -305,16 +225,15 @@ class Reader:
         group.ready, group.holder = max(1, self.found.service_starts), 0
 
     def _drop(self, event: dict[str, Any]) -> None:
-        self._group(event).dropped = str(event["reason"])
-        self._ends(event)
+        group, reason = self._group(event), str(event["reason"])
+        if event["e"] == "drop":
+            group.dropped = reason
+        else:
+            group.dead = reason
+        group.holder = 0
+        self.found.rolled_back += reason == "rolled_back"
 
-    def _dead(self, event: dict[str, Any]) -> None:
-        self._group(event).dead = str(event["reason"])
-        self._ends(event)
-
-    def _ends(self, event: dict[str, Any]) -> None:
-        self._group(event).holder = 0
-        self.found.rolled_back += event["reason"] == "rolled_back"
+    _dead = _drop
 
     # ------------------------------------------------------------ steps
 

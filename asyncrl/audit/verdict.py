@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.audit.findings import Audit
-from asyncrl.audit.reader import Commit, Group, Reader
-from asyncrl.config.sections.mode import DATA_PREFIX
+from asyncrl.audit.reader import Reader
+from asyncrl.audit.records import Commit, Group
+from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE
 from asyncrl.metrics.length_bias import Story, compare
 
@@ -160,7 +161,7 @@ class _Verdict:
                 if lag < 0:
                     found.violation("lag", f"group {number} of step {step} is newer than its weights ({lag})")
                 if lag > max(group.bound, 0):
-                    self._over_bound(step, commit, number, lag)
+                    self._judge_over_bound(step, commit, number, lag)
             if 0 < commit.tuning <= len(found.tuned):
                 found.tuned[commit.tuning - 1].steps += 1
         found.lag_counts = dict(sorted(Counter(lags).items()))
@@ -173,7 +174,7 @@ class _Verdict:
         if tuned:
             counts[lag] = counts.get(lag, 0) + 1
 
-    def _over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
+    def _judge_over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
         """A violation, but where it is allowed: by the configuration, or by a change before the step was committed."""
         self.found.over_bound += 1
         text = f"group {number} was trained in step {step} with lag {lag}, its bound is {self.groups[number].bound}"
@@ -240,7 +241,7 @@ class _Verdict:
         self.found.lengths = compare(stories)
 
 
-def fork_of(root: Path) -> tuple[str, int]:
+def fork_origin(root: Path) -> tuple[str, int]:
     """Parent and step of a fork's `fork.json`; ("", 0) where the run is none."""
     try:
         found = msgspec.json.decode((root / "fork.json").read_bytes(), type=dict[str, object])

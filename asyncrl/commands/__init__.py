@@ -1,21 +1,21 @@
-"""The commands of `asyncrl`, a module for each kind; called by `asyncrl.cli`.
+"""The commands of `asyncrl`, a module for each kind.
 
-A module has `add(commands)`, which declares its commands, and one function per command that imports what it needs when
-it runs: `--help` and the shell's completion stay fast. Guarantee: nothing but the standard library is imported here.
+A module declares its commands with `add...(commands)`; each command is a function that imports what it needs when it
+runs, so `--help` and the completion of the shell stay fast. Guarantee: only the standard library is imported here.
 """
 
-#: In the order of `asyncrl --help`.
-MODULES = (
-    "launch",
-    "configure",
-    "keys",
-    "top",
-    "monitor",
-    "runs",
-    "results",
-    "metrics",
-    "author_tools",
-    "doctor",
-    "environments",
-    "planner",
+#: (module, function) in the order of `asyncrl --help`.
+COMMANDS = (
+    ("launch", "add"),
+    ("configure", "add"),
+    ("machine", "add_keys"),
+    ("monitor", "add_top"),
+    ("monitor", "add"),
+    ("runs", "add"),
+    ("results", "add"),
+    ("monitor", "add_metrics"),
+    ("authoring", "add"),
+    ("machine", "add_doctor"),
+    ("authoring", "add_environments"),
+    ("planner", "add"),
 )

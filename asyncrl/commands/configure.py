@@ -27,7 +27,6 @@ ANSWERS = {
 
 
 def add(commands: Commands) -> None:
-    """Declare them."""
     _add_init(commands)
     one = command(
         commands,

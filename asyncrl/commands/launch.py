@@ -27,7 +27,6 @@ Ctrl-C once: the learner writes a checkpoint and everything ends; the same comma
 
 
 def add(commands: Commands) -> None:
-    """Declare them."""
     _add_launch(commands)
     _add_demo(commands)
     one = command(commands, "stop", "end a run: the learner writes a checkpoint first", example="asyncrl stop runs/my")

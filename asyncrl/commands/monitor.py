@@ -1,11 +1,11 @@
-"""Commands that look at a running system or speak with it: status, samples, tune."""
+"""Commands that watch or change a running system: top, status, samples, tune, metrics."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from asyncrl.commands.options import Commands, add_folder, command
+from asyncrl.commands.options import Commands, add_folder, command, seconds
 
 TUNE_EXAMPLES = """settings:
   max_staleness, pipeline_depth, on_late, late_timeout_s, batch_groups, max_reuse, max_groups_in_flight,
@@ -20,7 +20,6 @@ examples:
 
 
 def add(commands: Commands) -> None:
-    """Declare them."""
     _add_status(commands)
     _add_samples(commands)
     _add_tune(commands)
@@ -80,3 +79,56 @@ def _tune(args: argparse.Namespace) -> int:
     words = [args.folder, *args.settings] if args.connect and args.folder else args.settings  # no folder was given
     folder = Path(args.folder) if args.folder and not args.connect else None
     return tune_command(folder, words, undo=args.undo, listed=args.listed, connect=args.connect, key=args.key)
+
+
+TOP_EXAMPLES = """examples:
+  asyncrl top runs/my                             until q or Ctrl-C
+  asyncrl top --connect tcp://10.0.0.5:5555       without the run's folder
+  asyncrl top runs/my --once --plain              one look, as lines
+"""
+
+
+def add_top(commands: Commands) -> None:
+    one = command(commands, "top", "watch a run: queue, lag, who waits, what to do", epilog=TOP_EXAMPLES)
+    one.add_argument("folder", metavar="RUN", nargs="?", type=Path, help="folder of the run, running or not")
+    one.add_argument("--connect", default="", metavar="URL", help="address of the buffer, instead of a folder")
+    one.add_argument("--key", default="", metavar="FILE", help="key file")
+    one.add_argument("--once", action="store_true", help="one look, then end")
+    one.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    one.add_argument(
+        "--every", type=seconds(0.1, 3600), default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+    )
+    one.set_defaults(run=_top)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from asyncrl.monitor.top import top_command
+
+    return top_command(
+        args.folder, connect=args.connect, key=args.key, once=args.once, as_plain=args.plain, every_s=args.every
+    )
+
+
+def add_metrics(commands: Commands) -> None:
+    one = command(
+        commands,
+        "metrics",
+        "a run's newest metrics in Prometheus' format: once, or at a port of this machine",
+        example="asyncrl metrics runs/my --port 9464",
+    )
+    add_folder(one)
+    one.add_argument("--port", type=_port, metavar="N", help="serve http://127.0.0.1:N/metrics until Ctrl-C")
+    one.set_defaults(run=_metrics)
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError("a port is 0 to 65535; 0 takes a free one")
+    return port
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    from asyncrl.monitor.prometheus import metrics_command
+
+    return metrics_command(args.folder, port=args.port)

@@ -76,11 +76,11 @@ def add_folder(one: argparse.ArgumentParser, text: str = "folder of the run") ->
 def seconds(low: float, high: float) -> Callable[[str], float]:
     """A type of options: seconds between two limits, so that no wait is endless (`nan` and `inf` are no seconds)."""
 
-    def checked(text: str) -> float:
+    def parse(text: str) -> float:
         value = float(text)
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text}: seconds between {low:g} and {high:g}")
         return value
 
-    checked.__name__ = "seconds"  # argparse names it where the text is no number
-    return checked
+    parse.__name__ = "seconds"  # argparse names it where the text is no number
+    return parse

@@ -19,7 +19,6 @@ what can be assumed (seconds unless said): decode_s, decode_sample_s, or engine_
 
 
 def add(commands: Commands) -> None:
-    """Declare it."""
     one = command(
         commands, "plan", "forecast throughput and staleness of a configuration, and suggest settings", epilog=EXAMPLES
     )

@@ -15,7 +15,6 @@ REPORT_EXAMPLES = """examples:
 
 
 def add(commands: Commands) -> None:
-    """Declare them."""
     _add_export(commands)
     one = command(
         commands, "report", "write the run's report, or a comparison of several: one HTML file", epilog=REPORT_EXAMPLES

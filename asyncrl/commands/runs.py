@@ -22,7 +22,6 @@ It works on a run that goes on: what is archived so far is scored.
 
 
 def add(commands: Commands) -> None:
-    """Declare them."""
     _add_trace(commands)
     _add_rescore(commands)
     _add_replay(commands)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.config.sections.base import Section
-from asyncrl.config.suggestions import section_of
+from asyncrl.config.suggestions import section_type
 
 
 @functools.cache
-def meanings_of(kind: type) -> dict[str, str]:
+def field_meanings(kind: type) -> dict[str, str]:
     """Field -> the comment on its line."""
     base = kind.__base__
-    inherited = meanings_of(base) if base is not None and issubclass(base, Section) else {}
+    inherited = field_meanings(base) if base is not None and issubclass(base, Section) else {}
     own = re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE)
     return inherited | dict(own)
 
@@ -33,8 +33,8 @@ def meanings(kind: type[Section], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     hints = typing.get_type_hints(kind)
     for item in msgspec.structs.fields(kind):
-        inner, name = section_of(hints[item.name]), f"{prefix}{item.name}"
-        found |= meanings(inner, f"{name}.") if inner else {name: meanings_of(kind).get(item.name, "")}
+        inner, name = section_type(hints[item.name]), f"{prefix}{item.name}"
+        found |= meanings(inner, f"{name}.") if inner else {name: field_meanings(kind).get(item.name, "")}
     return found
 
 
@@ -50,13 +50,13 @@ def describe(kind: type[Section], key: str) -> Setting:
     """The setting of a dotted key."""
     *tables, leaf = key.split(".")
     for table in tables:
-        inner = section_of(typing.get_type_hints(kind)[table])
+        inner = section_type(typing.get_type_hints(kind)[table])
         if inner is None:
             raise KeyError(key)
         kind = inner
     [field] = [item for item in msgspec.structs.fields(kind) if item.name == leaf]
     hint = typing.get_type_hints(kind, include_extras=True)[leaf]
-    return Setting(type_name(hint), "" if field.required else default_of(field), meanings_of(kind).get(leaf, ""))
+    return Setting(type_name(hint), "" if field.required else default_text(field), field_meanings(kind).get(leaf, ""))
 
 
 def type_name(hint: Any) -> str:
@@ -79,18 +79,18 @@ def _range(meta: msgspec.Meta) -> str:
     return " and ".join(bounds)
 
 
-def default_of(field: msgspec.structs.FieldInfo) -> str:
+def default_text(field: msgspec.structs.FieldInfo) -> str:
     """The default as TOML shows it."""
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[misc]
     return msgspec.json.encode(value).decode()
 
 
-def schema_of(kind: type[Section]) -> dict[str, Any]:
+def build_schema(kind: type[Section]) -> dict[str, Any]:
     """The schema of a configuration, draft 2020-12."""
     made = msgspec.json.schema(kind)
     for section in {kind, *_sections(kind)}:
         properties = made["$defs"][section.__name__]["properties"]
-        for name, meaning in meanings_of(section).items():
+        for name, meaning in field_meanings(section).items():
             if name in properties:
                 properties[name]["description"] = meaning
         made["$defs"][section.__name__]["title"] = (section.__doc__ or section.__name__).strip().splitlines()[0]
@@ -98,5 +98,5 @@ def schema_of(kind: type[Section]) -> dict[str, Any]:
 
 
 def _sections(kind: type[Section]) -> list[type[Section]]:
-    inner = [section_of(hint) for hint in typing.get_type_hints(kind).values()]
+    inner = [section_type(hint) for hint in typing.get_type_hints(kind).values()]
     return [found for section in inner if section for found in (section, *_sections(section))]

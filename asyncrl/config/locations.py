@@ -43,7 +43,7 @@ class Places:
         if name in self.overridden:
             return f"--set {name}"
         first = self.files[0] if self.files else "<config>"
-        if name not in self._at and self._in_preset(path):
+        if name not in self._at and self._preset_holds(path):
             return f"{first}, from its preset"
         while name:
             if name in self._at or f"{name}[0]" in self._at:
@@ -53,7 +53,7 @@ class Places:
             name = name[: max(name.rfind("."), name.rfind("["), 0)]
         return first
 
-    def _in_preset(self, path: Sequence[str]) -> bool:
+    def _preset_holds(self, path: Sequence[str]) -> bool:
         node: Any = self.preset
         for key in path:
             if not isinstance(node, Mapping) or key not in node:
@@ -89,7 +89,7 @@ def dotted(path: Sequence[str]) -> str:
     return ".".join(path).replace(".[", "[")
 
 
-def path_of(name: str) -> tuple[str, ...]:
+def parse_dotted(name: str) -> tuple[str, ...]:
     """The other way round."""
     return tuple(name.replace("[", ".[").split("."))
 
@@ -107,16 +107,16 @@ def _opens(value: str) -> str:
     for quotes in ('"""', "'''"):
         if value.startswith(quotes):
             return "" if quotes in value[3:] else quotes
-    plain = _without_texts(value)
+    plain = _strip_texts(value)
     return "]" if value.startswith("[") and plain.count("[") > plain.count("]") else ""
 
 
 def _closes(line: str, end: str) -> bool:
     if end == "]":  # formatted lists close on a line that begins so, or ends so
-        plain = _without_texts(line).strip().rstrip(",")
+        plain = _strip_texts(line).strip().rstrip(",")
         return plain.endswith("]") and plain.count("]") > plain.count("[")
     return end in line
 
 
-def _without_texts(line: str) -> str:
+def _strip_texts(line: str) -> str:
     return re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'", "", line).partition("#")[0]

@@ -33,7 +33,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def tree_of(name: str) -> Tree:
+def load_preset(name: str) -> Tree:
     """The settings of a preset, by name or as the path of a .toml. Raises `config.preset`."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
@@ -49,7 +49,7 @@ def tree_of(name: str) -> Tree:
         raise ConfigError("config.preset", said, suggestion=near[0] if near else "") from None
 
 
-def with_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:
+def apply_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:
     """The tree with its preset, and the preset's own part of it (for error messages); both empty of it without one.
 
     `overrides`: dotted key -> value of the command line; only `learner.algorithm.*` is looked at.
@@ -61,20 +61,22 @@ def with_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:
     chosen = {kind: overrides[key] for kind in KINDS if (key := f"learner.algorithm.{kind}") in overrides}
     if ordered is None:
         chosen = {kind: _algorithm(tree)[kind] for kind in KINDS if kind in _algorithm(tree)} | chosen
-    preset = _without_others(tree_of(name), chosen)
+    preset = _drop_other_choices(load_preset(name), chosen)
     if ordered is None:
-        return merged(preset, tree), preset
+        return merge_trees(preset, tree), preset
     # What the file says for another choice than the preset's does not fit the preset's.
     mine = {kind: _algorithm(preset)[kind] for kind in KINDS if kind in _algorithm(preset)}
-    return merged(_without_others(tree, mine), preset), preset
+    return merge_trees(_drop_other_choices(tree, mine), preset), preset
 
 
-def merged(under: Tree, over: Tree) -> Tree:
+def merge_trees(under: Tree, over: Tree) -> Tree:
     """Both, table by table; `over` wins."""
     result = copy.deepcopy(under)
     for key, value in over.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
+        result[key] = (
+            merge_trees(old, value) if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
+        )
     return result
 
 
@@ -84,7 +86,7 @@ def _algorithm(tree: Mapping[str, Any]) -> Tree:
     return found if isinstance(found, dict) else {}
 
 
-def _without_others(tree: Tree, chosen: Mapping[str, Any]) -> Tree:
+def _drop_other_choices(tree: Tree, chosen: Mapping[str, Any]) -> Tree:
     """The tree without its choices, and their options, where another one was chosen."""
     result = copy.deepcopy(tree)
     section = _algorithm(result)

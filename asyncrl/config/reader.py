@@ -19,11 +19,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from asyncrl.config import presets
+from asyncrl.config import foreign_names, presets
 from asyncrl.config import suggestions as config_names
 from asyncrl.config.locations import Places, dotted
 from asyncrl.config.sections.base import Section
-from asyncrl.configure import translate
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 
 #: Values as others write them.
@@ -58,16 +57,16 @@ def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str
     tree: dict[str, Any] = {}
     for source in sources:
         try:
-            tree = presets.merged(tree, tomllib.loads(source.text))
+            tree = presets.merge_trees(tree, tomllib.loads(source.text))
         except tomllib.TOMLDecodeError as error:
             errors.append(_syntax(source.file, str(error)))
         places.add(source.file, source.text)
     if errors:
         raise ConfigErrors(errors)
     try:
-        tree, places.preset = presets.with_preset(tree, dict(map(_split, overrides)))
+        tree, places.preset = presets.apply_preset(tree, dict(map(_split, overrides)))
     except ConfigError as error:
-        raise ConfigErrors([_of_preset(error, places)]) from None
+        raise ConfigErrors([_preset_error(error, places)]) from None
     for override in overrides:
         _override(tree, override, places, errors)
     look = _Look(kind, places, errors)
@@ -80,7 +79,7 @@ def _syntax(file: str, said: str) -> ConfigError:
     return ConfigError("config.file", said, where=f"{file}:{at[1]}" if at else file)
 
 
-def _of_preset(error: ConfigError, places: Places) -> ConfigError:
+def _preset_error(error: ConfigError, places: Places) -> ConfigError:
     where = error.where or places.where(tuple(presets.KEY.split(".")))
     return ConfigError(error.code, error.message, where=where, remedy=error.remedy, suggestion=error.suggestion)
 
@@ -139,7 +138,7 @@ class _Look:
 
     def _missing(self, here: tuple[str, ...], hint: Any, tree: dict[str, Any]) -> None:
         name = dotted(here)
-        section = config_names.section_of(hint)
+        section = config_names.section_type(hint)
         if section is not None:  # what it must hold says more than its own name
             self.walk(section, tree.setdefault(here[-1], {}), here)
             return
@@ -150,7 +149,7 @@ class _Look:
 
     def _value(self, hint: Any, value: Any, here: tuple[str, ...]) -> bool:
         """Whether the value may stay."""
-        section = config_names.section_of(hint)
+        section = config_names.section_type(hint)
         if section is not None and get_origin(hint) is not tuple and isinstance(value, dict):
             self.walk(section, value, here)
             return True
@@ -166,7 +165,7 @@ class _Look:
         return True
 
     def _wrong(self, hint: Any, value: Any, here: tuple[str, ...], said: str = "") -> Literal[False]:
-        section, name = config_names.section_of(hint), dotted(here)
+        section, name = config_names.section_type(hint), dotted(here)
         if section is not None:
             header = f"[[{name}]]" if get_origin(hint) is tuple else f"[{name}]"
             said = f"it is a section: write {header} and its settings below"
@@ -183,7 +182,7 @@ class _Look:
 
     def _unknown(self, here: tuple[str, ...], value: Any) -> None:
         table = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
-        first, second = config_names.meant, config_names.meant_section
+        first, second = config_names.suggest_key, config_names.suggest_section
         found = (second(here, self.root) or first(here, self.root)) if table else first(here, self.root)
         hint, name = "", dotted(here)
         if found is not None:
@@ -205,14 +204,14 @@ class _Look:
 
     def _doubt(self, key: str) -> None:
         """Nobody knows the value of what was probably meant, nor, of a section, those in it."""
-        within = [name for name in config_names.keys_of(self.root) if name.startswith(f"{key}.")]
+        within = [name for name in config_names.list_keys(self.root) if name.startswith(f"{key}.")]
         self.doubtful |= {key, *within}
 
 
 def _translations(name: str, value: Any) -> str:
     """What the settings of another trainer's table are called here."""
-    theirs = dict(translate.flattened(value, f"{name}.")) if isinstance(value, dict) else {}
-    known = [f"{key} is {found}" for key in theirs if (found := translate.ours(key))]
+    theirs = dict(foreign_names.flatten(value, f"{name}.")) if isinstance(value, dict) else {}
+    known = [f"{key} is {found}" for key in theirs if (found := foreign_names.our_name(key))]
     if not known:
         return ""
     more = f", and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
@@ -242,7 +241,7 @@ def _literals(hint: Any) -> Iterable[Any]:
             yield from _literals(option)
 
 
-def beside(errors: Iterable[AsyncRLError], doubtful: Iterable[str]) -> list[AsyncRLError]:
+def independent_errors(errors: Iterable[AsyncRLError], doubtful: Iterable[str]) -> list[AsyncRLError]:
     """The errors that speak of no setting whose value is unknown."""
     names = [re.escape(name) for name in {*doubtful, *(re.sub(r"\[\d+\]", "", name) for name in doubtful)}]
     if not names:

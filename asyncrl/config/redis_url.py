@@ -1,10 +1,10 @@
 """The password of `buffer.redis_url`: kept out of every file and line that shows a configuration.
 
 Guarantees:
-1. what `without_password` gives holds no password, wherever in the URL it stood;
+1. what `hide_password` gives holds no password, wherever in the URL it stood;
 2. the password lies in one file of the run, readable by its owner alone, or in the environment of the buffer.
 
->>> without_password("redis://user:secret@host:6379/0")
+>>> hide_password("redis://user:secret@host:6379/0")
 'redis://user:***@host:6379/0'
 """
 
@@ -23,7 +23,7 @@ VARIABLE = "ASYNCRL_REDIS_PASSWORD"
 FILE = "redis.password"  # in the store's folder of the run
 
 
-def password_of(url: str) -> str:
+def url_password(url: str) -> str:
     """The password in a URL; empty where there is none, or it is hidden."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query)).get("password", "")
@@ -31,19 +31,19 @@ def password_of(url: str) -> str:
     return "" if found == HIDDEN else found
 
 
-def without_password(url: str) -> str:
+def hide_password(url: str) -> str:
     """The URL as it may be shown and written."""
-    return _replaced(url, HIDDEN) if password_of(url) else url
+    return _replaced(url, HIDDEN) if url_password(url) else url
 
 
-def with_password(url: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
+def restore_password(url: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
     """The URL as one connects: a hidden password is that of the environment, else of the file in the store's folder.
 
     Raises `config.missing` where neither has it.
     """
     env = os.environ if environment is None else environment
     given = env.get(VARIABLE, "")
-    if HIDDEN not in url and (not given or password_of(url)):
+    if HIDDEN not in url and (not given or url_password(url)):
         return url
     if not given:
         try:
@@ -60,7 +60,7 @@ def with_password(url: str, folder: Path, environment: Mapping[str, str] | None 
 
 def keep(url: str, folder: Path) -> None:
     """Note the password of a URL for the next starts, where it has one."""
-    if not (password := password_of(url)):
+    if not (password := url_password(url)):
         return
     path = folder / FILE
     path.unlink(missing_ok=True)

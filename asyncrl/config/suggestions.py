@@ -1,8 +1,8 @@
 """The names of settings, and which one was meant by a name that is none.
 
 Pure. Guarantees:
-1. `meant` looks in the same section first, then anywhere; a name spelled right that stands in another section is found
-   there; names of other frameworks (`synonyms.toml`) come before guesses by likeness;
+1. `suggest_key` looks in the same section first, then in all; it finds a correct name that belongs to another section;
+   names of other frameworks (`synonyms.toml`) come before guesses by likeness;
 2. it names keys that exist, or nothing: a test compares `synonyms.toml` with the configuration.
 
 Example: `[learner] max_stalenes` -> `buffer.max_staleness`; `[sampling] rollout_n` -> `sampling.group_size`.
@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from asyncrl.config import foreign_names
 from asyncrl.config.sections.base import Section
-from asyncrl.configure import translate
 
 #: Likeness (0 to 1) from which on a name of the same section, or of another one, is a misspelling.
 LIKE_HERE = 0.6
@@ -42,45 +42,45 @@ class Meant(NamedTuple):
     elsewhere: bool
 
 
-def section_of(hint: Any) -> type[Section] | None:
+def section_type(hint: Any) -> type[Section] | None:
     """The section behind a type: itself, or that of a list of tables."""
     inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 @functools.cache
-def keys_of(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
+def list_keys(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
     """Every dotted key of a section, in order."""
     keys: list[str] = []
     hints = typing.get_type_hints(kind)
     for item in msgspec.structs.fields(kind):
-        inner = section_of(hints[item.name])
-        keys += keys_of(inner, f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
+        inner = section_type(hints[item.name])
+        keys += list_keys(inner, f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
     return tuple(keys)
 
 
 @functools.cache
-def sections_of(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
+def list_sections(kind: type[Section], prefix: str = "") -> tuple[str, ...]:
     """Every dotted section, in order."""
     found: list[str] = []
     hints = typing.get_type_hints(kind)
     for item in msgspec.structs.fields(kind):
-        if inner := section_of(hints[item.name]):
-            found += [f"{prefix}{item.name}", *sections_of(inner, f"{prefix}{item.name}.")]
+        if inner := section_type(hints[item.name]):
+            found += [f"{prefix}{item.name}", *list_sections(inner, f"{prefix}{item.name}.")]
     return tuple(found)
 
 
-def meant(path: Sequence[str], kind: type[Section]) -> Meant | None:
+def suggest_key(path: Sequence[str], kind: type[Section]) -> Meant | None:
     """The setting that was probably meant by the unknown dotted `path` of the configuration `kind`."""
     section = ".".join(part for part in path[:-1] if not part.startswith("["))
     name = _plain(path[-1])
-    keys = keys_of(kind)
+    keys = list_keys(kind)
     here = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    subsections = {key.rpartition(".")[2]: key for key in sections_of(kind) if key.rpartition(".")[0] == section}
+    subsections = {key.rpartition(".")[2]: key for key in list_sections(kind) if key.rpartition(".")[0] == section}
     if name in here or name in subsections:
         return Meant((here | subsections)[name], elsewhere=False)
     same = [key for key in keys if key.rpartition(".")[2] == name]
-    if theirs := translate.ours(name):  # before a setting of that name: TRL's beta is no process_reward.beta
+    if theirs := foreign_names.our_name(name):  # before a setting of that name: TRL's beta is no process_reward.beta
         return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
     if same:
         return Meant(nearest(section, same), elsewhere=True)
@@ -93,9 +93,9 @@ def meant(path: Sequence[str], kind: type[Section]) -> Meant | None:
     return Meant(near, elsewhere=True) if near else None
 
 
-def meant_section(path: Sequence[str], kind: type[Section]) -> Meant | None:
+def suggest_section(path: Sequence[str], kind: type[Section]) -> Meant | None:
     """The section that was probably meant by the unknown table `path`."""
-    known = {section.rpartition(".")[2]: section for section in reversed(sections_of(kind))}
+    known = {section.rpartition(".")[2]: section for section in reversed(list_sections(kind))}
     above, name = ".".join(path[:-1]), _plain(path[-1])
     here = {key: value for key, value in known.items() if value.rpartition(".")[0] == above}
     found = here.get(name) or known.get(name) or synonyms("sections").get(name)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config import Config, ModelConfig, all_keys, load, redacted, with_derived
+from asyncrl.config import Config, ModelConfig, all_keys, load, redact
+from asyncrl.config.loading import derive_settings
 from asyncrl.runtime.run_dir import RunDir
 
 
@@ -34,7 +35,7 @@ class Difference(NamedTuple):
 
 def read(path: Path) -> Config:
     """The configuration of a file or of a run, without passwords. Raises `run.missing`, or ConfigErrors."""
-    return redacted(load(RunDir(path).require().config if path.is_dir() else path))
+    return redact(load(RunDir(path).require().config if path.is_dir() else path))
 
 
 def differences(left: Config, right: Config) -> Iterator[Difference]:
@@ -42,14 +43,14 @@ def differences(left: Config, right: Config) -> Iterator[Difference]:
     lists = [name for name in Config.__struct_fields__ if isinstance(getattr(left, name), tuple)]
     for key in all_keys():
         if key.partition(".")[0] not in lists:
-            one, other = value_of(left, key), value_of(right, key)
+            one, other = get_value(left, key), get_value(right, key)
             if one != other:
                 yield Difference(key, one, other)
     for name in lists:
-        yield from _of_lists(name, getattr(left, name), getattr(right, name))
+        yield from _list_differences(name, getattr(left, name), getattr(right, name))
 
 
-def _of_lists(name: str, left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:
+def _list_differences(name: str, left: Sequence[Any], right: Sequence[Any]) -> Iterator[Difference]:
     for index in range(max(len(left), len(right))):
         pair = [msgspec.to_builtins(side[index]) if index < len(side) else {} for side in (left, right)]
         for key in dict.fromkeys([*pair[0], *pair[1]]):
@@ -57,7 +58,7 @@ def _of_lists(name: str, left: Sequence[Any], right: Sequence[Any]) -> Iterator[
                 yield Difference(f"{name}[{index}].{key}", pair[0].get(key), pair[1].get(key))
 
 
-def value_of(config: Config, dotted: str) -> Any:
+def get_value(config: Config, dotted: str) -> Any:
     """The value of a dotted key."""
     value: Any = config
     for part in dotted.split("."):
@@ -65,7 +66,7 @@ def value_of(config: Config, dotted: str) -> Any:
     return value
 
 
-def text_of(found: list[Difference], default: Config | None) -> str:
+def format_differences(found: list[Difference], default: Config | None) -> str:
     """Grouped by section: `key  left -> right`."""
     lines = []
     width = max((len(one.key.rpartition(".")[2]) for one in found), default=0)
@@ -73,15 +74,16 @@ def text_of(found: list[Difference], default: Config | None) -> str:
         lines.append(f"[{section}]")
         for one in group:
             leaf = one.key.rpartition(".")[2]
-            lines.append(f"  {leaf:<{width}}  {_shown(one.left, one, default)} -> {_shown(one.right, one, default)}")
+            left, right = (_format_value(value, one, default) for value in (one.left, one.right))
+            lines.append(f"  {leaf:<{width}}  {left} -> {right}")
     return "\n".join(lines)
 
 
-def _shown(value: Any, one: Difference, default: Config | None) -> str:
+def _format_value(value: Any, one: Difference, default: Config | None) -> str:
     if value is None:
         return "-"
     text = msgspec.json.encode(value).decode()
-    plain = default is not None and "[" not in one.key and value_of(default, one.key) == value
+    plain = default is not None and "[" not in one.key and get_value(default, one.key) == value
     return f"{text} (default)" if plain else text
 
 
@@ -94,7 +96,7 @@ def diff_command(left: Path, right: Path, *, as_json: bool = False) -> int:
         print(json.dumps(msgspec.to_builtins(told), indent=2))
     elif found:
         print(f"{left} -> {right}: {len(found)} setting{'s' * (len(found) != 1)} differ{'s' * (len(found) == 1)}")
-        print(text_of(found, with_derived(Config(model=ModelConfig(path=one.model.path)))))
+        print(format_differences(found, derive_settings(Config(model=ModelConfig(path=one.model.path)))))
     else:
         print(f"{left} and {right} come to the same")
     return 1 if found else 0

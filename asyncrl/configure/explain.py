@@ -69,10 +69,10 @@ def explain(name: str) -> str:
 
 def _names() -> list[str]:
     from asyncrl.config import Config, all_keys
-    from asyncrl.config.suggestions import sections_of
+    from asyncrl.config.suggestions import list_sections
     from asyncrl.metrics import CATALOGUE as METRICS
 
-    return [*CATALOGUE, *all_keys(), *sections_of(Config), *METRICS]
+    return [*CATALOGUE, *all_keys(), *list_sections(Config), *METRICS]
 
 
 def _error(code: str) -> str:
@@ -103,9 +103,9 @@ def _wrapped(text: str) -> str:
 def _setting(key: str) -> str:
     from asyncrl.config import Config
     from asyncrl.config.json_schema import describe
-    from asyncrl.config.suggestions import keys_of, synonyms
+    from asyncrl.config.suggestions import list_keys, synonyms
 
-    if key not in keys_of(Config):
+    if key not in list_keys(Config):
         return ""
     setting = describe(Config, key)
     lines = [f"{key} = {setting.default or 'required'}    ({setting.kind})", _wrapped(setting.meaning)]
@@ -118,12 +118,12 @@ def _setting(key: str) -> str:
 def _section(name: str) -> str:
     from asyncrl.config import Config
     from asyncrl.config.json_schema import describe
-    from asyncrl.config.suggestions import keys_of, sections_of
+    from asyncrl.config.suggestions import list_keys, list_sections
 
     name = name.strip("[]")
-    if name not in sections_of(Config):
+    if name not in list_sections(Config):
         return ""
-    keys = [key for key in keys_of(Config) if key.rpartition(".")[0] == name]
+    keys = [key for key in list_keys(Config) if key.rpartition(".")[0] == name]
     shown = [(key.rpartition(".")[2], describe(Config, key)) for key in keys]
     cells = [(f"{key} = {one.default or 'required'}", one.meaning) for key, one in shown]
     width = min(max((len(cell) for cell, _ in cells), default=0), WIDTH // 2)

@@ -12,7 +12,6 @@ Example: `data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.config.foreign_names import flatten, known_trainers, translation_table
 from asyncrl.errors import UNREADABLE, ConfigError
 
 VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
@@ -37,72 +37,44 @@ class Translation(NamedTuple):
     notes: list[str]
 
 
-@functools.cache
-def table() -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "translations.toml").read_text(encoding="utf-8"))
-
-
-@functools.cache
-def trainers() -> tuple[str, ...]:
-    """Whose settings are known."""
-    return tuple(name for name in table() if name != "values")
-
-
 def translate(path: Path) -> Translation:
     """A file of theirs. Raises `config.file` where it cannot be read, or has no settings that are known."""
-    given, notes = read(path)
-    trainer = whose(given)
+    given, notes = read_settings(path)
+    trainer = detect_trainer(given)
     if not trainer:
         raise ConfigError(
             "config.file",
-            f"no settings of {', '.join(trainers())} are in it",
+            f"no settings of {', '.join(known_trainers())} are in it",
             where=str(path),
             remedy="give the launch script, the Python file or the TOML of such a run",
         )
-    settings, more = translated(trainer, given)
+    settings, more = translate_settings(trainer, given)
     return Translation(trainer, settings, notes + more)
 
 
-def whose(given: Mapping[str, Any]) -> str:
+def detect_trainer(given: Mapping[str, Any]) -> str:
     """The trainer that knows most of the names; empty where none knows any."""
-    known = {name: sum(key in table()[name]["settings"] for key in given) for name in trainers()}
+    known = {name: sum(key in translation_table()[name]["settings"] for key in given) for name in known_trainers()}
     best = max(known, key=lambda name: known[name])
     return best if known[best] else ""
 
 
-def ours(key: str) -> str:
-    """What a full name of theirs is called here, such as `trainer.optim.lr`; empty where nobody has it."""
-    return next((found for name in trainers() if (found := table()[name]["settings"].get(key))), "")
-
-
-# ---------------------------------------------------------------- reading
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[str]]:
+def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Their settings by full names, in order, and notes about what is no constant. Raises `config.file`."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
-            return dict(flattened(tomllib.loads(text))), []
+            return dict(flatten(tomllib.loads(text))), []
         if path.suffix == ".py":
-            return of_python(text)
-        return of_shell(text)
+            return read_python(text)
+        return read_shell(text)
     except OSError as error:
         raise ConfigError("config.file", error.strerror or str(error), where=str(path)) from None
     except (SyntaxError, *UNREADABLE) as error:
         raise ConfigError("config.file", str(error), where=str(path)) from None
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of a tree and their values."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def of_python(text: str) -> tuple[dict[str, Any], list[str]]:
+def read_python(text: str) -> tuple[dict[str, Any], list[str]]:
     """Constant keywords of calls such as `GRPOConfig(...)`."""
     given, notes = dict[str, Any](), list[str]()
     for node in ast.walk(ast.parse(text)):
@@ -128,7 +100,7 @@ def _python_note(name: str, text: str) -> Iterator[str]:
         yield f"{name} = {text}: no constant"
 
 
-def of_shell(text: str) -> tuple[dict[str, Any], list[str]]:
+def read_shell(text: str) -> tuple[dict[str, Any], list[str]]:
     """`key.of.hydra=value`, `--flag value` and `--flag=value` of a launch script; its own variables are filled in."""
     variables: dict[str, str] = {}
     given: dict[str, Any] = {}
@@ -138,7 +110,7 @@ def of_shell(text: str) -> tuple[dict[str, Any], list[str]]:
             lambda found: variables.get(found[1], os.environ.get(found[1], found[2] or found[0])), word
         )
         if flag and not value.startswith("--"):
-            given[flag], flag = parsed(value), ""
+            given[flag], flag = parse_value(value), ""
             continue
         if flag:
             given[flag], flag = True, ""
@@ -147,15 +119,15 @@ def of_shell(text: str) -> tuple[dict[str, Any], list[str]]:
             if found[2] is None:
                 flag = name
             else:
-                given[name] = parsed(found[2])
+                given[name] = parse_value(found[2])
         elif found := OVERRIDE.fullmatch(value):
             variables[found[1]] = found[2]
             if "." in found[1]:
-                given[found[1]] = parsed(found[2])
+                given[found[1]] = parse_value(found[2])
     return given | ({flag: True} if flag else {}), []
 
 
-def parsed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A value as Hydra reads it: `True`, `null`, `1e-6`, `[a.parquet,b.parquet]`, else the text."""
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:
@@ -165,9 +137,6 @@ def parsed(text: str) -> Any:
     except (ValueError, SyntaxError):
         inner = re.fullmatch(r"\[(.*)\]", text)
         return [part.strip(" '\"") for part in inner[1].split(",")] if inner else text
-
-
-# ---------------------------------------------------------------- translating
 
 
 class _Given:
@@ -187,9 +156,9 @@ class _Given:
         return value if isinstance(value, int | float) else default
 
 
-def translated(trainer: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def translate_settings(trainer: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Our settings, and notes about what is not among them."""
-    names, nothing = table()[trainer]["settings"], table()[trainer]["nothing"]
+    names, nothing = translation_table()[trainer]["settings"], translation_table()[trainer]["nothing"]
     rest, notes = _Given(given), list[str]()
     settings = _SPECIAL[trainer](rest, notes)
     for key, value in rest.left.items():
@@ -217,7 +186,7 @@ def _valued(key: str, value: Any) -> Any:
     if key.endswith(".path") and isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, str):
-        return table()["values"].get(key, {}).get(value, value)
+        return translation_table()["values"].get(key, {}).get(value, value)
     if key == "learner.gradient_checkpointing":
         return bool(value)
     return value

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 from asyncrl.config import Config, presets
 from asyncrl.config.json_schema import meanings
-from asyncrl.config.suggestions import keys_of
+from asyncrl.config.suggestions import list_keys
 from asyncrl.configure.translate import Translation, translate
 from asyncrl.errors import UNREADABLE, ConfigError, ConfigErrors
-from asyncrl.preflight.check import check_files_of
+from asyncrl.preflight.check import check_files
 from asyncrl.preflight.files import data_paths, has_template, has_texts, prompt_column
-from asyncrl.preflight.machine import REDIS_SERVERS, Machine, machine_of
+from asyncrl.preflight.machine import REDIS_SERVERS, Machine, look_at_machine
 
 REWARD_FILE = "my_rewards.py"
 REWARD_CODE = '''"""Rewards of this run: a number for a response; `asyncrl check` tries to import them."""
@@ -73,20 +73,20 @@ def init_command(
     """
     translation = translate(theirs) if theirs else Translation("", {}, [])
     flags = {name: value for name, value in given.items() if value}
-    known = answers_of(translation) | read_answers(answers) | flags
+    known = known_answers(translation) | read_answers(answers) | flags
     answered = complete(known, ask or (_ask if sys.stdin.isatty() and not answers else None))
     path = out or Path(f"{answered['name']}.toml")
     if path.exists() and not force:
         raise ConfigError("usage", "the file exists", where=str(path), remedy="give another name, or --force")
     if not answered["reward"]:
         answered["reward"] = _own_reward(Path(REWARD_FILE))
-    path.write_text(text_of(answered, machine_of(Path.cwd()), translation.settings), encoding="utf-8")
+    path.write_text(format_toml(answered, look_at_machine(Path.cwd()), translation.settings), encoding="utf-8")
     print(
         f"written: {path}" + (f", with {len(translation.settings)} settings of {translation.trainer}" if theirs else "")
     )
     for note in translation.notes:
         print(f"  left out: {note}")
-    checked = check_files_of(path)[1]
+    checked = check_files(path)[1]
     if checked.errors:
         raise ConfigErrors(checked.errors)
     for what in checked.missing:
@@ -95,7 +95,7 @@ def init_command(
     return 0
 
 
-def answers_of(translation: Translation) -> dict[str, str]:
+def known_answers(translation: Translation) -> dict[str, str]:
     """The answers that another trainer's settings hold."""
     keys = {"model": "model.path", "data": "data.path", "reward": "reward.function", "name": "run.name"}
     return {name: str(value) for name, key in keys.items() if (value := translation.settings.get(key))}
@@ -161,7 +161,7 @@ def _ask(text: str) -> str:
         return ""
 
 
-def settings_of(answers: Mapping[str, str], machine: Machine) -> dict[str, object]:
+def proposed_settings(answers: Mapping[str, str], machine: Machine) -> dict[str, object]:
     """Dotted key -> value, in the order of the file: what fits this machine."""
     kind, name = machine.accelerator, answers["name"]
     count = machine.devices.get(kind, 0)
@@ -204,7 +204,7 @@ def wants_chat(answers: Mapping[str, str]) -> bool:
     return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
 
 
-def with_theirs(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
+def merge_foreign(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
     """Our settings below those of another trainer, in the order of the configuration. Flags have won already."""
     answered = ("model.path", "data.path", "reward.function", "run.name")
     both = dict(settings) | {key: value for key, value in theirs.items() if key not in answered}
@@ -213,11 +213,11 @@ def with_theirs(settings: Mapping[str, object], theirs: Mapping[str, object]) ->
     if "learner.micro_batch_tokens" not in theirs:
         row = int(str(both["data.max_prompt_tokens"])) + int(str(both["sampling.max_new_tokens"]))
         both["learner.micro_batch_tokens"] = max(int(str(both["learner.micro_batch_tokens"])), row)
-    order = {key: place for place, key in enumerate(keys_of(Config))}
+    order = {key: place for place, key in enumerate(list_keys(Config))}
     return dict(sorted(both.items(), key=lambda item: order[item[0]]))
 
 
-def text_of(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
+def format_toml(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
     """The file; `theirs`: settings of another trainer, in our names."""
     means = meanings(Config)
     lines = [
@@ -225,8 +225,8 @@ def text_of(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, o
         "# Check it: asyncrl check FILE. Start it, and go on with it: asyncrl launch all FILE.",
     ]
     section = ""
-    settings = settings_of(answers, machine)
-    settings = with_theirs(settings, theirs) if theirs else settings
+    settings = proposed_settings(answers, machine)
+    settings = merge_foreign(settings, theirs) if theirs else settings
     width = max(len(f"{key.rpartition('.')[2]} = {_toml(value)}") for key, value in settings.items())
     for key, value in settings.items():
         table, _, leaf = key.rpartition(".")

@@ -21,7 +21,7 @@ PREFIX = "f = lambda x: "
 Step = tuple[str, int]  # a word of OPERATORS, and a digit
 
 
-def steps_of(*, seed: int, index: int, split: str = "train") -> tuple[Step, Step]:
+def function_steps(*, seed: int, index: int, split: str = "train") -> tuple[Step, Step]:
     """The two steps of a function. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
@@ -38,7 +38,7 @@ def prompt_text(steps: tuple[Step, Step]) -> str:
     return "".join(f"{word}{digit}" for word, digit in steps) + ":"
 
 
-def value_of(steps: tuple[Step, Step], x: int) -> int:
+def apply_steps(steps: tuple[Step, Step], x: int) -> int:
     """What the function gives."""
     for word, digit in steps:
         x = x + digit if word == "add" else x - digit if word == "sub" else x * digit
@@ -59,8 +59,8 @@ def prompt_rows(size: int, seed: int, *, split: str = "train") -> list[dict[str,
     """`size` rows with verl's column names; the ground truth is what `builtin:code` tests."""
     rows = []
     for index in range(size):
-        steps = steps_of(seed=seed, index=index, split=split)
-        tests = {"fn_name": "f", "inputs": [[x] for x in INPUTS], "outputs": [value_of(steps, x) for x in INPUTS]}
+        steps = function_steps(seed=seed, index=index, split=split)
+        tests = {"fn_name": "f", "inputs": [[x] for x in INPUTS], "outputs": [apply_steps(steps, x) for x in INPUTS]}
         rows.append(
             {
                 "data_source": "code",

@@ -22,7 +22,8 @@ import msgspec
 from asyncrl.audit.prove import Audit
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launcher.launch import Launched, LaunchOptions, absolute, launch_config, python_path
+from asyncrl.launcher.launch import Launched, LaunchOptions, absolute, launch_config
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.report.data import RunData, load_run
 from asyncrl.runtime.run_dir import RunDir
 

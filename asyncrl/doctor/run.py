@@ -43,7 +43,7 @@ def doctor_command(*, only: Sequence[str] = (), as_json: bool = False, limit_s: 
         told = [{"name": one.name, **one.found._asdict()} for one in probed]
         print(json.dumps({"ok": not _wrong(probed), "probes": told}, indent=2))
     else:
-        print(text_of(probed))
+        print(format_findings(probed))
     return 1 if _wrong(probed) else 0
 
 
@@ -95,7 +95,7 @@ def end(child: subprocess.Popen[str]) -> None:
             stream.close()
 
 
-def text_of(probed: Iterable[Probed]) -> str:
+def format_findings(probed: Iterable[Probed]) -> str:
     """A line for each, its remedy below, and what it comes to."""
     every = list(probed)
     width = max((len(one.name) for one in every), default=0)

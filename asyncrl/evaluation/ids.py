@@ -3,30 +3,26 @@
 A run that trains
 counts its groups 0, 1, 2, ...; the prompts of evaluations have ids of their own from `FIRST` on, so that a group says
 by its number alone that it is never trained. Guarantees:
-1. `group_of` and `place_of` are inverse; ids stay below 2^53, so that they survive JSON anywhere;
-2. `seed_of` depends on the run's seed, the row and the attempt, not on the step: evaluations of two steps use the same
+1. `evaluation_group` and `split_group` are inverse; ids stay below 2^53, so that they survive JSON anywhere;
+2. `row_seed` depends on the run's seed, the row and the attempt, not on the step: evaluations of two steps use the same
    random numbers, which takes some of the noise out of their difference.
 It holds no state. The figures are in `asyncrl.evaluation.statistics`, the bookkeeping in
 `buffers.evaluation.evaluations`.
 
 Example: row 3 of the evaluation of step 20.
 
->>> number = group_of(20, 3); is_evaluation(number), is_evaluation(3), place_of(number)
+>>> number = evaluation_group(20, 3); is_evaluation(number), is_evaluation(3), split_group(number)
 (True, False, (20, 3))
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from asyncrl.errors import UNREADABLE
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config, DataConfig, SamplingConfig
 
 FIRST = 1 << 52  # ids of evaluations begin here
 ROW_BITS = 24
@@ -41,17 +37,17 @@ def is_evaluation(group: int) -> bool:
     return group >= FIRST
 
 
-def group_of(step: int, row: int) -> int:
+def evaluation_group(step: int, row: int) -> int:
     """The id of a row in the evaluation of a step."""
     return FIRST + (step << ROW_BITS) + row
 
 
-def place_of(group: int) -> tuple[int, int]:
+def split_group(group: int) -> tuple[int, int]:
     """Step and row of an id."""
     return (group - FIRST) >> ROW_BITS, (group - FIRST) & (MAX_ROWS - 1)
 
 
-def seed_of(seed: int, row: int, attempt: int = 0) -> int:
+def row_seed(seed: int, row: int, attempt: int = 0) -> int:
     """The seed of a row's samples, 56 bits. What failed by the text that it sampled would fail again: another attempt
     draws others.
     """
@@ -59,40 +55,7 @@ def seed_of(seed: int, row: int, attempt: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def sampling_of(config: Config) -> SamplingConfig:
-    """How evaluations sample: as `[evaluation]` says. Temperature 0 is greedy (top_k 1)."""
-    evaluation = config.evaluation
-    greedy = evaluation.temperature == 0
-    return replace(
-        config.sampling,
-        group_size=evaluation.samples,
-        over_issue=0,
-        greedy_baseline=False,
-        top_p=evaluation.top_p,
-        max_new_tokens=evaluation.max_new_tokens or config.sampling.max_new_tokens,
-        temperature=1.0 if greedy else evaluation.temperature,
-        top_k=1 if greedy else evaluation.top_k,
-    )
-
-
-def data_of(config: Config) -> DataConfig:
-    """Where the held-out rows are: `[data]` with path and source of `[evaluation]`, in their own order."""
-    return replace(config.data, path=config.evaluation.path, source=config.evaluation.source, shuffle=False)
-
-
-def is_due(config: Config, step: int) -> bool:
-    """Whether an evaluation follows this step (0: the start weights)."""
-    evaluation = config.evaluation
-    if not evaluation.enabled:
-        return False
-    if step == 0:
-        return evaluation.at_start
-    if step >= config.learner.steps and evaluation.at_end:
-        return True
-    return evaluation.every > 0 and step % evaluation.every == 0
-
-
-def source_of(row: str) -> str:
+def row_source(row: str) -> str:
     """The data source in the JSON of a row."""
     try:
         found: Any = msgspec.json.decode(row)

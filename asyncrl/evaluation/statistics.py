@@ -114,21 +114,21 @@ def figures(outcomes: Iterable[Outcome], *, correct_above: float) -> dict[str, d
 
 def _figures(outcomes: Sequence[Outcome], correct_above: float) -> dict[str, float]:
     k = len(outcomes[0].rewards)
-    found = _with_error(f"mean@{k}", [math.fsum(one.rewards) / k for one in outcomes])
+    found = _mean_with_error(f"mean@{k}", [math.fsum(one.rewards) / k for one in outcomes])
     for n in sizes(k)[1:]:
-        found |= _with_error(f"best@{n}", [best_at_n(one.rewards, n) for one in outcomes])
+        found |= _mean_with_error(f"best@{n}", [best_at_n(one.rewards, n) for one in outcomes])
     if k > 1:
-        found |= _with_error(f"maj@{k}", [majority(one.rewards, one.answers) for one in outcomes])
+        found |= _mean_with_error(f"maj@{k}", [majority(one.rewards, one.answers) for one in outcomes])
     rights = [sum(reward > correct_above for reward in one.rewards) for one in outcomes]
     for n in sizes(k):
-        found |= _with_error(f"pass@{n}", [pass_at_k(k, right, n) for right in rights])
+        found |= _mean_with_error(f"pass@{n}", [pass_at_k(k, right, n) for right in rights])
     for name in sorted({name for one in outcomes for name in one.parts}):
         values = [math.fsum(mine) / len(mine) for one in outcomes if (mine := one.parts.get(name))]
-        found |= _with_error(f"part:{name}/mean@{k}", values)
+        found |= _mean_with_error(f"part:{name}/mean@{k}", values)
     return found
 
 
-def _with_error(name: str, values: Sequence[float]) -> dict[str, float]:
+def _mean_with_error(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values), f"{name}/se": standard_error(values)}
 
 

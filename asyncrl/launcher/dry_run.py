@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, python_path, roles_here, worker_key
+from asyncrl.launcher.launch import LaunchOptions, absolute, changes, checked_files, roles_here, worker_key
 from asyncrl.process_plan import device_assignment as devices
-from asyncrl.process_plan.interpreters import with_python
+from asyncrl.process_plan.interpreters import python_path, settle_interpreter
 from asyncrl.process_plan.plan import Joining, ProcessPlan, plan
 from asyncrl.runtime.run_dir import RunDir
 
@@ -28,22 +28,22 @@ def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = Fa
     config = absolute(config)
     roles = roles_here(config, options)
     run = RunDir(config.run_dir)
-    homed = with_python(config) if "producer" in roles else config
+    homed = settle_interpreter(config) if "producer" in roles else config
     joining = Joining(
         connect=options.connect, key=options.key, worker_key=worker_key(config, roles), takeover=options.takeover
     )
     plans = plan(
-        homed, roles, config_path=run.config, joining=joining, python_path=python_path(), devices=devices.found()
+        homed, roles, config_path=run.config, joining=joining, python_path=python_path(), devices=devices.find_devices()
     )
     said = {
         "run": str(run.root),
         "resumes": run.config.exists(),
-        "writes": written(run, roles),
+        "writes": list_outputs(run, roles),
         "changed": changes(run.config, config) if run.config.exists() else [],
         "processes": [described(one) for one in plans],
         "notes": [*checked.missing, *checked.notes],
     }
-    print(json.dumps(said, indent=2) if as_json else text_of(said))
+    print(json.dumps(said, indent=2) if as_json else format_dry_run(said))
     return 0
 
 
@@ -51,18 +51,18 @@ def described(one: ProcessPlan) -> dict[str, Any]:
     return {
         "name": one.name,
         "role": one.role,
-        "command": [without_password(word) for word in one.argv],
+        "command": [mask_passwords(word) for word in one.argv],
         "env": dict(one.env),
         "restarts": one.restarts,
         "ready": one.ready,
     }
 
 
-def without_password(text: str) -> str:
+def mask_passwords(text: str) -> str:
     return re.sub(r"(://[^/:@\s]*):[^@/\s]+@", r"\1:***@", text)
 
 
-def written(run: RunDir, roles: Sequence[str]) -> list[str]:
+def list_outputs(run: RunDir, roles: Sequence[str]) -> list[str]:
     """What a launch writes in the run folder, and which role."""
     places = {
         "all": (run.config, run.logs, run.alive, run.metrics),
@@ -72,7 +72,7 @@ def written(run: RunDir, roles: Sequence[str]) -> list[str]:
     return [str(path) for role, paths in places.items() if role in ("all", *roles) for path in paths]
 
 
-def text_of(said: dict[str, Any]) -> str:
+def format_dry_run(said: dict[str, Any]) -> str:
     """For a terminal: commands that can be pasted, one environment where all have the same."""
     processes = said["processes"]
     shared = dict(set.intersection(*(set(one["env"].items()) for one in processes))) if processes else {}

@@ -20,10 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launcher.liveness_watch import STOPPED, below
-from asyncrl.launcher.progress import QUEUE_STATES
+from asyncrl.launcher.liveness_watch import process_tree
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.process_plan.host_facts import descendants, send, state_of
+from asyncrl.monitor.control import service_status
+from asyncrl.monitor.text import QUEUE_STATES
+from asyncrl.runtime.host_facts import descendants, process_state, send
+from asyncrl.runtime.liveness import STOPPED
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
 
 LOOK_S = 0.5
@@ -33,9 +35,7 @@ DUMP_S = 0.5  # for the stacks to reach the logs
 
 def ask_buffer(config: Config) -> dict[str, Any]:
     """The buffer's status, or `{"error": ...}`."""
-    from asyncrl.monitor.status import buffer_status
-
-    return buffer_status(endpoint(config, "buffer"), run_keys(config))
+    return service_status(endpoint(config, "buffer"), run_keys(config))
 
 
 class HangWatch:
@@ -107,7 +107,7 @@ class HangWatch:
             learner = (status.get("learner") or {}).get("waiting_for", "")
             what = str(status.get("waiting_for") or learner or "the buffer waits for nobody; see the learner's stacks")
         mine = {os.getpid(): "launcher"}
-        stopped = [one for one in below(mine, self._names()) if (state_of(one.pid) or "-") in STOPPED]
+        stopped = [one for one in process_tree(mine, self._names()) if (process_state(one.pid) or "-") in STOPPED]
         told = ", ".join(f"{one.name} (pid {one.pid} on {socket.gethostname()})" for one in stopped)
         counts = status.get("ledger") or self._last_counts()
         queue = ", ".join(f"{state} {int(counts[state])}" for state in QUEUE_STATES if counts.get(state))

@@ -23,23 +23,26 @@ from typing import IO
 
 import msgspec
 
-from asyncrl.config import Config, dump, load, redacted
+from asyncrl.config import Config, dump, load, redact
 from asyncrl.config import redis_url as redis_secret
-from asyncrl.config.sections.judge import judges_of, named
-from asyncrl.config.sections.mode import roles_of
+from asyncrl.config.judges import list_judges, parse_display_name
+from asyncrl.config.mode import present_roles
 from asyncrl.configure.diff import differences
 from asyncrl.errors import EXIT_OK, EXIT_STOPPED, AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.supervisor import Grace, Outcome, Supervisor
-from asyncrl.monitor.status import launcher_mark
+from asyncrl.launcher.supervisor import Grace, Supervisor
 from asyncrl.net.keys import worker_file
 from asyncrl.preflight import check as checks
+from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
-from asyncrl.process_plan.interpreters import with_python
+from asyncrl.process_plan.interpreters import python_path, settle_interpreter
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, ProcessPlan, plan
-from asyncrl.runtime.run_dir import RunDir, beside, read_object, run_keys, write_atomic
+from asyncrl.runtime.launchers import launcher_mark
+from asyncrl.runtime.run_dir import RunDir, read_object, run_keys, sibling_address, write_atomic
+from asyncrl.runtime.shared_memory import remove_stale_slots
 
 OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
 SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
@@ -76,7 +79,7 @@ def launch(paths: Path | Sequence[Path], options: LaunchOptions) -> Launched:
     """Run the target to its end. Raises ConfigErrors before anything is started."""
     config, checked = checked_files(paths, options)
     config = absolute(config)
-    return _launch(joined(config, options.connect) if options.connect else config, checked, options)
+    return _launch(point_to_services(config, options.connect) if options.connect else config, checked, options)
 
 
 def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple[Config, checks.Checked]:
@@ -86,7 +89,7 @@ def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple
         overrides.append(f"network.key_file={msgspec.json.encode(options.key).decode()}")
     if options.insecure_no_auth:
         overrides.append("network.insecure_no_auth=true")
-    config, checked = checks.check_files_of(paths, overrides, options.target, joining=bool(options.connect))
+    config, checked = checks.check_files(paths, overrides, options.target, joining=bool(options.connect))
     if checked.errors or config is None:
         raise ConfigErrors(checked.errors)
     return config, checked
@@ -103,7 +106,7 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
 
 def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
     """The roles that the target starts here."""
-    return roles_of(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
+    return present_roles(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
 
 
 def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> Launched:
@@ -131,11 +134,11 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
             node_rank=options.node_rank,
             head=options.head,
         )
-        homed = with_python(config) if "producer" in roles else config
+        homed = settle_interpreter(config) if "producer" in roles else config
         plans = plan(
-            homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.found()
+            homed, roles, config_path=path, joining=joining, python_path=python_path(), devices=devices.find_devices()
         )
-        _print(f"run {run.root}: {checks.what_starts(config, roles)}")
+        _print(f"run {run.root}: {what_starts(config, roles)}")
         for note in (*checked.missing, *checked.notes):
             _print(f"note: {note}")
         leads = "learner" in roles and not options.node_rank
@@ -164,17 +167,17 @@ def _only_judge(config: Config, options: LaunchOptions) -> str | None:
         return None
     if options.target != "rewards":
         raise ConfigError("usage", f"--judge goes with the target rewards, not {options.target}", where="--judge")
-    known = judges_of(config)
-    if named(options.judge) not in [judge.name for judge in known]:
-        names = ", ".join(judge.shown for judge in known) or "none"
+    known = list_judges(config)
+    if parse_display_name(options.judge) not in [judge.name for judge in known]:
+        names = ", ".join(judge.display_name for judge in known) or "none"
         raise ConfigError("reward.judge", f"{options.judge!r}: this run has {names}", where="--judge")
-    return named(options.judge)
+    return parse_display_name(options.judge)
 
 
-def joined(config: Config, connect: str) -> Config:
+def point_to_services(config: Config, connect: str) -> Config:
     """The configuration with the services where they are reached from here."""
     network = msgspec.structs.replace(
-        config.network, buffer=connect, weightsync=beside(config.network.weightsync, connect)
+        config.network, buffer=connect, weightsync=sibling_address(config.network.weightsync, connect)
     )
     return msgspec.structs.replace(config, network=network)
 
@@ -217,17 +220,6 @@ def absolute(config: Config) -> Config:
     return config
 
 
-def python_path() -> list[str]:
-    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
-    root = Path(__file__).resolve().parents[2]
-    places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
-    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return list(dict.fromkeys(places))
-
-
-# ---------------------------------------------------------------- the run folder
-
-
 def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
     """Hold what only one launcher may do; the tag for names of workers that join beside others."""
     node = f"-{options.node_rank}" if options.node_rank else ""
@@ -256,7 +248,7 @@ def _tag(options: LaunchOptions) -> str:
 def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
     """Write the resolved configuration where the children read it; the path."""
     text = dump(config)
-    if options.target in OWNERS and not options.connect and (note := resumed(run, config)):
+    if options.target in OWNERS and not options.connect and (note := resume_note(run, config)):
         _print(note)
     if run.config.exists() and run.config.read_text() == text:
         return run.config
@@ -266,13 +258,13 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
         return path
     if run.config.exists():
         refuse_other_groups(run, config)
-        for line in changes(run.config, redacted(config)):
+        for line in changes(run.config, redact(config)):
             _print(f"changed since the last start: {line}")
     write_atomic(run.config, text.encode())
     return run.config
 
 
-def resumed(run: RunDir, config: Config) -> str:
+def resume_note(run: RunDir, config: Config) -> str:
     """What to know about a run that has begun: where it goes on, or that it is over; empty where it is new."""
     found = [
         int(folder.name.rpartition("_")[2])
@@ -310,9 +302,6 @@ def changes(path: Path, config: Config) -> list[str]:
     except AsyncRLError as error:
         return [f"the old {path.name} cannot be read: {error.message}"]
     return [f"{one.key}: {one.left!r} -> {one.right!r}" for one in differences(old, config)]
-
-
-# ---------------------------------------------------------------- the run itself
 
 
 def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
@@ -355,9 +344,7 @@ def exit_code(outcome: Outcome, options: LaunchOptions) -> int:
 
 def _remove_staged(run: RunDir) -> None:
     """Remove the staged weights of this run's learners that are dead: a killed one leaves them in shared memory."""
-    from weightsync.staging import Staging
-
-    Staging(run.root / "weights").remove_stale()
+    remove_stale_slots(run.root / "weights")
 
 
 def _conclude(run: RunDir, config: Config, outcome: Outcome, options: LaunchOptions) -> None:

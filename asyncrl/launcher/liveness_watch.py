@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.metrics import JsonTail
-from asyncrl.process_plan.host_facts import children_of, state_of
-from asyncrl.runtime.liveness import read_signs
+from asyncrl.runtime.host_facts import child_pids, process_state
+from asyncrl.runtime.liveness import STOPPED, read_signs
 from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
-STOPPED = "Tt"  # states of /proc: by a signal, by a debugger
 
 
 class Silent(NamedTuple):
@@ -76,7 +75,7 @@ class SilenceWatch:
         for pid, (name, since) in list(self._said.items()):
             if pid not in silent:
                 del self._said[pid]
-                if state_of(pid):  # else it has ended: others say that
+                if process_state(pid):  # else it has ended: others say that
                     events.append(("back", f"{name} (pid {pid}) is back after {now - since:.0f} s"))
         for pid, one in silent.items():
             self._said.setdefault(pid, (one.name, now - one.silent_s))
@@ -88,11 +87,11 @@ class SilenceWatch:
         for line in self._processes.poll():
             if line.get("host") == socket.gethostname() and isinstance(line.get("pid"), int):
                 self._names[line["pid"]] = str(line.get("name"))
-        processes = below(started, self._names)
+        processes = process_tree(started, self._names)
         self._listen({one.pid for one in processes}, now)
         found = []
         for name, pid in processes:
-            state = state_of(pid)
+            state = process_state(pid)
             if state and state in STOPPED:
                 self._stopped.setdefault(pid, now)
             else:
@@ -120,7 +119,7 @@ class Process(NamedTuple):
     pid: int
 
 
-def below(started: Mapping[int, str], names: Mapping[int, str]) -> list[Process]:
+def process_tree(started: Mapping[int, str], names: Mapping[int, str]) -> list[Process]:
     """These processes and all below them. `names`: pid -> name of roles; what is no role is named after the one above.
 
     The tree may change while it is walked: a process that starts just now may be missing.
@@ -133,7 +132,7 @@ def below(started: Mapping[int, str], names: Mapping[int, str]) -> list[Process]
             continue
         found[pid] = name
         above = name.rpartition(" of ")[2]
-        layer += [(child, names.get(child) or f"{_command(child)} of {above}") for child in children_of(pid)]
+        layer += [(child, names.get(child) or f"{_command(child)} of {above}") for child in child_pids(pid)]
     return [Process(name, pid) for pid, name in found.items()]
 
 

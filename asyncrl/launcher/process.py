@@ -17,8 +17,8 @@ from collections import deque
 from pathlib import Path
 
 from asyncrl.errors import EXIT_FAILED
-from asyncrl.process_plan.host_facts import descendants, kill_group, send
 from asyncrl.process_plan.plan import ProcessPlan
+from asyncrl.runtime.host_facts import descendants, kill_group, send
 
 _DEATH_BEGIN = re.compile(r"Received \d+ death signal")  # torchrun was asked to end; its traceback follows
 READ_BYTES = 256 << 10
@@ -26,7 +26,7 @@ _REPORT_BEGIN = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 _WORKER_EXIT = re.compile(rb"exitcode\s*:\s*(-?\d+)")
 
 
-def shown_code(code: int) -> str:
+def format_exit_code(code: int) -> str:
     """An exit code, with the signal that it stands for: `137 (SIGKILL: ...)`."""
     try:
         name = signal.Signals(code - 128).name
@@ -35,7 +35,7 @@ def shown_code(code: int) -> str:
     return f"{code} ({name}{': by hand, or by the system for want of memory' if name == 'SIGKILL' else ''})"
 
 
-def exit_code_of(returncode: int, log: bytes, *, gang: bool) -> int:
+def effective_exit_code(returncode: int, log: bytes, *, gang: bool) -> int:
     """The code that counts: a worker's own where torchrun hides it behind its 1; 128 + number for a signal."""
     if gang and returncode == EXIT_FAILED:
         found = _WORKER_EXIT.findall(log)

@@ -16,12 +16,12 @@ from collections import deque
 from typing import Any, TextIO
 
 from asyncrl.metrics import JsonTail
+from asyncrl.monitor.text import QUEUE_STATES, number
 from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
 SHOWN_STEPS = 8
 STALE_WORKER_S = 10.0  # a heartbeat older than this says nothing about now
-QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", "dropped", "dead")
 _STEP_LINE = re.compile(r"step \d+/\d+ ")  # the learner's own; shown from its metrics instead
 # What SIGUSR1 makes every role write (no comma before `in`: not a traceback). It is for the log.
 _STACK_LINE = re.compile(r'\s+File "[^"]*", line \d+ in |(Current t|T)hread 0x[0-9a-f]+')
@@ -66,12 +66,6 @@ class RunView:
         """`leased 3 · ready 12 · trained 640`."""
         states = [f"{state} {int(self.queue[state])}" for state in QUEUE_STATES if self.queue.get(state)]
         return " · ".join(states) or "no queue yet"
-
-
-def number(line: dict[str, Any], key: str, form: str = ".3f") -> str:
-    """A value of a metrics line as text, `-` where it is missing."""
-    value = line.get(key)
-    return format(value, form) if isinstance(value, int | float) else "-"
 
 
 def step_text(line: dict[str, Any], *, steps: int) -> str:

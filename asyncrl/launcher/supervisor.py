@@ -42,9 +42,10 @@ import msgspec
 from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLError
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
-from asyncrl.launcher.process import Child, exit_code_of, shown_code
-from asyncrl.process_plan.host_facts import kill_group, reachable
+from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import ONLOOKER, SERVICES, ProcessPlan
+from asyncrl.runtime.host_facts import kill_group, reachable
 
 WINDOW_S = 600.0
 FIRST_BACKOFF_S = 0.5
@@ -57,19 +58,6 @@ REPLACEABLE = frozenset({"producer", "reward"})  # roles of which a run can do w
 STOP_ORDER = ("learner", "producer", "reward", "weightsync", "buffer")
 EXIT_INTERRUPTED = 130
 EXIT_KILLED = 137
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a supervised set of processes ended. `failed` names the process whose end stopped the others."""
-
-    code: int
-    reason: str
-    wall_s: float
-    restarts: dict[str, int] = {}
-    failed: str = ""
-    last_lines: tuple[str, ...] = ()
-    given_up: dict[str, int] = {}  # workers the run did without from some time on: their last exit code
-    stopped: bool = False  # a signal came before the end
 
 
 class Grace(msgspec.Struct, frozen=True):
@@ -200,7 +188,7 @@ class Supervisor:
         kill_group(child.process.pid)  # whatever it left behind in its session
         child.process = None
         self._read(child, ended=True)
-        child.code = exit_code_of(returncode, child.attempt_log(), gang=child.plan.gang)
+        child.code = effective_exit_code(returncode, child.attempt_log(), gang=child.plan.gang)
         self._event("exit", name=child.plan.name, role=child.plan.role, code=child.code)
         if self._stages is None:
             self._decide(child, child.code)
@@ -208,7 +196,7 @@ class Supervisor:
     def _decide(self, child: Child, code: int) -> None:
         name = child.plan.name
         if code == EXIT_OK:
-            if child.plan.role in SERVICES and self._wanted():
+            if child.plan.role in SERVICES and self._workers_are_busy():
                 self._schedule(child, SERVICE_RETURN_S)
             return
         now = time.monotonic()
@@ -221,13 +209,13 @@ class Supervisor:
             if child.plan.role == ONLOOKER or (code not in FINAL_EXIT_CODES and self._others(child)):
                 self._give_up(child, code, why)
             else:
-                self._begin_stop(code, f"{name} ended with code {shown_code(code)}, which {why}", failed=child)
+                self._begin_stop(code, f"{name} ended with code {format_exit_code(code)}, which {why}", failed=child)
             return
         child.restarted.append(now)
         wait_s = backoff_s(len(child.restarted))
         self._say(
             "launch",
-            f"warning: {name} ended with code {shown_code(code)}; restart {len(child.restarted)} of "
+            f"warning: {name} ended with code {format_exit_code(code)}; restart {len(child.restarted)} of "
             f"{child.plan.restarts} in {wait_s:g} s",
         )
         self._schedule(child, wait_s)
@@ -247,7 +235,7 @@ class Supervisor:
         others = ", ".join(self._others(child))
         self._say(
             "launch",
-            f"error: {name} ended with code {shown_code(code)}, which {why}: it is given up, the run "
+            f"error: {name} ended with code {format_exit_code(code)}, which {why}: it is given up, the run "
             f"goes on {f'with {others}' if others else 'without'}; see {child.log}",
         )
 
@@ -256,7 +244,7 @@ class Supervisor:
         child.restarts += 1
         self._event("restart", name=child.plan.name, role=child.plan.role, wait_s=wait_s, code=child.code)
 
-    def _wanted(self) -> bool:
+    def _workers_are_busy(self) -> bool:
         """Somebody other than the services is still at work."""
         idle = {*SERVICES, ONLOOKER}
         return any(not child.over for child in self.children if child.plan.role not in idle)

@@ -2,7 +2,7 @@
 
 Guarantees:
 1. every name of the catalogue, and every name of an open family, has exactly one page;
-2. figures of evaluations keep their own names (`val-core/`, `val-aux/`, as verl has them): `tag_of`;
+2. figures of evaluations keep their own names (`val-core/`, `val-aux/`, as verl has them): `metric_tag`;
 3. a page says what its reader asks: is the data path well, does it learn, where does the time go, what went wrong.
 """
 
@@ -37,7 +37,7 @@ FAULTS = frozenset({
 })  # fmt: skip
 
 
-def page_of(name: str) -> Page:
+def metric_page(name: str) -> Page:
     """The page of a metric: health, speed and faults by the tables above; everything else is about learning."""
     last = name.rpartition("/")[2] if name.startswith(("lag/", "judge/")) else name
     if name in FAULTS or last in FAULTS:
@@ -47,15 +47,15 @@ def page_of(name: str) -> Page:
     return "speed" if last in SPEED else "learning"
 
 
-def tag_of(name: str, *, role: str = "") -> str:
+def metric_tag(name: str, *, role: str = "") -> str:
     """Page and name: `health/lag_mean`; what several processes of a role report: `speed/producer/busy_share`.
 
-    >>> tag_of("lag_max"), tag_of("busy_share", role="producer"), tag_of("val-core/add/acc/pass@4/mean")
+    >>> metric_tag("lag_max"), metric_tag("busy_share", role="producer"), metric_tag("val-core/add/acc/pass@4/mean")
     ('health/lag_max', 'speed/producer/busy_share', 'val-core/add/acc/pass@4/mean')
     """
     if name.startswith(("val-core/", "val-aux/")):
         return name
-    return f"{page_of(name)}/{role}/{name}" if role else f"{page_of(name)}/{name}"
+    return f"{metric_page(name)}/{role}/{name}" if role else f"{metric_page(name)}/{name}"
 
 
 #: What a page draws together, most important first: title -> patterns of tags (TensorBoard's custom layout).

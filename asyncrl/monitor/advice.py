@@ -115,14 +115,16 @@ def weights_do_not_arrive(s: Snapshot) -> str:
 
 
 def groups_die(s: Snapshot) -> str:
+    """Groups were quarantined."""
     count = s.queue.get("dead", 0)
     why = ", ".join(f"{reason} {number}" for reason, number in sorted(s.dead.items(), key=lambda pair: -pair[1])[:2])
     return f"{count} groups are dead{f' ({why})' if why else ''}: asyncrl trace RUN GROUP tells why" if count else ""
 
 
 def rewards_fail(s: Snapshot) -> str:
-    failed = sum(one.told("failed_rewards") or 0 for one in s.rewards)
-    scored = sum(one.told("scored_samples") or 0 for one in s.rewards)
+    """Reward calls fail."""
+    failed = sum(one.stat("failed_rewards") or 0 for one in s.rewards)
+    scored = sum(one.stat("scored_samples") or 0 for one in s.rewards)
     if not failed or failed < 0.01 * scored:
         return ""
     return f"{failed:.0f} reward calls failed ({scored:.0f} samples scored): see logs/{s.rewards[0].name}.log"
@@ -227,8 +229,8 @@ def short_answers_win(s: Snapshot) -> str:
 def memory_is_short(s: Snapshot) -> str:
     """An engine throws samples out for want of K/V memory."""
     for one in s.producers:
-        thrown = one.told("preempted_samples") or 0
-        if thrown and (one.told("kv_used") or 0) > FULL_KV:
+        thrown = one.stat("preempted_samples") or 0
+        if thrown and (one.stat("kv_used") or 0) > FULL_KV:
             return f"{one.name} has thrown out {thrown:.0f} samples for want of K/V: lower producers.slots ({s.slots})"
     return ""
 
@@ -251,6 +253,7 @@ def producers_wait(s: Snapshot) -> str:
 
 
 def all_is_well(s: Snapshot) -> str:
+    """Nothing to do."""
     if s.learner.waiting is None:
         return "the first step is still to come"
     return f"nothing to do: the learner waits {s.learner.waiting:.0%} of the time"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from asyncrl.monitor.advice import advice
 from asyncrl.monitor.snapshot import STATES, Row, Snapshot
 from asyncrl.monitor.status_schema import Judge
+from asyncrl.monitor.text import clean
 
 WIDTH = 120
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,15 +41,6 @@ def bar(shares: Sequence[tuple[str, float]], *, width: int = 40) -> str:
     """
     text = "".join(sign * round(share * width) for sign, share in shares)[:width]
     return text.ljust(width, ".")
-
-
-def clean(text: str) -> str:
-    """Without control characters.
-
-    >>> clean("a\\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def share(value: float | None) -> str:
@@ -153,9 +145,9 @@ def part_words(s: Snapshot) -> str:
     return clean(", ".join(f"{name} {value:.3f}" for name, value in sorted(s.parts.items())))
 
 
-def in_flight(one: Row) -> str:
+def format_in_flight(one: Row) -> str:
     """`12 samples`, as far as the engine says."""
-    return count(one.told("samples_in_flight") if "samples_in_flight" in one.stats else one.told("groups_in_flight"))
+    return count(one.stat("samples_in_flight") if "samples_in_flight" in one.stats else one.stat("groups_in_flight"))
 
 
 def clock(t: float) -> str:
@@ -171,16 +163,16 @@ def plain(s: Snapshot) -> list[str]:
     for one in s.producers:
         lines.append(
             f"{one.name:<14}{one.host:<10} lag {behind(s, one):<4}{count(one.rate):>6} tok/s  in flight "
-            f"{in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
+            f"{format_in_flight(one):<5}busy {share(one.busy):<6}seen {ago(one.seen_s):<7}"
             f"{doing(s, one)}"
         )
     for one in s.rewards:
-        call = one.told("reward_call_s")
+        call = one.stat("reward_call_s")
         took = "-" if call is None else f"{1000 * call:.1f} ms"
         who = f" for {clean(one.judge)}" if one.judge and len(s.judges) > 1 else ""
         lines.append(
             f"{one.name:<14}{one.host:<10}{who} {count(one.rate):>6} samples/s  call {took}  failed "
-            f"{count(one.told('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}"
+            f"{count(one.stat('failed_rewards'))}  seen {ago(one.seen_s):<7}{doing(s, one)}"
         )
     lines += [f"{'judge':<10}{judge_words(one)}" for one in s.judges]
     if s.parts:
@@ -194,5 +186,5 @@ def plain(s: Snapshot) -> list[str]:
 
 def behind(s: Snapshot, one: Row) -> str:
     """How many versions the engine's weights are behind the newest step."""
-    held = one.told("engine_version")
+    held = one.stat("engine_version")
     return "-" if held is None else str(max(0, s.step - int(held)))

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from asyncrl.config import Config, load
 from asyncrl.errors import error_for
-from asyncrl.metrics import CATALOGUE, OPEN, TAIL_BYTES, Metric
+from asyncrl.metrics import CATALOGUE, OPEN, Metric
+from asyncrl.metrics.log import TAIL_BYTES
 from asyncrl.runtime import role
 from asyncrl.runtime.liveness import Sign, Ticker
 from asyncrl.runtime.metrics_tail import Following, Heard

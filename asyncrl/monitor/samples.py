@@ -30,7 +30,7 @@ def samples_command(folder: Path, *, last: int, step: int | None, full: bool) ->
         ConfigError: `run.missing`; `usage`: there are no such samples.
     """
     run = RunDir(folder).require()
-    found = by_step(read_lines(run.samples))
+    found = group_by_step(read_lines(run.samples))
     wanted = [step] if step is not None else sorted(found)[-max(1, last) :]
     if not found or any(number not in found for number in wanted):
         known = f"there are those of steps {min(found)} to {max(found)}" if found else "no step was trained yet"
@@ -41,12 +41,12 @@ def samples_command(folder: Path, *, last: int, step: int | None, full: bool) ->
             remedy="log.samples_per_step says how many are kept",
         )
     for number in wanted:
-        for line in text_of(found[number], most=0 if full else MOST_CHARS):
+        for line in format_samples(found[number], most=0 if full else MOST_CHARS):
             print(line)
     return 0
 
 
-def by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+def group_by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     """The samples of each step, the best first; of one that is there twice the last line."""
     kept: dict[tuple[int, int, int], dict[str, Any]] = {}
     for line in lines:
@@ -58,7 +58,7 @@ def by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def text_of(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[str]:
+def format_samples(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[str]:
     """The lines of some samples of one step."""
     for sample in samples:
         parts = sample.get("parts")

@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     stats: dict[str, float] = {}
     judge: str = ""  # whose samples it scores
 
-    def told(self, name: str) -> float | None:
+    def stat(self, name: str) -> float | None:
         """A number of its last heartbeat."""
         return self.stats.get(name)
 
@@ -109,11 +109,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     def newest(self, name: str) -> float | None:
         """A number of the newest step."""
-        return number_of(self.lines[-1], name) if self.lines else None
+        return line_number(self.lines[-1], name) if self.lines else None
 
     def values(self, name: str) -> list[float]:
         """A number of the newest steps, where it was written."""
-        return [value for line in self.lines if (value := number_of(line, name)) is not None]
+        return [value for line in self.lines if (value := line_number(line, name)) is not None]
 
     def recent(self, name: str, count: int = 10) -> float | None:
         """Its mean over the newest steps."""
@@ -131,7 +131,7 @@ def _parts(lines: Sequence[Line]) -> dict[str, float]:
         name.removeprefix("reward/"): value
         for line in lines
         for name in line
-        if name.startswith("reward/") and (value := number_of(line, name)) is not None
+        if name.startswith("reward/") and (value := line_number(line, name)) is not None
     }
 
 
@@ -184,7 +184,7 @@ def snapshot(seen: Observed) -> Snapshot:
     )
 
 
-def number_of(line: Mapping[str, Any], name: str) -> float | None:
+def line_number(line: Mapping[str, Any], name: str) -> float | None:
     """A number of a line of metrics, None where it is missing."""
     value = line.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -195,10 +195,10 @@ def _learner(seen: Observed, until: float) -> Learner:
     name = known.name if known is not None else "learner"
     alive = seen.status.alive.get(name) or seen.status.alive.get("learner")
     recent = [line for line in seen.steps if until - float(line.get("t", until)) <= WINDOW_S] or seen.steps[-3:]
-    whole = sum(number_of(line, "step_s") or 0.0 for line in recent)
+    whole = sum(line_number(line, "step_s") or 0.0 for line in recent)
 
     def share(names: Sequence[str]) -> float | None:
-        spent = [value for line in recent for part in names if (value := number_of(line, part)) is not None]
+        spent = [value for line in recent for part in names if (value := line_number(line, part)) is not None]
         return min(1.0, sum(spent) / whole) if spent and whole > 0 else None
 
     waiting, other = share(WAIT_PARTS), share(SYNC_PARTS)
@@ -232,7 +232,7 @@ def _row(name: str, worker: Worker | None, sign: Alive | None, beats: Sequence[L
     busy = [
         value
         for line in beats
-        if until - float(line.get("t", 0.0)) <= WINDOW_S and (value := number_of(line, "busy_share")) is not None
+        if until - float(line.get("t", 0.0)) <= WINDOW_S and (value := line_number(line, "busy_share")) is not None
     ]
     ages = [one.age_s for one in (worker, sign) if one is not None and one.age_s is not None]
     newest = sign or worker

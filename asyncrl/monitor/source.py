@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.metrics import JsonTail
 from asyncrl.monitor.status_schema import Status
-from asyncrl.net.sockets import Keys
+from asyncrl.net.keys import Keys
 from asyncrl.runtime.run_dir import RunDir
 
 Line = dict[str, Any]
@@ -149,10 +149,10 @@ def _batch(status: Status) -> int:
     return status.buffer.tuning.batch_groups
 
 
-def source_of(folder: Path | None, *, connect: str, key: str) -> FileSource | ServiceSource:
+def open_source(folder: Path | None, *, connect: str, key: str) -> FileSource | ServiceSource:
     """The source that the command names. Raises ConfigError where it names none, or two."""
     from asyncrl.errors import ConfigError
-    from asyncrl.net.sockets import read_keys
+    from asyncrl.net.keys import read_keys
 
     if (folder is None) == (not connect):
         raise ConfigError("usage", "give a run folder or --connect URL")

@@ -9,36 +9,30 @@ Guarantees:
 
 from __future__ import annotations
 
-import fcntl
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import Config, load
-from asyncrl.config.sections.mode import streams
+from asyncrl.config.mode import streams
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.launcher.liveness_watch import STOPPED
-from asyncrl.launcher.progress import QUEUE_STATES, number
 from asyncrl.metrics import JsonTail
-from asyncrl.monitor.plain import clean
+from asyncrl.monitor.control import ASK_TIMEOUT_S, ServiceClient, service_status
 from asyncrl.monitor.status_schema import SCHEMA
-from asyncrl.net.sockets import Keys, read_keys
-from asyncrl.process_plan.host_facts import reachable, send, state_of
-from asyncrl.runtime.liveness import read_signs
+from asyncrl.monitor.text import QUEUE_STATES, clean, number
+from asyncrl.net.keys import Keys, read_keys
+from asyncrl.runtime.host_facts import process_state, reachable, send
+from asyncrl.runtime.launchers import launchers
+from asyncrl.runtime.liveness import STOPPED, read_signs
 from asyncrl.runtime.run_dir import RunDir, endpoint, read_object, run_keys
 
-ASK_TIMEOUT_S = 3.0
 SILENT_S = 10.0  # where no configuration says
 STOP_POLL_S = 0.2
 LAST_BYTES = 1 << 20  # of a file of metrics: its newest lines
-LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-HOST-PID.lock
 
 
 def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool) -> int:
@@ -74,14 +68,14 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
         "queue": queue[-1] if queue else {},
         "workers": {str(line["name"]): line for line in sorted(beats, key=_name_and_time) if "name" in line},
         "alive": _alive(run),
-        "buffer": buffer_status(endpoint(config, "buffer"), keys),
-        **({} if streams(config) else {"weightsync": weightsync_status(endpoint(config, "weightsync"), keys)}),
+        "buffer": service_status(endpoint(config, "buffer"), keys),
+        **({} if streams(config) else {"weightsync": service_status(endpoint(config, "weightsync"), keys)}),
     }
 
 
 def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
     """What the buffer at an address says, and the weight-sync service that it names."""
-    buffer = buffer_status(address, keys)
+    buffer = service_status(address, keys)
     learner = buffer.get("learner") or {}
     state = {
         "schema": SCHEMA,
@@ -91,7 +85,7 @@ def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
         "buffer": buffer,
     }
     place = str((buffer.get("endpoints") or {}).get("weightsync", ""))
-    return state | ({"weightsync": weightsync_status(place, keys)} if place else {})
+    return state | ({"weightsync": service_status(place, keys)} if place else {})
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
@@ -118,77 +112,11 @@ def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
             "pid": seen.pid,
             "host": seen.host,
             "age_s": round(now - seen.t, 1),
-            "state": (state_of(seen.pid) or "ended") if here else "",
+            "state": (process_state(seen.pid) or "ended") if here else "",
             "waiting_for": seen.waiting_for,
             "waiting_s": round(now - seen.since, 1) if seen.since else 0.0,
         }
     return found
-
-
-def buffer_status(address: str, keys: Keys | None) -> dict[str, Any]:
-    """The buffer's own words, or `{"error": ...}`."""
-    from buffers.client.client import ObserverClient
-
-    return _ask(address, lambda: ObserverClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S))
-
-
-def weightsync_status(address: str, keys: Keys | None) -> dict[str, Any]:
-    """The weight-sync service's own words, or `{"error": ...}`."""
-    from weightsync.client import WeightSyncClient
-
-    return _ask(address, lambda: WeightSyncClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S))
-
-
-def _ask(address: str, connect: Callable[[], Any]) -> dict[str, Any]:
-    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # known at once, where a request would wait for its deadline
-        return {"error": f"nothing listens at {address}", "code": "net.unreachable"}
-    client = None
-    try:
-        client = connect()
-        answer: dict[str, Any] = client.status()
-        return answer
-    except AsyncRLError as error:
-        return {"error": error.message, "code": error.code}
-    finally:
-        if client is not None:
-            client.close()
-
-
-def launcher_mark(target: str) -> str:
-    """The lock that this launcher holds while it works. Its host belongs to it: in containers all pids are alike."""
-    return f"{LAUNCHER_PREFIX}{target}-{socket.gethostname()}-{os.getpid()}"
-
-
-def launchers(run: RunDir) -> list[tuple[str, int]]:
-    """(target, pid) of the living launchers on this host. A pid may be somebody else's by now; a held lock cannot."""
-    found = []
-    for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
-        target, _, place = path.stem.removeprefix(LAUNCHER_PREFIX).partition("-")
-        pid = place.rpartition("-")[2]
-        if not pid.isdigit():
-            continue
-        holder = _holder(path)
-        if holder is None:
-            with suppress(OSError):
-                path.unlink()  # its launcher was killed
-        elif holder.endswith(f" on {socket.gethostname()}"):
-            found.append((target, int(pid)))
-    return found
-
-
-def _holder(path: Path) -> str | None:
-    """Who holds a launcher's lock, empty where nobody can say; None where it was left behind. Nothing is written."""
-    try:
-        with path.open() as file:
-            holder = file.read().strip()
-            if holder:  # else it is being taken just now: only its holder writes
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return None
-    except BlockingIOError:
-        return holder
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return ""
 
 
 def render(state: dict[str, Any]) -> str:
@@ -310,9 +238,6 @@ def _way(member: dict[str, Any]) -> str:
     return f", {member['transport']} {member.get('encoding', '')}{source}: {member.get('transport_why', '')}"
 
 
-# ---------------------------------------------------------------- stop
-
-
 def stop_command(folder: Path, *, timeout_s: float) -> int:
     """End the run; 0 once it has ended. Raises Unavailable where it does not within the timeout."""
     run = RunDir(folder).require()
@@ -349,13 +274,9 @@ def _stop_services(run: RunDir) -> int:
 
 
 def _stop_service(name: str, config: Config) -> bool:
-    from buffers.client.client import ObserverClient
-    from weightsync.client import WeightSyncClient
-
     if not reachable(endpoint(config, name), timeout_s=ASK_TIMEOUT_S):
         return False
-    kind: Any = ObserverClient if name == "buffer" else WeightSyncClient
-    client = kind(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)
+    client = ServiceClient(endpoint(config, name), keys=run_keys(config), timeout_s=ASK_TIMEOUT_S)
     try:
         client.stop("asyncrl stop")
     except AsyncRLError:

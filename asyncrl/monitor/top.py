@@ -22,7 +22,7 @@ from typing import TextIO
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.plain import plain
 from asyncrl.monitor.snapshot import Snapshot, snapshot
-from asyncrl.monitor.source import FileSource, ServiceSource, source_of
+from asyncrl.monitor.source import FileSource, ServiceSource, open_source
 
 KEY_POLL_S = 0.1
 EXIT_SILENT = 69
@@ -40,20 +40,20 @@ def top_command(
 ) -> int:
     """Show the run until it is left; the exit code."""
     target = out or sys.stdout
-    source = source_of(folder, connect=connect, key=key)
+    source = open_source(folder, connect=connect, key=key)
     if once:
         seen = snapshot(source.look())
         if as_plain or not target.isatty():
             _say(seen, target)
         else:
             _draw_once(seen, target)
-        return code_of(seen)
+        return exit_code(seen)
     if as_plain or not target.isatty():
         return _lines(source, every_s, target)
     return _picture(source, every_s, target)
 
 
-def code_of(seen: Snapshot) -> int:
+def exit_code(seen: Snapshot) -> int:
     """0 where the run answers or is over, 69 where it is silent."""
     return 0 if seen.live or seen.ended else EXIT_SILENT
 
@@ -129,7 +129,7 @@ def _picture(source: FileSource | ServiceSource, every_s: float, out: TextIO) ->
         raise looks.error
     if shown is not None:  # what was there last stays on the screen
         _draw_once(shown, out)
-    return 0 if shown is None else code_of(shown)
+    return 0 if shown is None else exit_code(shown)
 
 
 @contextmanager

@@ -23,8 +23,9 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.config import load
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.net.sockets import Keys, read_keys
-from asyncrl.process_plan.host_facts import reachable
+from asyncrl.monitor.control import ServiceClient
+from asyncrl.net.keys import Keys, read_keys
+from asyncrl.runtime.host_facts import reachable
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
 
 ASK_TIMEOUT_S = 10.0
@@ -94,9 +95,7 @@ def _place(folder: Path | None, connect: str, key: str) -> tuple[str, Keys | Non
 
 def _ask(address: str, keys: Keys | None, changes: dict[str, Any], undo: int | None) -> Any:
     """The buffer's answer (`asyncrl.wire.Tuned`)."""
-    from buffers.client.client import ObserverClient
-
-    client = ObserverClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)
+    client = ServiceClient(address, keys=keys, timeout_s=ASK_TIMEOUT_S)
     try:
         return client.tune(changes, author=author(), undo_to=-1 if undo is None else undo)
     finally:
@@ -107,13 +106,13 @@ def render(answer: Any) -> str:
     """`change 3` and a line per setting, `old -> new`."""
     changed: dict[str, list[Any]] = msgspec.json.decode(answer.changed)
     lines = [f"change {answer.number} is in force" if changed else "nothing changed: it is so already"]
-    lines += [f"  {key}: {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items()]
+    lines += [f"  {key}: {format_value(old)} -> {format_value(new)}" for key, (old, new) in changed.items()]
     lines += [f"  note: {answer.note}"] if answer.note else []
     lines += [f"  undo: asyncrl tune RUN --undo {max(0, answer.number - 1)}"] if changed else []
     return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as TOML would show it; what was not set is the word `unset`."""
     return "unset" if value is None else msgspec.json.encode(value).decode()
 
@@ -128,8 +127,8 @@ def changes_text(run: RunDir) -> str:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["t"])))
             undo = " (undo)" if event.get("undo") else ""
             lines.append(
-                f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {shown(event['old'])} -> "
-                f"{shown(event['new'])}{undo}"
+                f"{event['n']:>4}  {when}  {event['author']}  {event['key']}: {format_value(event['old'])} -> "
+                f"{format_value(event['new'])}{undo}"
             )
         except (KeyError, TypeError, ValueError) as error:
             what = f"a tune event cannot be read: {error!r}"

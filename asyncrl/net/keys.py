@@ -62,15 +62,13 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         clients = {self.join_public: JOINED, self.owner_public: OWNER}
         return {public: name for public, name in clients.items() if public}
 
-    def for_joining(self) -> Keys:
+    def join_keys(self) -> Keys:
         """The same without what only services and the learner need."""
         return msgspec.structs.replace(self, server_secret="", owner_public="", owner_secret="")
 
     def among_workers(self) -> Keys:
         """For sockets on which workers serve each other: all of them hold the join key and nothing more."""
-        return msgspec.structs.replace(
-            self.for_joining(), server_public=self.join_public, server_secret=self.join_secret
-        )
+        return msgspec.structs.replace(self.join_keys(), server_public=self.join_public, server_secret=self.join_secret)
 
     def sign(self, purpose: str, *parts: bytes) -> str:
         """Hex HMAC of the parts for a purpose."""
@@ -117,7 +115,7 @@ def worker_file(path: Path) -> Path:
         return beside
     if not beside.is_file():
         return path
-    if read_keys(beside) != read_keys(path).for_joining():
+    if read_keys(beside) != read_keys(path).join_keys():
         remedy = f"remove both and make keys with: asyncrl keys {path.parent}"
         raise ConfigError(
             "config.network", f"{path.name} is of other keys than this one", where=str(beside), remedy=remedy
@@ -128,7 +126,7 @@ def worker_file(path: Path) -> Path:
 def write_keys(path: Path) -> Keys:
     """Make the keys of a run: a server file at `path` and the join file beside it. Raises `config.network`."""
     keys = make_keys()
-    _write(join_path(path), keys.for_joining())
+    _write(join_path(path), keys.join_keys())
     _write(path, keys)
     return keys
 

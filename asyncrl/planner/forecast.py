@@ -22,7 +22,6 @@ import msgspec
 
 from asyncrl.config import Config, load
 from asyncrl.errors import EXIT_CONFIG, UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.launcher.launch import python_path
 from asyncrl.planner.measure import Observed, measure, shared_cores
 from asyncrl.planner.model import Forecast, Plant, Request, Scenario, tokens_per_s
 from asyncrl.planner.search import (
@@ -31,12 +30,13 @@ from asyncrl.planner.search import (
     Choice,
     Split,
     buffers_for,
+    build_scenario,
     choices,
     played,
-    scenario_of,
     splits,
     suggestion,
 )
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.runtime.run_dir import RunDir
 
 PLAY_TIMEOUT_S = 900.0
@@ -101,14 +101,14 @@ def plan_command(options: Options) -> int:
     if options.as_json:
         print(msgspec.json.format(msgspec.json.encode(as_tree(planned)), indent=2).decode())
     else:
-        print("\n".join(text_of(planned)))
+        print("\n".join(format_plan(planned)))
     return 0
 
 
 def plan_for(options: Options) -> Planned:
     config = load(options.config, options.overrides)
     plant, checked, notes = _plant(config, options)
-    scenario = scenario_of(config, steps=options.steps, name="config")
+    scenario = build_scenario(config, steps=options.steps, name="config")
     around = choices(scenario)
     ways = [
         split
@@ -154,7 +154,7 @@ def _plant(config: Config, options: Options) -> tuple[Plant, tuple[Observed, For
     if options.run is None:
         return _given_plant(config, given, options.cores), None, ["nothing was measured: every number is assumed"]
     plant, did, of_run = measure(RunDir(options.run), cores=options.cores)
-    checked = (did, play(plant, [scenario_of(of_run, steps=did.steps, name="the run itself")])[0])
+    checked = (did, play(plant, [build_scenario(of_run, steps=did.steps, name="the run itself")])[0])
     notes = [f"assumed: {', '.join(options.assume)}"] if given else []
     longest = max((length for row in plant.lengths for length in row), default=0)
     if config.sampling.max_new_tokens < longest:
@@ -163,7 +163,7 @@ def _plant(config: Config, options: Options) -> tuple[Plant, tuple[Observed, For
             plant, lengths=tuple(tuple(min(n, limit) for n in row) for row in plant.lengths)
         )
         notes.append(f"measured responses are cut at sampling.max_new_tokens = {limit}")
-    return _with(plant, given, config), checked, notes
+    return _override(plant, given, config), checked, notes
 
 
 def _assumed(words: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -186,10 +186,10 @@ def _given_plant(config: Config, given: Mapping[str, float], cores: float | None
     if missing:
         raise ConfigError("plan.numbers", f"without --from these must be assumed: {', '.join(missing)}", where="plan")
     shared = shared_cores(config) if cores is None else cores
-    return _with(Plant(0.0, 0.0, 0.0, 0.0, ((1,),), cores=shared), given, config)
+    return _override(Plant(0.0, 0.0, 0.0, 0.0, ((1,),), cores=shared), given, config)
 
 
-def _with(plant: Plant, given: Mapping[str, float], config: Config) -> Plant:
+def _override(plant: Plant, given: Mapping[str, float], config: Config) -> Plant:
     """The plant with what is assumed instead."""
     kinds = {item.name: item.type for item in msgspec.structs.fields(Plant)}
     changes: dict[str, Any] = {name: kinds[name](value) for name, value in given.items() if name not in LENGTHS}
@@ -266,7 +266,7 @@ def as_tree(planned: Planned) -> dict[str, Any]:
     }
 
 
-def text_of(planned: Planned) -> Iterator[str]:
+def format_plan(planned: Planned) -> Iterator[str]:
     """The lines of the plan."""
     yield from _plant_lines(planned)
     got, scenario = planned.forecast, planned.scenario

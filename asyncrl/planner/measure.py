@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.planner.model import Plant
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.story import Event, decoded, lines_of
+from asyncrl.trace.history import Event, decode_event, history_lines
 
 LEAST_STEPS = 8
 SKIPPED = 5  # as in buffers.simulation.simulation
@@ -147,7 +147,7 @@ class Work:
                     busy = not busy
                     changes.append((t, config.producers.threads * (1.0 if busy else -1.0)))
         for line in lines:
-            start, end = training_of(line)
+            start, end = training_interval(line)
             threads = float(config.learner.threads * config.learner.ranks)
             changes += [(start, threads), (end, -threads)]
         if not changes:
@@ -157,11 +157,11 @@ class Work:
         before = [0.0, *(pace for _, pace in paces)]
         self._pace = Curve([(t, pace - last) for (t, pace), last in zip(paces, before, strict=False)])
 
-    def between(self, start: float, end: float) -> float:
+    def work_between(self, start: float, end: float) -> float:
         return end - start if self._pace is None else self._pace.until(end) - self._pace.until(start)
 
 
-def training_of(line: Event) -> tuple[float, float]:
+def training_interval(line: Event) -> tuple[float, float]:
     """From when to when the learner worked on the batch of a step."""
     end = float(line["t"]) - float(line.get("commit_s", 0.0))
     parts = ("fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s")
@@ -203,12 +203,12 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         ConfigError: `plan.numbers` where it has too few steps.
     """
     config = load(run.require().config)
-    lines = by_step(read_lines(run.metrics / "learner.jsonl"))
+    lines = unique_steps(read_lines(run.metrics / "learner.jsonl"))
     if len(lines) < LEAST_STEPS:
         what = f"it has {len(lines)} steps, at least {LEAST_STEPS} are needed"
         raise ConfigError("plan.numbers", what, where=str(run.root))
     shared = shared_cores(config) if cores is None else cores
-    events = [event for line in lines_of(run) if (event := decoded(line)) is not None]
+    events = [event for line in history_lines(run) if (event := decode_event(line)) is not None]
     samples = decoded_samples(
         events, slots=config.producers.slots, asked=config.sampling.asked_samples, evaluated=config.evaluation.samples
     )
@@ -216,7 +216,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         raise ConfigError("plan.numbers", "its history names no samples", where=str(run.history))
     live = live_curves(samples)
     work = Work(config, live, lines, cores=shared)
-    per_token = [work.between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
+    per_token = [work.work_between(sample.start, sample.end) / sample.length for sample in samples if sample.length]
     beside = [live[sample.producer].mean(sample.start, sample.end) for sample in samples if sample.length]
     decode_s, decode_sample_s = fitted(beside, per_token, [sample.length for sample in samples if sample.length])
     spent = [_train_work(line, work) for line in lines]
@@ -229,7 +229,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
         decode_sample_s=decode_sample_s,
         train_s=train_s,
         train_token_s=train_token_s,
-        lengths=lengths_of(events),
+        lengths=group_lengths(events),
         train_noise=tuple(round(min(4.0, value), 4) for value in noise),
         reward_s=_role_mean(run, "reward", "reward_call_s"),
         swap_s=_role_mean(run, "producer", "swap_s"),
@@ -248,7 +248,7 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
     return plant, observed(lines), config
 
 
-def by_step(lines: Iterable[Event]) -> list[Event]:
+def unique_steps(lines: Iterable[Event]) -> list[Event]:
     """One line per step, the last one that was written, in order; without the recorded batches of a restart."""
     found = {int(line["step"]): line for line in lines if "step" in line and not line.get("replayed")}
     return [found[step] for step in sorted(found)]
@@ -278,7 +278,7 @@ def shared_cores(config: Config) -> float:
     return float(os.cpu_count() or 1) if on_cpu and config.producers.engine == "hf" else 0.0
 
 
-def lengths_of(events: Iterable[Event]) -> tuple[tuple[int, ...], ...]:
+def group_lengths(events: Iterable[Event]) -> tuple[tuple[int, ...], ...]:
     """Response tokens of the samples of each group, by group."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for event in events:
@@ -290,7 +290,7 @@ def lengths_of(events: Iterable[Event]) -> tuple[tuple[int, ...], ...]:
 
 def _train_work(line: Event, work: Work) -> float:
     end = float(line["t"]) - float(line.get("commit_s", 0.0)) - float(line.get("publish_s", 0.0))
-    return work.between(end - float(line.get("train_s", 0.0)) - float(line.get("proximal_s", 0.0)), end)
+    return work.work_between(end - float(line.get("train_s", 0.0)) - float(line.get("proximal_s", 0.0)), end)
 
 
 def _mean(lines: Sequence[Event], name: str) -> float:

@@ -31,7 +31,7 @@ SPLITS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 Play = Callable[[Plant, Sequence[Scenario]], list[Forecast]]
 
 
-def scenario_of(config: Config, *, steps: int = 0, name: str = "") -> Scenario:
+def build_scenario(config: Config, *, steps: int = 0, name: str = "") -> Scenario:
     """The settings of a configuration."""
     buffer, sampling = config.buffer, config.sampling
     blocking = config.learner.checkpoint_every if not config.learner.checkpoint_async else 0
@@ -159,7 +159,7 @@ def devices_per_producer(config: Config) -> int:
 
 def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> list[Split]:
     """Ways to divide the devices. The batch grows with them, so that a rank's share stays what was measured."""
-    base, each = scenario_of(config), devices_per_producer(config)
+    base, each = build_scenario(config), devices_per_producer(config)
     now = config.learner.ranks + base.producers * each
     groups = max(1, round(base.batch_groups * devices / now)) if scale_batch else base.batch_groups
     found: dict[int, Split] = {}

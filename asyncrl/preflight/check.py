@@ -6,7 +6,7 @@ Guarantees:
 3. nothing is written, bound for longer than the look, or left running;
 4. the derived numbers are shown with their arithmetic, and what each role needs of memory.
 It does not load the model and does not import torch or redis. The parts: `check_files`, `check_code`, `check_machine`,
-`derived`, `memory_estimate`; the text and the JSON: `check_text`.
+`derive_findings`, `memory_estimate`; the text and the JSON: `check_text`.
 """
 
 from __future__ import annotations
@@ -18,37 +18,20 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import Config, load_all
-from asyncrl.config.locations import Places, path_of
-from asyncrl.config.reader import beside
-from asyncrl.config.sections.mode import roles_of
+from asyncrl.config.locations import Places, parse_dotted
+from asyncrl.config.mode import present_roles
+from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
 from asyncrl.preflight import trackers as check_trackers
-from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment, import_problem
+from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
 from asyncrl.preflight.companion_models import model_json
-from asyncrl.preflight.derived import Finding, Starting, derived, notes_on, starting, what_starts
-from asyncrl.preflight.files import check_data, check_keys, check_model, count_rows, data_notes, first_row, settled
-from asyncrl.preflight.machine import Machine, check_ports, check_store, machine_of, missing
+from asyncrl.preflight.derived import Finding, Starting, derive_findings, notes_on, starting
+from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
+from asyncrl.preflight.machine import Machine, check_ports, check_store, look_at_machine, missing
 from asyncrl.preflight.memory import RoleMemory, estimate
-from asyncrl.preflight.render import render
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
 from asyncrl.process_plan.plan import TARGETS
-
-__all__ = [
-    "Checked",
-    "Finding",
-    "check",
-    "check_data",
-    "check_files_of",
-    "check_plugins",
-    "count_rows",
-    "derived",
-    "first_row",
-    "import_problem",
-    "render",
-    "settled",
-    "what_starts",
-]
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
 
@@ -88,23 +71,23 @@ def check(
         if wanted_by & set(roles):
             errors += look(config)
     errors += check_keys(config, joining=joining or "buffer" not in roles)
-    findings = derived(config, roles)
+    findings = derive_findings(config, roles)
     if "producer" in roles:
         wrong, has, python = engine_env.look(config, env=environment())
         errors += engine_env.url_problems(config) + wrong
         findings += [Finding("engine", has, python)] if has else []
-    accelerators = devices.found()
+    accelerators = devices.find_devices()
     wrong_places = devices.problems(config, roles, accelerators)
     errors += [error_for(code, what, where=".".join(key)) for code, what, key in wrong_places]
-    taken = devices.placed(config, roles, accelerators)
-    text = devices.shown(taken, accelerators)
+    taken = devices.assign_devices(config, roles, accelerators)
+    text = devices.format_assignment(taken, accelerators)
     findings += [Finding("devices", text)] if text else []
     notes = [f"processes share devices ({text}): their memory has to do for all of them"] if taken.shared else []
     notes += data_notes(config) if "producer" in roles else ()
-    here = machine or machine_of(config.run_dir)
+    here = machine or look_at_machine(config.run_dir)
     memory = estimate(config, model_json(config.model.path), roles, accelerator=bool(here.accelerator))
     return Checked(
-        [placed(error, places) for error in errors] if places else errors,
+        [locate_error(error, places) for error in errors] if places else errors,
         findings,
         [*notes_on(config, roles, cores=here.cores), *notes],
         starting(config, roles),
@@ -113,7 +96,7 @@ def check(
     )
 
 
-def check_files_of(
+def check_files(
     paths: Path | Sequence[Path],
     overrides: Sequence[str] = (),
     target: str = "all",
@@ -126,21 +109,21 @@ def check_files_of(
         return None, Checked(loaded.errors, [], [])
     config, errors = loaded.config, list(loaded.errors)
     try:
-        config = settled(config)
+        config = settle_steps(config)
     except ConfigErrors as error:
-        errors += [placed(one, loaded.places) for one in error.errors]
-    roles = roles_of(TARGETS[target], config) if target == "all" else TARGETS[target]
+        errors += [locate_error(one, loaded.places) for one in error.errors]
+    roles = present_roles(TARGETS[target], config) if target == "all" else TARGETS[target]
     checked = check(config, roles, joining=joining, places=loaded.places)
-    errors += beside(checked.errors, loaded.doubtful)
+    errors += independent_errors(checked.errors, loaded.doubtful)
     return config, msgspec.structs.replace(checked, errors=errors)
 
 
-def placed(error: AsyncRLError, places: Places) -> AsyncRLError:
+def locate_error(error: AsyncRLError, places: Places) -> AsyncRLError:
     """The error with file and line of the setting that its `where` begins with."""
     key = _KEY.match(error.where)
     if key is None or key[0].partition(".")[0].partition("[")[0] not in Config.__struct_fields__:
         return error
-    where = places.where(path_of(key[0]))
+    where = places.where(parse_dotted(key[0]))
     return error_for(
         error.code, f"{error.where}: {error.message}", where=where, remedy=error.remedy, suggestion=error.suggestion
     )

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from asyncrl.config import Config, dump
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections.judge_models import check_models
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.plugins import BUILT_IN
+from asyncrl.preflight.companion_models import check_models
 
 IMPORT_TIMEOUT_S = 60.0
 #: Packages of backends that are extras.
@@ -160,10 +160,10 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     (`asyncrl.config.sections.algorithm_catalogue`).
     """
     algorithm = config.learner.algorithm
-    names = {kind: algorithms.chosen(algorithm, kind) for kind in algorithms.TABLES}
+    names = {kind: algorithms.effective_name(algorithm, kind) for kind in algorithms.TABLES}
     if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
         return
-    if any(name not in algorithms.known(kind) for kind, name in names.items()):
+    if any(name not in algorithms.known_names(kind) for kind, name in names.items()):
         return  # `asyncrl.config` has said so
     command = [sys.executable, "-m", "learners.algorithms.registry"]
     try:

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigErrors
 from asyncrl.preflight import check as checks
-from asyncrl.preflight.render import as_json
+from asyncrl.preflight.render import as_json, render
 
 
 def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json_text: bool = False) -> int:
     """Print what there is to say."""
-    _, checked = checks.check_files_of(paths, overrides)
+    _, checked = checks.check_files(paths, overrides)
     if as_json_text:
         print(json.dumps(as_json(checked), indent=2))
         return checked.errors[0].exit_code if checked.errors else 0
-    if text := checks.render(checked):
+    if text := render(checked):
         print(text)
     if checked.errors:
         sys.stdout.flush()

@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config.tree import Config
 
 
 def check_companions(config: Config) -> Iterator[AsyncRLError]:
@@ -53,3 +56,15 @@ def model_json(folder: str | Path) -> dict[str, Any]:
     except (OSError, *UNREADABLE):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def check_models(config: Config) -> Iterator[AsyncRLError]:
+    """The folders and key files that judges name are there."""
+    for table in config.judge:
+        where = f"judge {table.name!r}"
+        if table.kind in ("classifier", "generative"):
+            folder = Path(table.model)
+            if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+                yield ConfigError("config.model", f"{table.model!r} has no config.json or no weights", where=where)
+        if table.api_key_file and not Path(table.api_key_file).is_file():
+            yield ConfigError("config.file", f"api_key_file {table.api_key_file!r} is missing", where=where)

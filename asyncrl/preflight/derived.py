@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.config import Config, algorithm_notes
+from asyncrl.config import Config
+from asyncrl.config.evaluation import is_evaluation_due
+from asyncrl.config.judges import list_judges
+from asyncrl.config.mode import is_paired, longest_row, staleness_bound, streams
+from asyncrl.config.rules.notes import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections import checkpoint as checkpoint_config
-from asyncrl.config.sections import evaluation as evaluation_config
-from asyncrl.config.sections.judge import judges_of
-from asyncrl.config.sections.mode import bound_of, is_paired, longest_row, streams
-from asyncrl.evaluation.ids import MAX_ROWS, is_due
+from asyncrl.evaluation.ids import MAX_ROWS
 from asyncrl.preflight.files import count_rows, data_paths
-from asyncrl.process_plan.plan import MODULES, SERVICES, TARGETS, names_of, restarts_of, threads_of
+from asyncrl.process_plan.plan import MODULES, SERVICES, TARGETS, process_names, role_restarts, role_threads
 from asyncrl.runtime.run_dir import endpoint
 
 
@@ -44,7 +44,7 @@ class Starting(msgspec.Struct, frozen=True):
     where: str  # the address of a service, the interpreter or server of an engine, the launcher of a gang
 
 
-def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Finding]:
+def derive_findings(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Finding]:
     """The numbers that follow from the settings, with their arithmetic."""
     buffer, sampling, learner = config.buffer, config.sampling, config.learner
     group_size, slots = sampling.group_size, config.producers.slots
@@ -58,7 +58,7 @@ def derived(config: Config, roles: Sequence[str] = TARGETS["all"]) -> list[Findi
     )
     row = longest_row(config)
     findings = [
-        Finding("lag at most", f"{bound_of(config)} steps", "the whole run: rows have no age" if streams(config)
+        Finding("lag at most", f"{staleness_bound(config)} steps", "the whole run: rows have no age" if streams(config)
                 else "max_staleness; the bound holds for every token"),
         Finding("max in flight", f"{buffer.max_in_flight_groups} groups",
                 f"(pipeline_depth {buffer.depth} + 1) x batch_groups {buffer.batch_groups}"),
@@ -92,7 +92,7 @@ def _evaluation_findings(config: Config) -> list[Finding]:
     evaluation, asked = config.evaluation, config.sampling.asked_samples
     if not evaluation.enabled:
         return []
-    times = sum(is_due(config, step) for step in range(config.learner.steps + 1))
+    times = sum(is_evaluation_due(config, step) for step in range(config.learner.steps + 1))
     rows = [count_rows(path) for path in data_paths(config.evaluation.path)]
     prompts = "all held-out prompts"
     if rows and all(rows):
@@ -120,14 +120,14 @@ def what_starts(config: Config, roles: Sequence[str]) -> str:
         "learner": f"1 learner x {_many(config.learner.ranks, 'rank')} ({config.learner.backend})",
     }
     chosen = [role for role in TARGETS["all"] if role in roles]
-    total = sum(len(names_of(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
+    total = sum(len(process_names(role, config)) if role != "learner" else config.learner.ranks for role in chosen)
     return f"{', '.join(words[role] for role in chosen)} = {_many(total, 'process', 'es')}"
 
 
 def _reward_workers(config: Config) -> str:
     """`1 reward worker`; with several judges `3 reward workers (1 default, 2 slow)`."""
-    judges = judges_of(config)
-    of = f" ({', '.join(f'{judge.count} {judge.shown}' for judge in judges)})" if len(judges) > 1 else ""
+    judges = list_judges(config)
+    of = f" ({', '.join(f'{judge.count} {judge.display_name}' for judge in judges)})" if len(judges) > 1 else ""
     return _many(sum(judge.count for judge in judges), "reward worker") + of
 
 
@@ -146,15 +146,15 @@ def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
         "learner": f"torchrun, backend {config.learner.backend}",
     }
     for role in (role for role in TARGETS["all"] if role in roles):
-        count = config.learner.ranks if role == "learner" else len(names_of(role, config))
+        count = config.learner.ranks if role == "learner" else len(process_names(role, config))
         rows.append(
             Starting(
                 role,
                 count,
                 MODULES[role],
                 devices.get(role, ""),
-                threads_of(role, config),
-                restarts_of(role, config),
+                role_threads(role, config),
+                role_restarts(role, config),
                 where.get(role, ""),
             )
         )
@@ -163,13 +163,12 @@ def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
 
 def notes_on(config: Config, roles: Sequence[str], *, cores: int) -> list[str]:
     """Settings that work and may surprise."""
-    notes = []
+    found = []
     threads = sum(row.count * row.threads for row in starting(config, roles) if row.role not in SERVICES)
     if threads > 2 * cores:
-        notes.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
-    notes += algorithm_notes.notes(config)
-    notes += (*evaluation_config.notes(config), *checkpoint_config.notes(config))
+        found.append(f"{threads} busy threads on {cores} CPU cores: lower producers.threads or learner.threads")
+    found += notes(config)
     minibatches = config.learner.algorithm.minibatches
     if minibatches > 1:
-        notes.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")
-    return notes
+        found.append(f"minibatches = {minibatches}: several optimizer steps per batch multiply the effective staleness")
+    return found

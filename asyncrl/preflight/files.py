@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections import parallel
-from asyncrl.config.sections.mode import is_paired, streams, with_epochs
+from asyncrl.config.evaluation import evaluation_data
+from asyncrl.config.mode import derive_steps, is_paired, streams
+from asyncrl.config.rules import learner
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors, error_for
-from asyncrl.evaluation.ids import data_of
-from asyncrl.net.sockets import read_keys
+from asyncrl.net.keys import read_keys
 from asyncrl.preflight.code import import_problem
 from asyncrl.preflight.companion_models import check_companions
-from asyncrl.runtime.data_files import KINDS, count_arrow, files_of, look, parts_of, unknown_kind
+from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, split_paths, unknown_kind
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
 #: Columns that hold the prompt in known data sets, the likeliest first.
@@ -62,16 +62,16 @@ def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
     except (OSError, *UNREADABLE):  # said where the model is loaded
         return
     if isinstance(model, dict):
-        for code, message, key in parallel.model_problems(config, model):
+        for code, message, key in learner.model_problems(config, model):
             yield error_for(code, message, where=".".join(key))
 
 
 def data_paths(paths: str) -> list[Path]:
     """The files of a `data.path`; of a part that names none the part itself, of which `check_data` says so."""
     found: list[Path] = []
-    for part in parts_of(paths):
+    for part in split_paths(paths):
         try:
-            found += files_of(part)
+            found += list_files(part)
         except ConfigError:
             found.append(Path(part))
     return found
@@ -80,15 +80,15 @@ def data_paths(paths: str) -> list[Path]:
 def check_data(config: Config, section: str = "data") -> Iterator[AsyncRLError]:
     """The first row of every file has the prompt column; a source can be imported."""
     if section == "data" and config.evaluation.enabled:
-        held_out = msgspec.structs.replace(config, data=data_of(config))
+        held_out = msgspec.structs.replace(config, data=evaluation_data(config))
         yield from check_data(held_out, "evaluation")
     if config.data.source:
         problem = import_problem(config.data.source)
         if problem:
             yield ConfigError("config.data", problem, where=f"{section}.source = {config.data.source!r}")
-    for part in parts_of(config.data.path):
+    for part in split_paths(config.data.path):
         try:
-            paths = files_of(part)
+            paths = list_files(part)
         except ConfigError as error:
             yield ConfigError("config.data", error.message, where=f"{section}.path = {part!r}", remedy=error.remedy)
             continue
@@ -176,7 +176,7 @@ def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
     return {} if conversation else {"response_key": config.data.response_key}
 
 
-def settled(config: Config) -> Config:
+def settle_steps(config: Config) -> Config:
     """The configuration with `learner.steps` from `data.epochs`, where that is set."""
     if not config.data.epochs:
         return config
@@ -184,7 +184,7 @@ def settled(config: Config) -> Config:
         return config  # `check_data` says so
     counts = [count_rows(path) for path in data_paths(config.data.path)]
     try:
-        return with_epochs(config, sum(filter(None, counts)) if counts and all(counts) else None)
+        return derive_steps(config, sum(filter(None, counts)) if counts and all(counts) else None)
     except ConfigError as error:
         raise ConfigErrors([error]) from None
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.redis_url import with_password
+from asyncrl.config.redis_url import restore_password
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.preflight.memory import RoleMemory, shown
+from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.run_dir import RunDir
 
 REDIS_SERVERS = ("redis-server", "valkey-server")
@@ -45,7 +45,7 @@ class Machine(msgspec.Struct, frozen=True):
         return next((kind for kind, count in self.devices.items() if count), "")
 
 
-def machine_of(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = Path("/proc/meminfo")) -> Machine:
+def look_at_machine(run_dir: Path, *, dev: Path = Path("/dev"), meminfo: Path = Path("/proc/meminfo")) -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     names = [node.name for node in dev.iterdir()] if dev.is_dir() else []
     devices = {kind: sum(bool(re.fullmatch(node, name)) for name in names) for kind, node in DEVICE_NODES.items()}
@@ -102,16 +102,17 @@ def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequ
         yield f"{' and '.join(asked)} share {machine.devices[kind]} {kind} device{'s' * (machine.devices[kind] != 1)}"
     needs = {place: sum(one.total_bytes * one.count for one in memory if one.place == place) for place in ("host",)}
     if needs["host"] > machine.memory_bytes:
-        yield f"about {shown(needs['host'])} of host memory: this machine has {shown(machine.memory_bytes)}"
+        need, there = format_bytes(needs["host"]), format_bytes(machine.memory_bytes)
+        yield f"about {need} of host memory: this machine has {there}"
     staged = sum(part.bytes for one in memory for part in one.parts if part.name == "staged versions")
     if staged > machine.shm_free_bytes:
         yield (
-            f"about {shown(staged)} of /dev/shm for staged weights: {shown(machine.shm_free_bytes)} are free there "
+            f"about {format_bytes(staged)} of /dev/shm for staged weights: {format_bytes(machine.shm_free_bytes)} free "
             "(the rest goes to the run folder, slower)"
         )
     kept = sum(part.bytes for one in memory for part in one.parts if part.name == "checkpoints")
     if kept > machine.disk_free_bytes:
-        yield f"about {shown(kept)} of disk for checkpoints: {shown(machine.disk_free_bytes)} are free there"
+        yield f"about {format_bytes(kept)} of disk for checkpoints: {format_bytes(machine.disk_free_bytes)} are free"
 
 
 def check_ports(config: Config, roles: Sequence[str]) -> Iterator[AsyncRLError]:
@@ -141,7 +142,7 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
         return
     if buffer.redis_url:
         try:
-            problem = redis_problem(with_password(buffer.redis_url, RunDir(config.run_dir).store))
+            problem = redis_problem(restore_password(buffer.redis_url, RunDir(config.run_dir).store))
         except ConfigError as error:
             yield error
             return

@@ -18,10 +18,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
+from asyncrl.config import Config, mode
+from asyncrl.config.judges import list_judges
 from asyncrl.config.sections import algorithm_catalogue as algorithms
-from asyncrl.config.sections import mode as modes
-from asyncrl.config.sections.judge import judges_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Feed-forward parts of two matrices instead of three.
@@ -87,7 +86,7 @@ class Shape(msgspec.Struct, frozen=True):
         return max(self.attention + max(self.feed_forward), self.embedding)
 
 
-def shape_of(model: Mapping[str, Any]) -> Shape | None:
+def model_shape(model: Mapping[str, Any]) -> Shape | None:
     """The sizes in a config.json; None where they are not the known ones."""
     model = model.get("text_config") or model
     try:
@@ -158,7 +157,7 @@ def _feed_forward(model: Mapping[str, Any], layer: int, matrices: int) -> int:
 
 def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, accelerator: bool) -> list[RoleMemory]:
     """Every role's memory; empty where the model is not known."""
-    shape = shape_of(model)
+    shape = model_shape(model)
     if shape is None:
         return []
     found: list[RoleMemory] = []
@@ -171,7 +170,7 @@ def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, 
         found.append(RoleMemory("buffer", "host", 1, (_process(torch=False), cache)))
     if "reward" in roles:
         found.append(
-            RoleMemory("reward", "host", sum(judge.count for judge in judges_of(config)), (_process(torch=False),))
+            RoleMemory("reward", "host", sum(judge.count for judge in list_judges(config)), (_process(torch=False),))
         )
     return found
 
@@ -183,11 +182,11 @@ def _process(*, torch: bool) -> Part:
 def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMemory]:
     learner = config.learner
     on_device = accelerator and learner.device != "cpu"
-    states = [*_states(config, shape), *_beside(config, shape)]
+    states = [*_states(config, shape), *_companion_parts(config, shape)]
     working = _working(config, shape)
     sent = BYTES[config.model.dtype if config.weightsync.dtype == "auto" else config.weightsync.dtype]
     staged: list[Part] = []
-    if not modes.streams(config):
+    if not mode.streams(config):
         staged = [
             Part(
                 "staged versions",
@@ -196,7 +195,7 @@ def _learner(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMem
             )
         ]
     kept = learner.checkpoint_keep + learner.checkpoint_best
-    trained, per = _trained(config, shape), 4 + MOMENTS[learner.optim.name]
+    trained, per = _trained_parameters(config, shape), 4 + MOMENTS[learner.optim.name]
     disk = Part(
         "checkpoints",
         int(kept * trained * per),
@@ -218,7 +217,7 @@ def _states(config: Config, shape: Shape) -> list[Part]:
     """Weights, gradients and optimizer of the policy, on one rank."""
     learner = config.learner
     shards = max(1, learner.ranks // learner.parallel.replicate)
-    every, trained = shape.parameters, _trained(config, shape)
+    every, trained = shape.parameters, _trained_parameters(config, shape)
     of = f"/ {shards} shard{'s' * (shards != 1)}"
     moment = MOMENTS[learner.optim.name]
     return [
@@ -230,13 +229,13 @@ def _states(config: Config, shape: Shape) -> list[Part]:
     ]
 
 
-def _trained(config: Config, shape: Shape) -> int:
+def _trained_parameters(config: Config, shape: Shape) -> int:
     """Trained parameters: all, or those of adapters."""
     rank = config.learner.lora.rank
     return shape.layers * rank * shape.linear if rank else shape.parameters
 
 
-def _beside(config: Config, shape: Shape) -> list[Part]:
+def _companion_parts(config: Config, shape: Shape) -> list[Part]:
     """Models beside the policy: critic, process reward model, frozen reference."""
     learner, every = config.learner, shape.parameters
     shards = max(1, learner.ranks // learner.parallel.replicate)
@@ -274,7 +273,7 @@ def _working(config: Config, shape: Shape) -> list[Part]:
     chunk = min(learner.logprob_chunk_tokens, tokens)
     logits = 3 * 4 * chunk * shape.vocabulary
     kept = min(KEPT_SOFTMAX_BYTES, 4 * tokens * shape.vocabulary)
-    of_chunk = f"3 x {chunk} tokens x {shape.vocabulary} x 4 B, and {shown(kept)} of softmaxes kept"
+    of_chunk = f"3 x {chunk} tokens x {shape.vocabulary} x 4 B, and {format_bytes(kept)} of softmaxes kept"
     parts = [Part("activations", size, how), Part("logits chunk", logits + kept, of_chunk)]
     if learner.ranks > 1:
         parts.append(
@@ -306,7 +305,7 @@ def _producer(config: Config, shape: Shape, *, accelerator: bool) -> list[RoleMe
     return [RoleMemory("producer", "host", producers.count, (*host, *parts))]
 
 
-def shown(size: float) -> str:
+def format_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

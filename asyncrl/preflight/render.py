@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.preflight.memory import RoleMemory, shown
+from asyncrl.preflight.memory import RoleMemory, format_bytes
 
 if TYPE_CHECKING:
     from asyncrl.preflight.check import Checked
@@ -58,9 +58,9 @@ def _memory(roles: Sequence[RoleMemory]) -> list[str]:
     lines = ["", "  memory of one process, about:"]
     for one in roles:
         times = f" (x {one.count})" if one.count > 1 else ""
-        lines.append(f"  {one.role}, {one.place}: {shown(one.total_bytes)}{times}")
+        lines.append(f"  {one.role}, {one.place}: {format_bytes(one.total_bytes)}{times}")
         if len(one.parts) > 1 or one.role == "run folder":
-            parts = [(part.name, shown(part.bytes), f"= {part.arithmetic}") for part in one.parts]
+            parts = [(part.name, format_bytes(part.bytes), f"= {part.arithmetic}") for part in one.parts]
             lines += [f"  {line}" for line in table(("", "", ""), parts)[1:]]
     return lines
 

@@ -1,4 +1,4 @@
-"""Which accelerator of a host each process of `asyncrl launch` gets. Pure, but for `found`, which looks.
+"""Which accelerator of a host each process of `asyncrl launch` gets. Pure, but for `find_devices`, which looks.
 
 A rank of the learner takes the device of its number (the learner sees
 all of them, since its ranks speak to each other); a producer sees those that are its own and no other, by the variable
@@ -49,7 +49,7 @@ class Placed(NamedTuple):
         return len(set(taken)) < len(taken)
 
 
-def found(*, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")) -> Devices:
+def find_devices(*, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")) -> Devices:
     """The accelerators of this host; those that its variable names, where it is set."""
     env = os.environ if environment is None else environment
     try:
@@ -66,7 +66,7 @@ def found(*, environment: Mapping[str, str] | None = None, folder: Path = Path("
     return Devices()
 
 
-def placed(config: Config, roles: Sequence[str], devices: Devices) -> Placed:
+def assign_devices(config: Config, roles: Sequence[str], devices: Devices) -> Placed:
     """Who gets which. Nothing where there is no accelerator, or devices are not given out."""
     count = len(devices.ids)
     if not count or config.cluster.devices == "share":
@@ -83,7 +83,7 @@ def _given_out(setting: str, devices: Devices) -> bool:
     return setting in ("auto", devices.kind)
 
 
-def environment_of(number: int, placed_: Placed, devices: Devices) -> dict[str, str]:
+def device_environment(number: int, placed_: Placed, devices: Devices) -> dict[str, str]:
     """What producer `number` sees."""
     if number >= len(placed_.producers):
         return {}
@@ -92,7 +92,7 @@ def environment_of(number: int, placed_: Placed, devices: Devices) -> dict[str, 
 
 def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator[Conflict]:
     """Too few devices for what was asked."""
-    found_ = placed(config, roles, devices)
+    found_ = assign_devices(config, roles, devices)
     count = len(devices.ids)
     if found_.learner and config.learner.ranks > count:
         yield (
@@ -110,7 +110,7 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
         )
 
 
-def shown(placed_: Placed, devices: Devices) -> str:
+def format_assignment(placed_: Placed, devices: Devices) -> str:
     """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without any."""
     parts = [
         f"{name}: {devices.kind} {', '.join(devices.ids[number] for number in numbers)}"

@@ -32,7 +32,6 @@ PACKAGES = {"vllm": "vllm"}
 #: Engines behind HTTP.
 SERVED = ("vllm_http", "sglang")
 LOOK_S = 120.0
-
 _LOOK = """
 import importlib.metadata, importlib.util, json, platform, sys
 engine, package, entry = sys.argv[1:4]
@@ -50,7 +49,7 @@ print(json.dumps({"package": f"{of[0]} {importlib.metadata.version(of[0])}", "as
 """
 
 
-def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
+def find_interpreter(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
     """The interpreter of the producers; empty for this one.
 
     Raises:
@@ -61,7 +60,7 @@ def python_of(config: Config, *, prefix: str = sys.prefix, has: Callable[[str], 
 
 
 def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Callable[[str], bool] | None = None) -> str:
-    """An interpreter with the engine's package; empty for this one. Raises as `python_of`; `where`: the setting."""
+    """An interpreter with the engine's package; empty for this one. `where`: the setting that an error names."""
     package = PACKAGES.get(engine, "")
     found = has or (lambda name: importlib.util.find_spec(name) is not None)
     if not package or found(package):
@@ -78,9 +77,9 @@ def python_with(engine: str, *, where: str, prefix: str = sys.prefix, has: Calla
     )
 
 
-def with_python(config: Config) -> Config:
+def settle_interpreter(config: Config) -> Config:
     """The configuration with the interpreter of its producers."""
-    python = python_of(config)
+    python = find_interpreter(config)
     if python == config.producers.python:
         return config
     return msgspec.structs.replace(config, producers=msgspec.structs.replace(config.producers, python=python))
@@ -124,7 +123,7 @@ def look(config: Config, *, env: Mapping[str, str] | None = None) -> tuple[list[
     if not package:
         return [], "", ""
     try:
-        python = python_of(config) or sys.executable
+        python = find_interpreter(config) or sys.executable
     except ConfigError as error:
         return [error], "", ""
     entry = "vllm.general_plugins" if engine == "vllm" else ""
@@ -178,3 +177,11 @@ def _run(command: list[str], text: str, env: Mapping[str, str] | None) -> tuple[
     except OSError as error:
         return 1, "", str(error.strerror)
     return done.returncode, done.stdout, done.stderr
+
+
+def python_path() -> list[str]:
+    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
+    root = Path(__file__).resolve().parents[2]
+    places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
+    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return list(dict.fromkeys(places))

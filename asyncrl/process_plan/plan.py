@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import DEFAULT, judge_of, judges_of
-from asyncrl.net.sockets import LOOPBACK
-from asyncrl.process_plan.device_assignment import Devices, environment_of, placed
+from asyncrl.config.judges import find_judge, list_judges
+from asyncrl.config.sections.judge import DEFAULT
+from asyncrl.net.addresses import LOOPBACK
+from asyncrl.process_plan.device_assignment import Devices, assign_devices, device_environment
 from asyncrl.runtime.run_dir import endpoint
 
 #: What `asyncrl launch TARGET` starts, in order.
@@ -88,11 +89,11 @@ def plan(
 ) -> list[ProcessPlan]:
     """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
     how = joining or Joining()
-    places = placed(config, roles, devices)
+    places = assign_devices(config, roles, devices)
     plans = []
     for role in (role for role in TARGETS["all"] if role in roles):
         for number, (name, judge) in enumerate(_members(role, config, how)):
-            own = environment_of(number, places, devices) if role == "producer" else {}
+            own = device_environment(number, places, devices) if role == "producer" else {}
             interpreter = config.producers.python if role == "producer" and config.producers.python else python
             plans.append(
                 ProcessPlan(
@@ -101,8 +102,8 @@ def plan(
                     argv=_command(
                         interpreter, role, name, config=config, config_path=config_path, how=how, judge=judge
                     ),
-                    env=environment(threads_of(role, config), python_path) | interfaces(config) | own,
-                    restarts=restarts_of(role, config, judge=judge),
+                    env=environment(role_threads(role, config), python_path) | interfaces(config) | own,
+                    restarts=role_restarts(role, config, judge=judge),
                     gang=role == "learner",
                     ready=endpoint(config, role) if role in SERVICES else "",
                     judge=judge,
@@ -132,7 +133,7 @@ def onlookers(
     ]
 
 
-def names_of(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
+def process_names(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
     """`producer-0`, `producer-1`, ...; roles that exist once have the name of their role."""
     return [name for name, _ in _members(role, config, Joining(tag=tag, judge=judge))]
 
@@ -146,25 +147,25 @@ def _members(role: str, config: Config, how: Joining) -> list[tuple[str, str]]:
         return [(role, "")]
     return [
         (f"{role}{middle}{'-' * bool(judge.name)}{judge.name}-{number}", judge.name)
-        for judge in judges_of(config)
+        for judge in list_judges(config)
         if how.judge in (None, judge.name)
         for number in range(judge.count)
     ]
 
 
-def threads_of(role: str, config: Config) -> int:
+def role_threads(role: str, config: Config) -> int:
     """CPU threads of one process of the role."""
     return {"producer": config.producers.threads, "learner": config.learner.threads}.get(role, 1)
 
 
-def restarts_of(role: str, config: Config, *, judge: str = DEFAULT) -> int:
+def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:
     """Restarts in ten minutes: the role's own setting, or the judge's; services share the learner's.
 
     A gang of several hosts has none: all its hosts have to begin again together, which their scheduler sees to.
     """
     if role == "learner" and config.cluster.learner_hosts > 1:
         return 0
-    if role == "reward" and (found := judge_of(config, judge)) is not None:
+    if role == "reward" and (found := find_judge(config, judge)) is not None:
         return found.restarts
     own = {"producer": config.producers.restarts, "reward": config.reward_workers.restarts}
     return own.get(role, config.learner.restarts)

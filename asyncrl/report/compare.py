@@ -12,11 +12,11 @@ from html import escape
 from typing import Any
 
 from asyncrl.report.data import ENDS, RunData
-from asyncrl.report.evaluation import newest, sources_of, value_of
+from asyncrl.report.evaluation import figure_value, list_sources, newest
 from asyncrl.report.html import card, seconds, table
 from asyncrl.report.page import frame, heading
 from asyncrl.report.settings import listed, plain_keys, value_at
-from asyncrl.report.summary import judged
+from asyncrl.report.summary import grade
 from asyncrl.report.svg import Line, legend, line_chart, short
 
 COLOURS = ("s1", "s2", "s3", "s5", "s4", "s6", "s8", "s7")
@@ -62,7 +62,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 def _verdicts(runs: Sequence[RunData], names: Sequence[str]) -> str:
     lines = []
     for place, (data, name) in enumerate(zip(runs, names, strict=True)):
-        kind, word, proof = judged(data)
+        kind, word, proof = grade(data)
         key = f'<i class="key {COLOURS[place % len(COLOURS)]}"></i>'
         lines.append(f'<p class="verdict {kind}">{key}{escape(name)}: <b>{escape(word)}</b>{escape(proof)}</p>')
     return "".join(lines)
@@ -70,8 +70,8 @@ def _verdicts(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 def _held_out(data: RunData) -> str:
     lines = newest(data.evaluations)
-    sources = sources_of(lines)
-    found = value_of(lines[-1], sources[0], "reward/mean", "") if lines and sources else None
+    sources = list_sources(lines)
+    found = figure_value(lines[-1], sources[0], "reward/mean", "") if lines and sources else None
     return "-" if found is None else f"{found[0]:.3f}"
 
 
@@ -119,13 +119,13 @@ def _lines(runs: Sequence[RunData], names: Sequence[str], points: Callable[[RunD
 
 def _rewards(runs: Sequence[RunData], names: Sequence[str]) -> str:
     steps = _lines(runs, names, lambda data: data.values("reward_mean"))
-    times = _lines(runs, names, _by_time)
+    times = _lines(runs, names, _reward_over_time)
     later = line_chart(times, x_label="seconds since the start", smooth=True)
     first = card("Reward by step", legend(steps) + line_chart(steps, smooth=True))
     return first + card("Reward by time", legend(times) + later)
 
 
-def _by_time(data: RunData) -> list[tuple[float, float]]:
+def _reward_over_time(data: RunData) -> list[tuple[float, float]]:
     start, _ = data.span_of_time()
     return [
         (float(line["t"]) - start, float(line["reward_mean"]))

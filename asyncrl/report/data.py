@@ -18,10 +18,10 @@ from asyncrl.audit.prove import Audit, audit_run
 from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
-from asyncrl.launcher.supervisor import Outcome
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.advice import CUT_SHARE
-from asyncrl.report.events import Recovery, StepLags, events_of, story
+from asyncrl.process_plan.outcome import Outcome
+from asyncrl.report.events import Recovery, StepLags, read_events, story
 from asyncrl.runtime.run_dir import RunDir, read_object
 
 Line = dict[str, Any]
@@ -119,7 +119,7 @@ def load_run(run: RunDir) -> RunData:
         roles[str(line.get("name", "?"))].append(line)
     learner, events = _lines(run.metrics / "learner.jsonl"), _lines(run.logs / "launch.jsonl")
     rounds = _lines(run.metrics / "weightsync.jsonl")
-    told = story(events_of(run.history), events, rounds)
+    told = story(read_events(run.history), events, rounds)
     return RunData(
         run=run,
         config=config,

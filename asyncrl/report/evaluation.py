@@ -50,13 +50,13 @@ def newest(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [line for _, line in sorted({int(line["step"]): line for line in lines if "step" in line}.items())]
 
 
-def sources_of(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_sources(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """The data sources, `all` first where there are several."""
     found = {str(source) for line in lines for source in dict(line.get("sources") or {})}
     return [ALL, *sorted(found)] if len(found) > 1 else sorted(found)
 
 
-def value_of(line: Mapping[str, Any], source: str, figure: str, tail: str) -> tuple[float, float] | None:
+def figure_value(line: Mapping[str, Any], source: str, figure: str, tail: str) -> tuple[float, float] | None:
     """Value and standard error of a figure at the line's k; None where there is none."""
     k = int(line.get("evaluation_samples", 1))
     value = line.get(f"val-core/{source}/{figure}@{k}{tail}")
@@ -66,10 +66,10 @@ def value_of(line: Mapping[str, Any], source: str, figure: str, tail: str) -> tu
 
 def _curves(lines: Sequence[Mapping[str, Any]]) -> str:
     drawn = []
-    for place, source in enumerate(sources_of(lines)):
+    for place, source in enumerate(list_sources(lines)):
         points, band = [], []
         for line in lines:
-            found = value_of(line, source, "reward/mean", "")
+            found = figure_value(line, source, "reward/mean", "")
             if found is not None:
                 points.append((float(line["step"]), found[0]))
                 band.append((found[0] - 2 * found[1], found[0] + 2 * found[1]))
@@ -81,8 +81,8 @@ def _table(lines: Sequence[Mapping[str, Any]]) -> str:
     head = ("step", "source", "mean@k", "best@k", "maj@k", "pass@k", "prompts", "versions", "seconds", "not scored")
     rows = []
     for line in lines:
-        for place, source in enumerate(sources_of([line]) or ["-"]):
-            cells = [_figure(value_of(line, source, name, tail)) for name, tail in FIGURES]
+        for place, source in enumerate(list_sources([line]) or ["-"]):
+            cells = [_figure(figure_value(line, source, name, tail)) for name, tail in FIGURES]
             rows.append(
                 (escape(str(line["step"])), escape(source), *cells, *(_account(line) if not place else [""] * 4))
             )

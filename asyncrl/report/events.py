@@ -54,7 +54,7 @@ class Story(msgspec.Struct):
     recoveries: list[Recovery] = []
 
 
-def events_of(path: Path) -> Iterator[Line]:
+def read_events(path: Path) -> Iterator[Line]:
     """The events of a history, one by one; what cannot be read is passed over."""
     if not path.exists():
         return

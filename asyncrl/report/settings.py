@@ -67,13 +67,15 @@ def listed(config: Config) -> dict[str, str]:
         for number, one in enumerate(getattr(config, item.name)):
             values = [(field, getattr(one, field.name)) for field in msgspec.structs.fields(one)]
             told = [
-                f"{field.name} = {value!r}" for field, value in values if field.required or value != usual_of(field)
+                f"{field.name} = {value!r}"
+                for field, value in values
+                if field.required or value != field_default(field)
             ]
             found[f"{item.name}[{number}]"] = ", ".join(told)
     return found
 
 
-def usual_of(field: msgspec.structs.FieldInfo) -> Any:
+def field_default(field: msgspec.structs.FieldInfo) -> Any:
     """The default of a field."""
     return field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[operator]
 

@@ -12,10 +12,10 @@ from asyncrl.report.svg import Line, bar_chart, legend, line_chart
 
 def staleness(data: RunData) -> str:
     """Quantiles of the lag by step under its bound, and how many groups had which lag."""
-    return _by_step(data) + _by_group(data)
+    return _lag_per_step(data) + _lag_histogram(data)
 
 
-def _by_step(data: RunData) -> str:
+def _lag_per_step(data: RunData) -> str:
     steps = [(float(one.step), one) for one in data.lags]
     if steps:
         ends = [(float(one.low), float(one.high)) for _, one in steps]
@@ -36,7 +36,7 @@ def _by_step(data: RunData) -> str:
     return card("Staleness by step", legend(lines) + line_chart(lines, floor=0.0), note=note)
 
 
-def _by_group(data: RunData) -> str:
+def _lag_histogram(data: RunData) -> str:
     counts = data.audit.lag_counts
     top = max([*counts, data.audit.bound_max], default=0)
     bars = [(str(lag), float(counts.get(lag, 0))) for lag in range(top + 1)] if counts else []

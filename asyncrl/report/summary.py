@@ -12,7 +12,7 @@ from asyncrl.report.html import duration, seconds
 from asyncrl.report.svg import short
 
 
-def judged(data: RunData) -> tuple[str, str, str]:
+def grade(data: RunData) -> tuple[str, str, str]:
     """good, bad or open; the verdict in words; and why."""
     audit, result = data.audit, data.result
     steps = data.config.learner.steps if data.config else data.last_step
@@ -44,7 +44,7 @@ def _faults(data: RunData) -> str:
 
 def verdict(data: RunData) -> str:
     """The one-line verdict and the tiles."""
-    kind, word, proof = judged(data)
+    kind, word, proof = grade(data)
     boxes = "".join(
         f'<div class="tile"><b>{escape(name)}</b><strong>{escape(value)}</strong><small>{escape(text)}</small></div>'
         for name, value, text in tiles(data)

@@ -33,7 +33,7 @@ def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) 
     span = (end - start) or 1.0
     room = width - LEFT - RIGHT
 
-    def at(t: float) -> float:
+    def position(t: float) -> float:
         return LEFT + min(1.0, max(0.0, (t - start) / span)) * room
 
     parts = []
@@ -44,16 +44,18 @@ def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) 
             f'<rect class="lane" x="{LEFT}" y="{y}" width="{room}" height="{TALL}"/>'
         )
         for place, (begin, until, shares) in enumerate(lane.columns):
-            x, wide = at(begin), max(0.6, at(until) - at(begin))
+            x, wide = position(begin), max(0.6, position(until) - position(begin))
             title = f"<title>{escape(lane.told[place])}</title>" if place < len(lane.told) else ""
             parts.append(f"<g>{title}{_column(shares, x=x, y=y, wide=wide)}</g>")
         for t, colour, words in lane.marks:
             parts.append(
-                f'<line class="mark {colour}" x1="{at(t):.1f}" x2="{at(t):.1f}" y1="{y - 3}" '
+                f'<line class="mark {colour}" x1="{position(t):.1f}" x2="{position(t):.1f}" y1="{y - 3}" '
                 f'y2="{y + TALL + 3}"><title>{escape(words)}</title></line>'
             )
     for value in ticks(0, span, 8):
-        parts.append(f'<text class="tick mid" x="{at(start + value):.1f}" y="{height - 4}">{short(value)} s</text>')
+        parts.append(
+            f'<text class="tick mid" x="{position(start + value):.1f}" y="{height - 4}">{short(value)} s</text>'
+        )
     told = escape(", ".join(lane.name for lane in rows), quote=True)
     return f'<svg class="wide" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
 

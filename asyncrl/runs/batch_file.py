@@ -59,7 +59,7 @@ class Note(msgspec.Struct, frozen=True):
     reason: str
 
 
-def path_of(folder: Path, step: int) -> Path:
+def batch_path(folder: Path, step: int) -> Path:
     """Where the batch of a step lies."""
     return folder / f"step-{step:08d}.batch"
 

@@ -34,11 +34,11 @@ Replace = Callable[[str, list[str], Mapping[str, str]], object]
 def export_command(
     folder: Path, *, step: int | None, out: Path | None, dtype: str, max_shard_size: str, replace: Replace = os.execve
 ) -> int:
-    from asyncrl.launcher.launch import python_path
+    from asyncrl.process_plan.interpreters import python_path
     from asyncrl.process_plan.plan import environment
 
     run = RunDir(folder).require()
-    size_of(max_shard_size)
+    parse_size(max_shard_size)
     if not checkpoints_in(run):
         raise no_checkpoint(run)
     words = [sys.executable, "-m", MODULE, str(folder), "--dtype", dtype, "--max-shard-size", max_shard_size]
@@ -69,10 +69,10 @@ def refuse_target(target: Path) -> Path:
     return target.absolute()
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes of a size.
 
-    >>> size_of("5GB"), size_of("1.5 MiB"), size_of("700")
+    >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size("700")
     (5000000000, 1572864, 700)
 
     Raises:

@@ -26,16 +26,16 @@ import msgspec
 from asyncrl.audit.prove import Log
 from asyncrl.audit.reader import Reader
 from asyncrl.config import Config, dump, load
-from asyncrl.config.sections.mode import DATA_PREFIX
+from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.launcher.launch import python_path
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.host_facts import kill_group
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import MODULES, environment, plan
 from asyncrl.runs import batch_file
 from asyncrl.runs.fork import checkpoints_in
 from asyncrl.runs.replay_report import END, LINES, PLAN, Done, End, Plan, Step, judge, render
 from asyncrl.runs.score_file import read_scores
+from asyncrl.runtime.host_facts import kill_group
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 RESULT, TEXT = "replay.json", "replay.txt"
@@ -259,7 +259,7 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
     log = place.logs / "replay.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command_of(own, place.config),
+            replay_command_line(own, place.config),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -281,7 +281,7 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
         )
 
 
-def command_of(config: Config, path: Path) -> list[str]:
+def replay_command_line(config: Config, path: Path) -> list[str]:
     """One process; torchrun around it where the run had several ranks, since the split decides the rounding."""
     tied = [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", str(os.getpid()), "--"]
     if config.learner.ranks == 1:

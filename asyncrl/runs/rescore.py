@@ -26,14 +26,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, RewardFunctionConfig, dump, load
-from asyncrl.config.sections.judge import judges_of, named
+from asyncrl.config.judges import list_judges, parse_display_name
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.launcher.launch import python_path
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.host_facts import kill_group
+from asyncrl.process_plan.interpreters import python_path
 from asyncrl.process_plan.plan import environment
 from asyncrl.runs import batch_file
 from asyncrl.runs.score_file import GroupScores, Head, write_scores
+from asyncrl.runtime.host_facts import kill_group
 from asyncrl.runtime.run_dir import RunDir, write_atomic
 
 MODULE = "producers.rewards.rescore"
@@ -84,7 +84,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
     head = Head(
         run=str(run.root),
         functions=tuple(reward.function or reward.label for reward in config.reward),
-        judge=named(judge) if judge else None,
+        judge=parse_display_name(judge) if judge else None,
         versions=versions,
         recorded=recorded_versions(run),
         t=time.time(),
@@ -104,18 +104,23 @@ def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config,
     steps = tuple(batch_file.steps_in(run.archive))
     if not steps:
         raise ConfigError("replay.missing", "no step is archived: was log.archive = true?", where=str(run.archive))
-    known = {one.name: one for one in judges_of(config)}
-    if judge and named(judge) not in known:
-        names = ", ".join(one.shown for one in known.values()) or "none"
+    known = {one.name: one for one in list_judges(config)}
+    if judge and parse_display_name(judge) not in known:
+        names = ", ".join(one.display_name for one in known.values()) or "none"
         raise ConfigError("reward.judge", f"{judge!r}: this run has {names}", where="--judge")
-    kept = {} if not judge else {one.label: one.weight for one in config.reward if one.judge != named(judge)}
-    mine = tuple(one for one in config.reward if not judge or one.judge == named(judge))
+    kept = (
+        {} if not judge else {one.label: one.weight for one in config.reward if one.judge != parse_display_name(judge)}
+    )
+    mine = tuple(one for one in config.reward if not judge or one.judge == parse_display_name(judge))
     replace = msgspec.structs.replace
     if rewards:
         if len(set(rewards)) < len(rewards):
             raise ConfigError("usage", f"a function is there twice: {', '.join(rewards)}", where="--reward")
         config = replace(
-            config, reward=_functions(rewards, kept), judge=(), reward_workers=_limits(config, known.get(named(judge)))
+            config,
+            reward=_functions(rewards, kept),
+            judge=(),
+            reward_workers=_limits(config, known.get(parse_display_name(judge))),
         )
     else:
         config = replace(

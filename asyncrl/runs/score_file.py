@@ -53,7 +53,7 @@ class GroupScores(msgspec.Struct, frozen=True):
         return tuple(index for index, reward in self.rewards.items() if abs(reward - self.before[index]) > SAME)
 
 
-def content_of(responses: Iterable[IntArray]) -> str:
+def responses_digest(responses: Iterable[IntArray]) -> str:
     """The digest of a group's responses, each `[T]`, in the order of the samples."""
     digest = xxhash.xxh3_64()
     for response in responses:

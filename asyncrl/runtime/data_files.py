@@ -27,19 +27,19 @@ FILE_MAGIC = b"ARROW1"  # of Arrow's file format; `datasets` writes the stream f
 
 def data_files(paths: str) -> list[Path]:
     """The files of `data.path`, in order. Raises `config.data` for a pattern or a folder that names none."""
-    return [file for part in parts_of(paths) for file in files_of(part)]
+    return [file for part in split_paths(paths) for file in list_files(part)]
 
 
-def parts_of(paths: str) -> list[str]:
+def split_paths(paths: str) -> list[str]:
     """What stands between the commas."""
     return [part.strip() for part in paths.split(",") if part.strip()]
 
 
-def files_of(part: str) -> list[Path]:
+def list_files(part: str) -> list[Path]:
     """The files of one part: itself, those that fit a pattern, or those of a saved folder."""
     path = Path(part)
     if path.is_dir():
-        return _of_folder(path)
+        return _saved_files(path)
     if path.exists() or not glob.has_magic(part):
         return [path]
     found = sorted(Path(name) for name in glob.glob(part, recursive=True))
@@ -48,7 +48,7 @@ def files_of(part: str) -> list[Path]:
     return found
 
 
-def _of_folder(folder: Path) -> list[Path]:
+def _saved_files(folder: Path) -> list[Path]:
     splits = _json(folder / "dataset_dict.json").get("splits")
     if isinstance(splits, list) and splits:
         raise ConfigError(

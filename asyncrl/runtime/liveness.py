@@ -22,6 +22,8 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE
 
+STOPPED = "Tt"  # states of /proc: stopped by a signal, by a debugger
+
 
 class Seen(msgspec.Struct, frozen=True):
     """One sign. `since`: wall time since when it waits without a break, 0 where it works."""

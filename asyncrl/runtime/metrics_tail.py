@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from asyncrl.metrics import CATALOGUE, OPEN, JsonTail, Position
-from asyncrl.metrics.pages import tag_of
+from asyncrl.metrics.pages import metric_tag
 from asyncrl.runtime.run_dir import RunDir
 
 FILES = ("learner", "buffer", "roles", "weightsync", "evaluation")
@@ -77,7 +77,7 @@ class Following:
             if name == "learner" and isinstance(step, int):
                 points.append(Point(step, self._point(t, numbers(line))))
             elif name == "evaluation" and isinstance(step, int):
-                points.append(Point(step, {tag_of(key): value for key, value in values.items() if key != "step"}))
+                points.append(Point(step, {metric_tag(key): value for key, value in values.items() if key != "step"}))
         return points
 
     def _point(self, t: float, learner: dict[str, float]) -> dict[str, float]:
@@ -85,14 +85,14 @@ class Following:
         values: dict[str, float] = {}
         for service in ("weightsync", "buffer"):
             heard = self.newest.get((service, service))
-            values |= {tag_of(key): value for key, value in heard.values.items()} if heard is not None else {}
+            values |= {metric_tag(key): value for key, value in heard.values.items()} if heard is not None else {}
         workers: dict[tuple[str, str], list[float]] = defaultdict(list)
         for (role, _), heard in self.newest.items():
             if role in ("producer", "reward") and t - heard.t <= WORKER_S:
                 for key, value in heard.values.items():
                     workers[role, key].append(value)
-        values |= {tag_of(key, role=role): statistics.fmean(some) for (role, key), some in workers.items()}
-        values |= {tag_of(key): value for key, value in learner.items()}
+        values |= {metric_tag(key, role=role): statistics.fmean(some) for (role, key), some in workers.items()}
+        values |= {metric_tag(key): value for key, value in learner.items()}
         return {key: value for key, value in values.items() if not key.endswith("/step")}
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from asyncrl.config import Config, load
 from asyncrl.errors import EXIT_INTERNAL, AsyncRLError
-from asyncrl.net.sockets import Keys, read_keys
+from asyncrl.net.keys import Keys, read_keys
 from asyncrl.runtime.failpoints import arm
 from asyncrl.runtime.run_dir import RunDir
 
@@ -98,16 +98,16 @@ def install_signals(stop: Stop) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def key_of(args: RoleArgs, config: Config) -> Keys | None:
+def run_key(args: RoleArgs, config: Config) -> Keys | None:
     """The run's keys from `--key`, else from the configuration."""
     path = args.key or config.network.key_file
     return read_keys(Path(path)) if path else None
 
 
-def join_key_of(args: RoleArgs, config: Config) -> Keys | None:
+def join_key(args: RoleArgs, config: Config) -> Keys | None:
     """The same for a worker, which never leads: whatever the file holds, it keeps what joining needs."""
-    keys = key_of(args, config)
-    return keys and keys.for_joining()
+    keys = run_key(args, config)
+    return keys and keys.join_keys()
 
 
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,8 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
-from asyncrl.net.sockets import Keys, ipc_address, read_keys, write_keys
+from asyncrl.net.addresses import ipc_address
+from asyncrl.net.keys import Keys, read_keys, write_keys
 
 WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: nobody can connect to it by that name
 
@@ -118,10 +119,10 @@ def endpoint(config: Config, service: str) -> str:
     return ipc_address(RunDir(config.run_dir).sockets, service) if address == "auto" else address
 
 
-def beside(address: str, connect: str) -> str:
+def sibling_address(address: str, connect: str) -> str:
     """The address of a service as somebody elsewhere reaches it, who reached the other one at `connect`.
 
-    >>> beside("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
+    >>> sibling_address("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
     'tcp://10.0.0.7:5556'
     """
     listens, reached = urlparse(address), urlparse(connect)

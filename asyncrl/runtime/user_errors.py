@@ -16,7 +16,7 @@ _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"
 LETTERS = 400  # of the message; the place follows whole
 
 
-def raised(error: BaseException) -> str:
+def format_user_error(error: BaseException) -> str:
     """The line: `KeyError: 'answer' (my_envs.py:14, in step)`."""
     text = f"{type(error).__name__}: {error}"[:LETTERS]
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((*_OURS, "<"))]

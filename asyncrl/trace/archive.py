@@ -16,6 +16,7 @@ from asyncrl.config import Config
 from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.wire.batch_arrays import decode_batch
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -33,7 +34,7 @@ class Words(msgspec.Struct):
     problem: str = ""
 
 
-def words_of(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
+def load_words(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
     """From the newest archived step that holds the group; None where the run keeps no archive of them."""
     archived = set(batch_file.steps_in(run.archive))
     problem = ""
@@ -50,10 +51,8 @@ def words_of(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -
 
 
 def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
-    from buffers.client.client import claimed
-
-    file = batch_file.read(batch_file.path_of(run.archive, step))
-    batch = claimed(file.batch, file.payloads)
+    file = batch_file.read(batch_file.batch_path(run.archive, step))
+    batch = decode_batch(file.batch, file.payloads)
     if group in batch.invalid:
         return Words(step, problem=f"it does not pass validation: {batch.invalid[group]}")
     for data in batch.groups:

@@ -163,7 +163,7 @@ class Drawing:
         self._uuids: dict[tuple[str, str, int], int] = {}
         self._lanes: dict[tuple[str, str], Lanes] = {}
 
-    def at(self, t: float) -> int:
+    def microseconds(self, t: float) -> int:
         """Microseconds since the start."""
         return max(0, round((t - self._zero) * 1e6))
 
@@ -193,13 +193,13 @@ class Drawing:
 
     def begin(self, process: str, track: str, t: float, name: str, *, flows: Iterable[int] = (), **args: Any) -> Slice:
         """Something begins, on a lane of its own while it lasts."""
-        start = self.at(t)
+        start = self.microseconds(t)
         number = self._lanes.setdefault((process, track), Lanes()).take(start)
         return Slice(Lane(process, track, number), start, name, args, list(flows))
 
     def end(self, one: Slice, t: float, **args: Any) -> int:
         """It ends; its end on the timeline."""
-        end = max(self.at(t), one.start + 1)
+        end = max(self.microseconds(t), one.start + 1)
         self._lanes[one.lane.process, one.lane.track].give(one.lane.number, end)
         one.args |= args
         self.slice(one, end)
@@ -221,10 +221,10 @@ class Drawing:
         """Something that happened at one time."""
         track = self._track(Lane(process, "events"), EVENTS_RANK)
         notes = [note(key, value) for key, value in args.items() if value not in (None, "")]
-        self._event(self.at(t), INSTANT, track, sized(CATEGORY, "event"), sized(EVENT_NAME, name), *notes)
+        self._event(self.microseconds(t), INSTANT, track, sized(CATEGORY, "event"), sized(EVENT_NAME, name), *notes)
 
     def count(self, process: str, t: float, name: str, value: float, *, unit: str = "") -> None:
         """A number as a curve."""
         curve = sized(CURVE, sized(UNIT_NAME, unit) if unit else b"")
         track = self._track(Lane(process, name), CURVES_RANK, curve)
-        self._event(self.at(t), COUNT, track, real(NUMBER, float(value)))
+        self._event(self.microseconds(t), COUNT, track, real(NUMBER, float(value)))

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import load
-from asyncrl.config.sections.judge import shown
+from asyncrl.config.judges import display_name
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.story import Letter, Sample, Story, Training, dead_groups, letters_of, step_of, stories_of, story_of
+from asyncrl.trace.dead_letters import Letter, load_letters
+from asyncrl.trace.history import find_claim, quarantined_groups
+from asyncrl.trace.story import Sample, Story, Training, load_stories, load_story
 
 TEXT_LIMIT = 400  # characters of a prompt
 
@@ -23,14 +25,14 @@ def trace_command(folder: Path, *, group: int | None, step: int | None, dead: bo
     """Print what was asked for; the exit code."""
     run = RunDir(folder).require()
     if dead:
-        letters, groups = letters_of(run, load(run.config)), dead_groups(run)
+        letters, groups = load_letters(run, load(run.config)), quarantined_groups(run)
         _print({"dead": groups, "letters": msgspec.to_builtins(letters)} if as_json else dead_text(groups, letters))
     elif step is not None:
-        claim = step_of(run, step)
-        stories = stories_of(run, claim["groups"])
+        claim = find_claim(run, step)
+        stories = load_stories(run, claim["groups"])
         _print({"claim": claim, "groups": msgspec.to_builtins(stories)} if as_json else step_text(claim, stories))
     elif group is not None:
-        story = story_of(run, group)
+        story = load_story(run, group)
         _print(msgspec.to_builtins(story) if as_json else story_text(story))
     return 0
 
@@ -83,16 +85,16 @@ def _short(text: str) -> str:
     return f"{shown[:TEXT_LIMIT]}{'...' if len(shown) > TEXT_LIMIT else ''}"
 
 
-def _at(story: Story, time: float) -> str:
+def _format_time(story: Story, time: float) -> str:
     return f"{time - story.issued_at:+8.3f} s" if time else "         -"
 
 
 def _leases(story: Story) -> Iterator[str]:
     yield "leases"
     for lease in story.leases:
-        lost = f"; lost {_at(story, lease.lost_at).strip()}: {lease.lost}" if lease.lost else ""
+        lost = f"; lost {_format_time(story, lease.lost_at).strip()}: {lease.lost}" if lease.lost else ""
         yield (
-            f"  {_at(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
+            f"  {_format_time(story, lease.at)}  attempt {lease.attempt} to {lease.producer}, engine at version "
             f"{lease.engine_version}, deadline {lease.deadline} (token {lease.token}){lost}"
         )
         if lease.continued:
@@ -108,7 +110,7 @@ def _samples(story: Story) -> Iterator[str]:
     for sample in [*story.given_up, *sorted(story.samples, key=lambda sample: sample.index)]:
         spans = " ".join(f"v{version}x{count}" for version, count in sample.runs)
         made = f"#{sample.index} {sample.length} tokens of {sample.producer}: {spans}"
-        yield f"  {_at(story, sample.at)}  {made}{_reward(sample)}"
+        yield f"  {_format_time(story, sample.at)}  {made}{_reward(sample)}"
         if story.words is not None and sample.index in story.words.responses and not sample.given_up:
             yield f"              {story.words.finish[sample.index]}: {_short(story.words.responses[sample.index])}"
             if turns := story.words.turns.get(sample.index):
@@ -122,7 +124,8 @@ def _reward(sample: Sample) -> str:
         text += " (" + ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items()) + ")"
     if sample.judged:
         said = (
-            f"{shown(one.judge)} {one.reward:.4g} by {one.worker}" + (f", version {one.version}" if one.version else "")
+            f"{display_name(one.judge)} {one.reward:.4g} by {one.worker}"
+            + (f", version {one.version}" if one.version else "")
             for one in sample.judged
         )
         text += f": {'; '.join(said)}"
@@ -160,9 +163,11 @@ def _training(story: Story) -> Iterator[str]:
 
 def _step(story: Story, training: Training) -> str:
     lag = "no tokens" if training.lag is None else f"lag {training.lag} of {story.bound}"
-    words = [f"claimed {_at(story, training.claimed_at).strip()} from version {training.version}, {lag}"]
+    words = [f"claimed {_format_time(story, training.claimed_at).strip()} from version {training.version}, {lag}"]
     words.append(f"learner epoch {training.epoch}{', replayed' if training.replayed else ''}")
-    words.append(f"committed {_at(story, training.committed_at).strip()}" if training.committed_at else "not committed")
+    words.append(
+        f"committed {_format_time(story, training.committed_at).strip()}" if training.committed_at else "not committed"
+    )
     if training.retired_at:
         words.append("in a durable checkpoint")
     if training.superseded:

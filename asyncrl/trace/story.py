@@ -10,25 +10,21 @@ process (roles are not imported here). Guarantees:
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config, load
-from asyncrl.errors import UNREADABLE, ConfigError, WireError
+from asyncrl.config import load
+from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.archive import Words, words_of
-from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
+from asyncrl.trace.archive import Words, load_words
+from asyncrl.trace.dead_letters import Letter, load_letters
+from asyncrl.trace.history import Event, decode_event, group_events
 
-Event = dict[str, Any]
 PROMPT_TIMEOUT_S = 30.0
-_GROUP = re.compile(rb'"g":(\d+)[,}]')
-_BATCHED = (b'"e":"claim"', b'"e":"commit"', b'"e":"register"', b'"e":"retire"', b'"e":"tune"')
 
 
 class Lease(msgspec.Struct):
@@ -91,17 +87,6 @@ class Training(msgspec.Struct):
     loss: dict[str, Any] = {}  # advantages, tokens, weights by sample
 
 
-class Letter(msgspec.Struct):
-    """A dead letter: what of it can be read, and what is wrong with it."""
-
-    path: str
-    size: int
-    wrong: str
-    producer: str = ""
-    indexes: tuple[int, ...] = ()
-    head: str = ""  # first bytes, where nothing can be decoded
-
-
 class Story(msgspec.Struct):
     """Everything the logs know of a group."""
 
@@ -133,62 +118,29 @@ class Story(msgspec.Struct):
         return self.leases[0].bound if self.leases else None
 
 
-# ---------------------------------------------------------------- reading
-
-
-def lines_of(run: RunDir) -> Iterator[bytes]:
-    """The whole lines of the history. Raises `run.missing` where there is none."""
-    if not run.history.exists():
-        raise ConfigError("run.missing", "no history.jsonl in it: the buffer has not started", where=str(run.root))
-    with run.history.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
-
-
-def decoded(line: bytes) -> Event | None:
-    """A line as an event; None where it is damaged."""
-    try:
-        event = msgspec.json.decode(line)
-    except UNREADABLE:
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def events_of(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
-    """The events that concern some groups, and those of the learner's life."""
-    wanted = {b"%d" % group for group in groups}
-    for line in lines_of(run):
-        found = _GROUP.search(line)
-        if found[1] in wanted if found else any(word in line for word in _BATCHED):
-            event = decoded(line)
-            if event is not None:
-                yield event
-
-
-def story_of(run: RunDir, group: int, *, prompt: bool = True) -> Story:
+def load_story(run: RunDir, group: int, *, prompt: bool = True) -> Story:
     """The story of one group. Raises `trace.unknown` for a group that was never issued."""
-    [story] = stories_of(run, [group])
+    [story] = load_stories(run, [group])
     if prompt:
         config = load(run.config)
-        story.words = words_of(run, config, group=group, steps=[training.step for training in story.training])
-        story.prompt, story.prompt_error = prompt_of(run, group)
+        story.words = load_words(run, config, group=group, steps=[training.step for training in story.training])
+        story.prompt, story.prompt_error = load_prompt(run, group)
     return story
 
 
-def stories_of(run: RunDir, groups: Iterable[int]) -> list[Story]:
-    """The stories of some groups, by one pass over the logs. Raises `trace.unknown` like `story_of`."""
+def load_stories(run: RunDir, groups: Iterable[int]) -> list[Story]:
+    """The stories of some groups, by one pass over the logs. Raises `trace.unknown` like `load_story`."""
     config = load(run.config)
     sampling = msgspec.to_builtins(config.sampling)
     stories = {group: Story(group, engine=config.producers.engine, sampling=sampling) for group in groups}
-    for event in events_of(run, stories):
+    for event in group_events(run, stories):
         handler = _HANDLERS.get(str(event.get("e")))
         for story in _concerned(event, stories):
             story.last_at = max(story.last_at, float(event.get("t", 0.0)))
             if handler is not None:
                 handler(story, event)
     for story in stories.values():
-        story.letters = letters_of(run, config, group=story.group)
+        story.letters = load_letters(run, config, group=story.group)
         if story.state == "unknown":
             raise ConfigError("trace.unknown", f"group {story.group} was never issued", where=str(run.history))
     _add_losses(run, stories)
@@ -259,7 +211,7 @@ def _score(story: Story, event: Event) -> None:
             sample.scored_at = event["t"]
 
 
-def _judged(story: Story, event: Event) -> None:
+def _add_judgement(story: Story, event: Event) -> None:
     for sample in story.samples:
         if sample.index == event["i"]:
             sample.judged = [
@@ -338,7 +290,7 @@ _HANDLERS = {
     "dead": _dead,
     "continue": _continue,
     "discard": _discard,
-    "judged": _judged,
+    "judged": _add_judgement,
 }
 
 
@@ -356,13 +308,13 @@ def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
         return
     with path.open("rb") as file:
         for line in file:
-            event = decoded(line) if any(needle in line for needle in needles) else None
+            event = decode_event(line) if any(needle in line for needle in needles) else None
             for entry in event.get("groups", ()) if event is not None else ():
                 if (event["step"], entry["g"]) in wanted:  # type: ignore[index]
                     wanted[event["step"], entry["g"]].loss = entry  # type: ignore[index]
 
 
-def prompt_of(run: RunDir, group: int) -> tuple[dict[str, Any] | None, str]:
+def load_prompt(run: RunDir, group: int) -> tuple[dict[str, Any] | None, str]:
     """The row of the data, and why it cannot be shown where it cannot."""
     command = [sys.executable, "-m", "producers.data.show_prompt", "--config", str(run.config), "--group", str(group)]
     try:
@@ -374,50 +326,3 @@ def prompt_of(run: RunDir, group: int) -> tuple[dict[str, Any] | None, str]:
         return None, words[0] if words else f"exit code {done.returncode}"
     row: dict[str, Any] = msgspec.json.decode(done.stdout)["row"]
     return row, ""
-
-
-# ---------------------------------------------------------------- dead letters and steps
-
-
-def letters_of(run: RunDir, config: Config, *, group: int | None = None) -> list[Letter]:
-    """The dead letters that are kept (of one group), oldest first."""
-    if not run.dead.exists():
-        return []
-    found = run.dead.glob(f"g{'*' if group is None else group}-t*.frames")
-    paths = sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
-    return [_letter(path, config) for path in paths]
-
-
-def _letter(path: Path, config: Config) -> Letter:
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header, payload = data[8 : 8 + size], data[8 + size :]
-    try:
-        message = decode_samples(header)
-    except WireError as error:
-        return Letter(str(path), len(data), error.message, head=header[:32].hex(" "))
-    indexes = tuple(item.index for item in message.samples)
-    try:
-        wrong = validate_samples(message, payload, group_size=config.sampling.asked_samples)
-        unpack_arrays(message.fields, payload)
-    except WireError as error:
-        wrong = error.message
-    return Letter(str(path), len(data), wrong or "the message itself is whole", message.producer, indexes)
-
-
-def dead_groups(run: RunDir) -> list[Event]:
-    """Every group that was quarantined, by the history."""
-    found = (decoded(line) for line in lines_of(run) if b'"e":"dead"' in line)
-    return [event for event in found if event is not None]
-
-
-def step_of(run: RunDir, step: int) -> Event:
-    """The newest claim of a step. Raises `trace.unknown` where there is none."""
-    newest: Event | None = None
-    for line in lines_of(run):
-        if b'"e":"claim"' in line:
-            event = decoded(line)
-            newest = event if event is not None and event.get("step") == step else newest
-    if newest is None:
-        raise ConfigError("trace.unknown", f"step {step} was never claimed", where=str(run.history))
-    return newest

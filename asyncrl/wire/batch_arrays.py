@@ -68,7 +68,7 @@ class ClaimedBatch(msgspec.Struct, frozen=True):
     frames: Frames | None = None  # as it came
 
 
-def row_of(text: str) -> dict[str, Any]:
+def decode_row(text: str) -> dict[str, Any]:
     """The row of a prompt; it came from a peer, so it may be anything."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
@@ -76,7 +76,7 @@ def row_of(text: str) -> dict[str, Any]:
         raise WireError("wire.decode", f"row: {error}") from None
 
 
-def claimed(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:
+def decode_batch(batch: wire.Batch, payloads: Sequence[Buffer]) -> ClaimedBatch:
     """A batch in wire form (from the service, or from an archive) as arrays: views into the payloads."""
     groups: list[GroupData] = []
     invalid: dict[int, str] = {}
@@ -137,4 +137,4 @@ def group_data(head: wire.GroupHead, payloads: Sequence[Buffer]) -> GroupData:
     if prompt is None or samples.keys() != rewards.keys():
         raise WireError("wire.decode", "samples are missing")
     ordered = tuple(samples[index] for index in sorted(samples))
-    return GroupData(head.group, head.bound, row_of(row), prompt, ordered, head.times)
+    return GroupData(head.group, head.bound, decode_row(row), prompt, ordered, head.times)

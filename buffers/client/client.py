@@ -24,16 +24,17 @@ import numpy as np
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable, WireError
-from asyncrl.net.sockets import AsyncRequester, Keys, Requester
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import Keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Buffer, IntArray
 from asyncrl.wire.batch_arrays import ClaimedBatch as ClaimedBatch  # noqa: PLC0414
 from asyncrl.wire.batch_arrays import Frames as Frames  # noqa: PLC0414
 from asyncrl.wire.batch_arrays import GroupData as GroupData  # noqa: PLC0414
 from asyncrl.wire.batch_arrays import SampleData as SampleData  # noqa: PLC0414
-from asyncrl.wire.batch_arrays import claimed as claimed  # noqa: PLC0414
+from asyncrl.wire.batch_arrays import decode_batch, decode_row
 from asyncrl.wire.batch_arrays import group_data as group_data  # noqa: PLC0414
-from asyncrl.wire.batch_arrays import row_of
 from buffers.client.offline_ledger import epoch_of as epoch_of  # noqa: PLC0414
 from buffers.client.offline_ledger import grown_ledger as grown_ledger  # noqa: PLC0414
 from buffers.client.partial_samples import BegunSample as BegunSample  # noqa: PLC0414
@@ -286,7 +287,9 @@ class RewardClient(_AsyncClient):
         tasks = []
         for item, payload in zip(work.items, packet.payloads, strict=True):
             arrays = wire.unpack_arrays(item.fields, payload)
-            tasks.append(RewardTask(item, arrays["prompt"], arrays["response"], row_of(item.row), arrays.get("mask")))
+            tasks.append(
+                RewardTask(item, arrays["prompt"], arrays["response"], decode_row(item.row), arrays.get("mask"))
+            )
         return tasks, work.done
 
     async def submit(
@@ -362,13 +365,13 @@ class LearnerClient:
             return batch
         self._batch = (batch.step, {head.group for head in batch.groups})
         if self._places is None or not batch.places:
-            return claimed(batch, packet.payloads)
+            return decode_batch(batch, packet.payloads)
         try:
             batch, payloads = self._places.fill(batch)
         except (OSError, WireError):
             self._places = None  # the files are not what they seemed: the service looks itself, and sends frames
             return self.claim(step=step, version=version, wait_s=wait_s)
-        return claimed(batch, payloads)
+        return decode_batch(batch, payloads)
 
     def commit(self, *, step: int, version: int, digest: str) -> None:
         """The optimizer step is done; `digest` is that of the weights of `version`."""
@@ -409,34 +412,3 @@ class LearnerClient:
         self._beats.close()
         if self._places is not None:
             self._places.close()
-
-
-class ObserverClient:
-    """For tools: the status, the stop. Blocking."""
-
-    def __init__(self, address: str, *, keys: Keys | None = None, timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
-        self._requester = Requester(address, keys=keys)
-
-    def status(self) -> dict[str, Any]:
-        """The state of the service."""
-        reply: wire.StatusReply = self._requester.request(wire.StatusRequest(), timeout_s=self._timeout_s).message
-        status: dict[str, Any] = msgspec.json.decode(reply.json)
-        return status
-
-    def tune(self, changes: Mapping[str, Any], *, author: str, undo_to: int = -1) -> wire.Tuned:
-        """Change settings of the running system; with `undo_to` >= 0 go back to those of that number."""
-        message = wire.Tune(msgspec.json.encode(dict(changes)).decode(), author, undo_to)
-        tuned: wire.Tuned = self._requester.request(message, timeout_s=self._timeout_s).message
-        return tuned
-
-    def undo_tune(self, number: int, *, author: str) -> wire.Tuned:
-        """Go back to the settings in force after change `number`; 0 is the configuration."""
-        return self.tune({}, author=author, undo_to=number)
-
-    def stop(self, reason: str) -> None:
-        """Ask the service to end after it has written everything."""
-        self._requester.request(wire.Stop(reason), timeout_s=self._timeout_s)
-
-    def close(self) -> None:
-        self._requester.close()

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import DEFAULT, judges_of
-from asyncrl.config.sections.mode import bound_of
+from asyncrl.config.judges import list_judges
+from asyncrl.config.mode import staleness_bound
+from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
-from buffers.groups.judgements import Judged
+from buffers.groups.judgements import Judgement, JudgeRule
 
 
 class State(enum.IntEnum):
@@ -39,14 +40,6 @@ class State(enum.IntEnum):
 
 #: States whose groups still compete for a place in a batch: `n(u)` of staleness.md counts them.
 COMPETING = (State.LEASED, State.UNSCORED, State.READY)
-
-
-class JudgeRule(msgspec.Struct, frozen=True):
-    """A judge: how often its failures are tried again, and the rows it is asked about (none named: all)."""
-
-    name: str
-    retries: int
-    data_sources: tuple[str, ...] = ()
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -79,9 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"
     fresh_first: bool = True
     priority_exponent: float = 1.0
-    continues: bool = (
-        False  # samples under way are kept in pieces: another attempt goes on with the same random numbers
-    )
+    continues: bool = False  # partial samples are kept: another attempt continues them with the same random numbers
     judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
 
 
@@ -91,7 +82,7 @@ def settings_of(config: Config) -> Settings:
     return Settings(
         group_size=config.sampling.group_samples,
         batch_groups=buffer.batch_groups,
-        max_staleness=bound_of(config),
+        max_staleness=staleness_bound(config),
         depth=min(1, buffer.max_staleness) if buffer.pipeline_depth == "auto" else buffer.depth,
         total_groups=config.total_groups,
         on_late=buffer.on_late,
@@ -119,7 +110,7 @@ def settings_of(config: Config) -> Settings:
 
 
 def _rules_of(config: Config) -> tuple[JudgeRule, ...]:
-    judges = judges_of(config)
+    judges = list_judges(config)
     if [judge.name for judge in judges] in ([], [DEFAULT]):
         return ()
     return tuple(JudgeRule(judge.name, judge.retries, judge.data_sources) for judge in judges)
@@ -147,7 +138,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     parts: dict[str, float] = {}
     failures: int = 0  # in rows of before judges had names; now in `judged`
     failed_by: tuple[str, ...] = ()
-    judged: dict[str, Judged] = {}  # what judges said, until all have answered
+    judged: dict[str, Judgement] = {}  # answers of judges, until all have answered
     newest: int = -1  # largest version of its tokens; in rows of before it was told: no larger than `oldest`
 
 

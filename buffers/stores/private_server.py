@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.errors import Unavailable
-from asyncrl.net.sockets import ipc_address
+from asyncrl.net.addresses import ipc_address
 from buffers.stores.keys import PREFIX
 
 READY_S = 10.0

@@ -21,7 +21,7 @@ from typing import Any
 import redis
 
 from asyncrl.config import BufferConfig
-from asyncrl.config.redis_url import with_password, without_password
+from asyncrl.config.redis_url import hide_password, restore_password
 from asyncrl.errors import ConfigError, Fenced, Unavailable
 from buffers.groups.records import Change
 from buffers.stores.base import Opened, StoreLost
@@ -47,7 +47,7 @@ def open_redis(
         Unavailable: it does not answer.
     """
     if buffer.redis_url:
-        url = with_password(buffer.redis_url, folder)
+        url = restore_password(buffer.redis_url, folder)
         return RedisStore(url, run=run_id, max_outage_s=buffer.redis_max_outage_s, stop=stop)
     program = find_server()
     if program is None:
@@ -74,7 +74,7 @@ class RedisStore:
         stop: Callable[[], bool] = lambda: False,
         server: PrivateServer | None = None,
     ) -> None:
-        self.where = without_password(url)
+        self.where = hide_password(url)
         self._server = server
         self._stop = stop
         self._max_outage_s = max_outage_s

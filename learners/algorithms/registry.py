@@ -55,7 +55,9 @@ def function_of(kind: str, name: str) -> Callable[..., Any]:
         return typing.cast("Callable[..., Any]", load_object(found.dotted, code="config.extra", where=where))
     for point in entry_points(group=algorithms.GROUPS[kind], name=name):
         return typing.cast("Callable[..., Any]", load_object(point.value, code="config.extra", where=where))
-    raise ConfigError("config.type", f"{where} = {name!r}: one of {', '.join(algorithms.known(kind))}", where=where)
+    raise ConfigError(
+        "config.type", f"{where} = {name!r}: one of {', '.join(algorithms.known_names(kind))}", where=where
+    )
 
 
 def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
@@ -70,11 +72,11 @@ def options_in(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 def choose(algorithm: AlgorithmConfig, kind: Kind) -> Chosen:
     """The function in force of a kind with its options, converted to the types of its signature."""
-    name = algorithms.chosen(algorithm, kind)
+    name = algorithms.effective_name(algorithm, kind)
     function = function_of(kind, name)
     known = options_in(function)
     options: dict[str, Any] = {}
-    for key, value in algorithms.options_of(algorithm, kind).items():
+    for key, value in algorithms.effective_options(algorithm, kind).items():
         where = f"learner.algorithm.{kind}_options.{key}"
         if key not in known:
             raise ConfigError(

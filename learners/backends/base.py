@@ -144,7 +144,7 @@ class Backend(Protocol):
 
     @property
     def adapters(self) -> Adapters | None:
-        """Where versions are published as adapters (`asyncrl.config.sections.lora.sends_adapters`), else None: as
+        """Where versions are published as adapters (`asyncrl.config.mode.sends_adapters`), else None: as
         whole weights."""
 
     def self_check(self) -> None:

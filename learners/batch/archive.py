@@ -27,7 +27,7 @@ from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runs.batch_file import BatchFile, Meta, Note
 from asyncrl.runtime.run_dir import RunDir, write_atomic
-from buffers.client.client import claimed
+from asyncrl.wire.batch_arrays import decode_batch
 
 if TYPE_CHECKING:
     from buffers.client.client import ClaimedBatch
@@ -52,7 +52,7 @@ class Archive:
             return
         try:
             self._prepare()
-            path = batch_file.path_of(self.folder, batch.step)
+            path = batch_file.batch_path(self.folder, batch.step)
             if path.exists() and self._is_there(path, batch):
                 return
             meta = Meta(config=self._config, epoch=epoch, t=time.time())
@@ -117,5 +117,5 @@ def _contents(batch: wire.Batch, payloads: tuple[wire.Buffer, ...]) -> dict[int,
 
 def recorded(folder: Path, step: int) -> tuple[ClaimedBatch, Meta]:
     """The batch of a step as it was claimed. Raises `WireError` where the file is damaged, OSError without one."""
-    found = batch_file.read(batch_file.path_of(folder, step))
-    return claimed(found.batch, found.payloads), found.meta
+    found = batch_file.read(batch_file.batch_path(folder, step))
+    return decode_batch(found.batch, found.payloads), found.meta

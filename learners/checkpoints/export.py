@@ -35,7 +35,7 @@ from asyncrl.config import Config, load
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find
 from asyncrl.runs.export import DTYPES as DTYPE_NAMES
-from asyncrl.runs.export import no_checkpoint, refuse_target, size_of, size_text
+from asyncrl.runs.export import no_checkpoint, parse_size, refuse_target, size_text
 from asyncrl.runtime.run_dir import RunDir
 from learners.backends.hf_folder import SCORER, FolderWriter, skeleton_of
 from learners.backends.megatron.checkpoint import Store
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             step=args.step,
             out=args.out,
             dtype=args.dtype,
-            max_bytes=size_of(args.max_shard_size),
+            max_bytes=parse_size(args.max_shard_size),
             say=_say if lead else lambda _: None,
         )
         if lead:

@@ -22,8 +22,9 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.evaluation import is_evaluation_due
 from asyncrl.errors import UNREADABLE
-from asyncrl.evaluation.ids import METRICS, is_due
+from asyncrl.evaluation.ids import METRICS
 from asyncrl.runtime.run_dir import write_atomic
 
 BEST = "best.json"
@@ -155,6 +156,6 @@ class Scores:
             awaited = tuple(
                 step
                 for step in steps
-                if step > self._evaluated and is_due(self._config, step) and step not in self._scores
+                if step > self._evaluated and is_evaluation_due(self._config, step) and step not in self._scores
             )
         return Ranking(self._count, self._metric, self._goal, dict(self._scores), awaited)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config import Config
-from asyncrl.net.sockets import LOOPBACK
+from asyncrl.net.addresses import LOOPBACK
 from asyncrl.runtime.device import Device
 from learners.gang.topology import Topology
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.sections.profile import ProfileConfig, steps_of
+from asyncrl.config.sections.profile import ProfileConfig, parse_steps
 from asyncrl.runtime.device import Device
 
 FOLDER = "profile"
@@ -32,7 +32,7 @@ class Profiler:
     def __init__(
         self, config: ProfileConfig, *, rank: int, device: Device, root: Path, say: Callable[[str], None]
     ) -> None:
-        self._steps = steps_of(config.steps) if rank in config.ranks else range(0)
+        self._steps = parse_steps(config.steps) if rank in config.ranks else range(0)
         self._memory = config.memory
         self._rank, self._device, self._say = rank, device, say
         self._folder = root / FOLDER

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import LearnerConfig
-from asyncrl.config.sections.algorithm_catalogue import overridden
+from asyncrl.config.rules.algorithm import apply_overrides
 from asyncrl.errors import UNREADABLE, AsyncRLError
 
 PREFIX = "learner.algorithm."
@@ -35,6 +35,6 @@ def tuned(learner: LearnerConfig, text: str) -> LearnerConfig:
         raise AsyncRLError("tune.refused", f"{unknown}: no setting of the algorithm", where="learner")
     mine = {key.removeprefix(PREFIX): value for key, value in overrides.items()}
     try:
-        return msgspec.structs.replace(learner, algorithm=overridden(learner.algorithm, mine))
+        return msgspec.structs.replace(learner, algorithm=apply_overrides(learner.algorithm, mine))
     except ValueError as error:
         raise AsyncRLError("tune.refused", f"{text}: {error}", where="learner") from None

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from asyncrl.metrics.pages import LAYOUT, tag_of
+from asyncrl.metrics.pages import LAYOUT, metric_tag
 from asyncrl.plugins import TrackerRun
 
 
@@ -29,7 +29,7 @@ class TensorBoardTracker:
         """Numbers of one step, by catalogue name."""
         for name, value in values.items():
             if name != "step" and math.isfinite(value):
-                self._writer.add_scalar(tag_of(name), value, step)
+                self._writer.add_scalar(metric_tag(name), value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -41,7 +41,8 @@ def layout() -> dict[str, dict[str, list[object]]]:
     """The custom layout: page -> chart -> its tags."""
     return {
         page: {
-            title: ["Multiline", [f"^{re.escape(tag_of(name))}$" for name in names]] for title, names in charts.items()
+            title: ["Multiline", [f"^{re.escape(metric_tag(name))}$" for name in names]]
+            for title, names in charts.items()
         }
         for page, charts in LAYOUT.items()
     }

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure
 from asyncrl.errors import AsyncRLError, ConfigError
 from producers.agents.openai_api import Answer, ApiError, ChatRequest, Message
@@ -219,11 +219,11 @@ class Dialogue:
             async for delta in deltas:
                 parts.append(delta)
                 if looks and (place := stream.find_stop(delta.token_ids.tolist())) is not None:
-                    return _first(joined(_mark_stopped(parts)), place), stream.stop
+                    return _first(join_deltas(_mark_stopped(parts)), place), stream.stop
         if not parts or not parts[-1].finish:
             raise GivenUp
         stream.rest()
-        return joined(parts), ""
+        return join_deltas(parts), ""
 
     def _remember(self, ask: ChatRequest, delta: GenDelta, stopped: str, number: int) -> Answer:
         """The answer; remembered for later requests that contain it."""

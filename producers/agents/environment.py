@@ -21,7 +21,7 @@ from asyncrl.engine import Engine, GenRequest
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import load_object
-from asyncrl.runtime.user_errors import raised
+from asyncrl.runtime.user_errors import format_user_error
 from producers.agents.dialogue import Dialogue, Setting
 from producers.agents.endpoint import Endpoint, Session
 from producers.agents.processes import Agent
@@ -117,7 +117,7 @@ class Agents(Turns):
         except (EnvironmentFailure, AsyncRLError):
             raise
         except Exception as error:  # the agent's own code may raise anything: a failure with its name, never a reward
-            raise EnvironmentFailure("crashed", f"the agent raised {raised(error)}") from None
+            raise EnvironmentFailure("crashed", f"the agent raised {format_user_error(error)}") from None
 
 
 def _final_reward(session: Session, result: Any) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.sections.agent import AgentConfig
+from asyncrl.config.sections.environment import AgentConfig
 from asyncrl.environment import EnvironmentFailure, Row
 from asyncrl.errors import UNREADABLE, ConfigError
 

@@ -11,8 +11,9 @@ Guarantees:
 from __future__ import annotations
 
 from asyncrl.config import Config
+from asyncrl.config.evaluation import evaluation_data, evaluation_sampling
 from asyncrl.errors import ConfigError
-from asyncrl.evaluation.ids import MAX_ROWS, data_of, place_of, sampling_of
+from asyncrl.evaluation.ids import MAX_ROWS, split_group
 from producers.data.prompts import Prompts, Row
 
 
@@ -21,15 +22,15 @@ class HeldOutPrompts:
 
     def __init__(self, config: Config) -> None:
         self.rows = 0
-        self.sampling = sampling_of(config)
+        self.sampling = evaluation_sampling(config)
         if not config.evaluation.enabled:
             return
-        self._prompts = Prompts(data_of(config), seed=config.run.seed)
+        self._prompts = Prompts(evaluation_data(config), seed=config.run.seed)
         self.rows = self._prompts.count(config.evaluation.max_prompts or MAX_ROWS + 1)
         if self.rows > MAX_ROWS:
             where = config.evaluation.source or config.evaluation.path
             raise ConfigError("config.data", f"more than {MAX_ROWS} rows: set evaluation.max_prompts", where=where)
 
     def row_for(self, group: int) -> Row:
-        _, row = place_of(group)
+        _, row = split_group(group)
         return self._prompts.row_for(row)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config
-from asyncrl.config.sections.mode import DATA_PREFIX, answer_keys, is_paired
+from asyncrl.config.mode import DATA_PREFIX, answer_keys, is_paired
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.data_files import data_files

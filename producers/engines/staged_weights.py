@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, WorkError
-from asyncrl.process_plan.host_facts import is_alive
+from asyncrl.runtime.host_facts import is_alive
 from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config.sections.environment import EnvironmentConfig
-from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.environment import EnvironmentFailure, Message, Observation, Turn
 from producers.environments.rendering import Renderer, make_messages
 from producers.rollout.session import Session
@@ -175,7 +175,7 @@ class Conversation:
         self._given_up = not parts or not parts[-1].finish
         if self._given_up:
             raise GivenUp
-        return joined(parts)
+        return join_deltas(parts)
 
     def _turn(self, delta: GenDelta, number: int) -> Turn:
         ids = delta.token_ids.tolist()

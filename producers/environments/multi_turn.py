@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from asyncrl.config import Config
-from asyncrl.config.sections.agent import AGENT
+from asyncrl.config.sections.environment import AGENT
 from asyncrl.config.sections.sandbox import SandboxConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.environment import EnvironmentFailure, Rollout, Row, Step, Turn
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
-from asyncrl.runtime.user_errors import raised
+from asyncrl.runtime.user_errors import format_user_error
 from producers.data.tokenizer import Tokenizer
 from producers.environments.conversation import Conversation, Counts, GivenUp, Setting, require_number
 from producers.environments.rendering import make_renderer
@@ -130,7 +130,7 @@ class Turns:
         except (
             Exception
         ) as error:  # the environment's own code may raise anything: a failure with its name, never a reward
-            failure = EnvironmentFailure("raised", raised(error))
+            failure = EnvironmentFailure("raised", format_user_error(error))
         self.counts.failed_episodes += 1
         return failure
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from producers.rollout.rollout import Finished
 
 
@@ -27,4 +27,4 @@ class SingleTurn:
         parts: dict[int, list[GenDelta]] = {}
         async for delta in engine.generate(request):
             parts.setdefault(delta.index, []).append(delta)
-            yield Finished(joined(parts.pop(delta.index))) if delta.finish else delta
+            yield Finished(join_deltas(parts.pop(delta.index))) if delta.finish else delta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import Judge
+from asyncrl.config.judges import Judge
 from asyncrl.config.sections.sandbox import SandboxConfig
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import FunctionSpec, SandboxSpec

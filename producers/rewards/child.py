@@ -23,7 +23,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.role import die_with_parent
-from asyncrl.runtime.user_errors import raised
+from asyncrl.runtime.user_errors import format_user_error
 from producers.rewards.functions import RewardCall
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
 from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
@@ -52,7 +52,7 @@ def make_failure(label: str, error: BaseException) -> Failure:
         return Failure("memory", f"{label}: MemoryError")
     if isinstance(error, TimeoutError):
         return Failure("timeout", f"{label}: {str(error) or 'TimeoutError'}"[:MOST_LETTERS])
-    return Failure("raised", f"{label}: {raised(error)}"[:MOST_LETTERS])
+    return Failure("raised", f"{label}: {format_user_error(error)}"[:MOST_LETTERS])
 
 
 class Scoring:

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import DataConfig
-from asyncrl.config.sections.reward import label_of
+from asyncrl.config.sections.reward import reward_label
 from asyncrl.errors import EXIT_FAILED, EXIT_OK, AsyncRLError
 from asyncrl.preflight.files import data_paths, prompt_column
 from producers.data.prompts import Prompts
@@ -106,7 +106,7 @@ def check_reward(
 ) -> RewardReport:
     """Test a reward function on rows. Raises `config.reward` if it cannot be used at all."""
     call = RewardCall(function, args=args, prompt_key=prompt_key)
-    spec = FunctionSpec(function, label_of(function), args=dict(args or {}))
+    spec = FunctionSpec(function, reward_label(function), args=dict(args or {}))
     samples = [
         (number, kind, sample)
         for number, row in enumerate(rows)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.sections.reward import FORMS, kind_of
+from asyncrl.config.sections.reward import FORMS, reward_kind
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import load_object
 from producers.rewards.forms import read_parameters, recognise
@@ -32,7 +32,7 @@ def load_reward(
 ) -> Function:
     """The function, class instance or server behind a name, with `args` in place. Raises `config.reward`."""
     given = dict(args or {})
-    kind = kind_of(dotted)
+    kind = reward_kind(dotted)
     if kind == "url":
         from producers.rewards.remote import RemoteReward
 
@@ -52,7 +52,7 @@ def load_reward(
 
 def load_function(dotted: str) -> Function:
     """The object behind a module's or a file's name. Raises `config.reward`, also if the import fails."""
-    kind = kind_of(dotted)
+    kind = reward_kind(dotted)
     if kind not in ("module", "file"):
         raise ConfigError("config.reward", f"{dotted!r} is not {FORMS}", where=dotted)
     try:

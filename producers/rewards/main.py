@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import Judge, judge_of, judges_of, shown
+from asyncrl.config.judges import Judge, display_name, find_judge, list_judges
 from asyncrl.errors import ConfigError, Unavailable
 from asyncrl.evaluation.ids import is_evaluation
 from asyncrl.runtime import role
@@ -196,10 +196,10 @@ class Worker:
 
 def require_judge(config: Config, name: str) -> Judge:
     """The judge of that name. Raises `reward.judge` for an unknown name."""
-    found = judge_of(config, name)
+    found = find_judge(config, name)
     if found is None:
-        known = ", ".join(judge.shown for judge in judges_of(config)) or "none"
-        raise ConfigError("reward.judge", f"{shown(name)!r}: this run has {known}", where="--judge")
+        known = ", ".join(judge.display_name for judge in list_judges(config)) or "none"
+        raise ConfigError("reward.judge", f"{display_name(name)!r}: this run has {known}", where="--judge")
     return found
 
 
@@ -219,7 +219,7 @@ async def work(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
         address,
         name=args.name,
         judge=judge.name,
-        keys=role.join_key_of(args, config),
+        keys=role.join_key(args, config),
         max_bytes=config.network.max_message_bytes,
         timeout_s=limit_s,
     )

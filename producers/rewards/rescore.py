@@ -20,15 +20,16 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.judge import Judge, judges_for, judges_of
+from asyncrl.config.judges import Judge, judges_for, list_judges
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.runs import batch_file
 from asyncrl.runs.rescore import LINES, PLAN, VERSIONS, Plan
-from asyncrl.runs.score_file import GroupScores, content_of
+from asyncrl.runs.score_file import GroupScores, responses_digest
 from asyncrl.runtime.role import RoleArgs, Stop, run
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.wire import RewardItem
-from buffers.client.client import RewardTask, claimed
+from asyncrl.wire.batch_arrays import decode_batch
+from buffers.client.client import RewardTask
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.build import make_scorer
 from producers.rewards.main import make_sample
@@ -95,19 +96,19 @@ class Rescoring:
         self._plan = plan
         self._archive = RunDir(Path(plan.run)).archive
         self._tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        self._rules = [(judge.name, judge.data_sources) for judge in judges_of(config)]
-        self.benches = {judge.name: Bench(config, judge) for judge in judges_of(config)}
+        self._rules = [(judge.name, judge.data_sources) for judge in list_judges(config)]
+        self.benches = {judge.name: Bench(config, judge) for judge in list_judges(config)}
         self._known: dict[tuple[int, str], GroupScores] = {}
 
     def step(self, step: int) -> list[GroupScores]:
         """The groups of an archived batch."""
         try:
-            file = batch_file.read(batch_file.path_of(self._archive, step))
+            file = batch_file.read(batch_file.batch_path(self._archive, step))
         except (WireError, OSError) as error:
             print(f"warning: the archived batch of step {step} is skipped: {error}", flush=True)
             return []
-        groups = {group.group: group for group in claimed(file.batch, file.payloads).groups}
-        contents = {number: content_of(one.response for one in group.samples) for number, group in groups.items()}
+        groups = {group.group: group for group in decode_batch(file.batch, file.payloads).groups}
+        contents = {number: responses_digest(one.response for one in group.samples) for number, group in groups.items()}
         fresh = [group for number, group in groups.items() if (number, contents[number]) not in self._known]
         for scored in self._score_groups(step, fresh, contents):
             self._known[scored.group, scored.content] = scored

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.errors import UNREADABLE, ConfigError
-from asyncrl.process_plan.host_facts import in_group
 from asyncrl.process_plan.interpreters import python_with
+from asyncrl.runtime.host_facts import group_members
 from producers.rewards.outcome import JudgeSettings
 from producers.rewards.pipe import (
     WHOLE_BATCH,
@@ -189,7 +189,7 @@ class Scorer:
             with contextlib.suppress(Silence):
                 frame: Frame = self._pipe.receive(LOOK_S)
                 return frame
-            if len(in_group(self._child.pid)) > self._max_processes:
+            if len(group_members(self._child.pid)) > self._max_processes:
                 raise TooMuch(f"it had more than {self._max_processes} processes")
             if _output() - log > OUTPUT_BYTES:
                 raise TooMuch(f"it printed more than {OUTPUT_BYTES >> 20} MiB")

@@ -116,7 +116,7 @@ class Session:
             self._rows[-1].add(ids, None, ())
 
     def add_turn(self, delta: GenDelta) -> None:
-        """Add the complete answer (`asyncrl.engine.joined`) to `context`."""
+        """Add the complete answer (`asyncrl.engine.join_deltas`) to `context`."""
         if not len(delta.token_ids) or len(delta.token_ids) != len(delta.logprobs):
             raise WorkError(
                 "engine.broken",

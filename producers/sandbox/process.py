@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UNREADABLE
-from asyncrl.process_plan.host_facts import children_of
+from asyncrl.runtime.host_facts import child_pids
 from producers.sandbox.base import MIB, SandboxJob, SandboxLimits, SandboxResult
 
 LENGTH = struct.Struct("<Q")
@@ -65,7 +65,7 @@ class RunnerProcess:
         """Raises Ended if it does not start."""
         self._receive(time.monotonic() + START_LIMIT_S, 1 << 10, 0)
         if self._watched:
-            self._inner = [os.pidfd_open(pid) for pid in children_of(self._process.pid)]
+            self._inner = [os.pidfd_open(pid) for pid in child_pids(self._process.pid)]
 
     def run(self, job: SandboxJob) -> SandboxResult:
         """Run one program. Raises Ended if the process is gone."""
@@ -149,14 +149,14 @@ class RunnerProcess:
         """Raises Stopped if the programs together exceed a limit."""
         if not self._watched or not memory:
             return
-        layer = children_of(self._process.pid)  # the process inside, which sees the programs' files
+        layer = child_pids(self._process.pid)  # the process inside, which sees the programs' files
         found, resident = 0, sum(map(inode_bytes, layer))
         while layer:
             found += len(layer)
             resident += sum(map(resident_bytes, layer))
             if found > 2 * self._limits.max_processes + 8:
                 raise Stopped("killed")
-            layer = [child for parent in layer for child in children_of(parent)]
+            layer = [child for parent in layer for child in child_pids(parent)]
         if resident > memory:
             raise Stopped("memory")
 

@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.environment import EnvironmentFailure, ToolCall
 from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.plugins import find, load_object
-from asyncrl.runtime.user_errors import raised
+from asyncrl.runtime.user_errors import format_user_error
 from producers.support.blocking_calls import run_blocking
 
 MOST_WARNINGS = 16  # kinds of errors in the log
@@ -135,7 +135,7 @@ class Toolbox:
         if kind not in self._warned and len(self._warned) < MOST_WARNINGS:
             self._warned.add(kind)
             print(
-                f"warning: tool {name} raised {raised(error)}; the policy gets the error, also for later calls",
+                f"warning: tool {name} raised {format_user_error(error)}; the policy gets it, also later",
                 flush=True,
             )
 

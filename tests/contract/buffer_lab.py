@@ -21,8 +21,9 @@ from asyncrl import wire
 from asyncrl.config import Config, dump
 from asyncrl.engine import GenDelta
 from asyncrl.metrics import read_lines
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ClaimedBatch, LearnerClient, ObserverClient, ProducerClient
+from buffers.client.client import ClaimedBatch, LearnerClient, ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -65,7 +66,7 @@ class Service:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         if wait:
-            observer = ObserverClient(self.address, timeout_s=20)
+            observer = ServiceClient(self.address, timeout_s=20)
             observer.status()
             observer.close()
         return self
@@ -87,7 +88,7 @@ class Service:
             raise AssertionError(f"no end after SIGTERM:\n{self.log.read_text()}") from None
 
     def status(self) -> dict[str, Any]:
-        observer = ObserverClient(self.address, timeout_s=10)
+        observer = ServiceClient(self.address, timeout_s=10)
         try:
             return observer.status()
         finally:

@@ -177,6 +177,7 @@ def deliver(run: Run, fault: str) -> None:
     run.learner.commit(step=run.version, version=run.version, digest=run.publisher.digests[run.version])
 
 
+@pytest.mark.long_cases("flipped bit")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_on_the_way_the_old_version_goes_on(start: Callable[[], Run], fault: str) -> None:
     run, way = start(), Way(PLAN.bucket_bytes)

@@ -38,6 +38,7 @@ async def handed(quick: Producer, group: int) -> tuple[wire.Lease, tuple[BegunSa
     raise AssertionError(f"group {group} is not leased again")
 
 
+@pytest.mark.long_cases("redis")
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
 def test_what_was_begun_survives_a_kill_of_the_service_and_goes_to_another(make: Make, store: str) -> None:
     service = make(store=store).start()

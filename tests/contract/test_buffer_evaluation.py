@@ -12,7 +12,7 @@ from buffer_lab import Make, Producer, Service, claim, history, ids, learner, sa
 from asyncrl import wire
 from asyncrl.audit.prove import audit_run
 from asyncrl.errors import HandshakeError
-from asyncrl.evaluation.ids import is_evaluation, place_of
+from asyncrl.evaluation.ids import is_evaluation, split_group
 from asyncrl.metrics import read_lines
 from buffers.client.client import LearnerClient, RewardClient
 
@@ -85,7 +85,7 @@ def test_an_evaluation_beside_training(make: Make, store: str) -> None:
         producer = await greet(service.address)
         leases = await producer.lease(count=2)
         training = [lease.group for lease in leases.leases if not is_evaluation(lease.group)]
-        beside = [place_of(lease.group) for lease in leases.leases if is_evaluation(lease.group)]
+        beside = [split_group(lease.group) for lease in leases.leases if is_evaluation(lease.group)]
         assert training == [0, 1] and beside == [(0, 0), (0, 1), (0, 2)], "all that was asked for, and those beside"
         await answer(producer, leases)
         items = await score(service.address, count=6)
@@ -108,7 +108,7 @@ def test_an_evaluation_beside_training(make: Make, store: str) -> None:
         assert [one.group for one in old.leases] == [2, 3], "version 0 is too old for the evaluation of step 1"
         await answer(producer, old)
         leases = await producer.lease(version=1)
-        assert [place_of(one.group) for one in leases.leases] == [(1, 0), (1, 1), (1, 2)]
+        assert [split_group(one.group) for one in leases.leases] == [(1, 0), (1, 1), (1, 2)]
         await answer(producer, leases, version=1)
         await score(service.address, count=6)
         producer.client.close()
@@ -232,7 +232,7 @@ def test_a_producer_with_another_file_is_refused(make: Make) -> None:
 
     async def whole() -> None:
         first = await greet(service.address, rows=3)
-        with pytest.raises(HandshakeError, match="they see other files"):
+        with pytest.raises(HandshakeError, match="they read different files"):
             await greet(service.address, rows=4, name="p1")
         first.client.close()
 

@@ -27,8 +27,9 @@ from buffer_lab import (
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, HandshakeError, WireError
 from asyncrl.metrics import read_lines
-from asyncrl.net import sockets
-from buffers.client.client import ObserverClient, ProducerClient, RewardClient
+from asyncrl.monitor.control import ServiceClient
+from asyncrl.net import async_requester
+from buffers.client.client import ProducerClient, RewardClient
 from buffers.payloads.dead_letters import DeadLetters, read_letter
 
 
@@ -140,7 +141,7 @@ def test_dead_letters_are_bounded(tmp_path: Path) -> None:
 def test_settings_are_changed_while_it_runs_and_stay_changed(make: Make) -> None:
     service = make().start()
     client = learner(service.address)
-    observer = ObserverClient(service.address, timeout_s=10)
+    observer = ServiceClient(service.address, timeout_s=10)
     tuned = observer.tune({"max_staleness": 3, "learner.algorithm.tis_cap": 1.5}, author="me@here")
     assert tuned.number == 1 and msgspec.json.decode(tuned.changed)["buffer.max_staleness"] == [1, 3]
     with pytest.raises(AsyncRLError) as refused:
@@ -156,7 +157,7 @@ def test_settings_are_changed_while_it_runs_and_stay_changed(make: Make) -> None
     packet = client._requester.request(wire.Claim(client.epoch, 1, 0, 8.0), timeout_s=15)
     assert msgspec.json.decode(packet.message.tuning) == {"learner.algorithm.tis_cap": 1.5}
     assert packet.message.groups[0].bound == 3
-    assert observer.undo_tune(0, author="me@here").number == 2
+    assert observer.tune({}, author="me@here", undo_to=0).number == 2
     assert service.status()["tuning"]["settings"]["buffer.max_staleness"] == 1
     told = [(event["n"], event["key"], event["old"], event["new"]) for event in history(service, "tune")]
     assert told == [
@@ -334,13 +335,13 @@ def test_a_burst_is_answered_together_and_each_asker_gets_its_own(make: Make, mo
     """Answers of one drain travel in `Replies`, where the asker said that it takes those."""
     service = make(buffer="pipeline_depth = 'max'", buffer__max_staleness="20", learner__steps="40").start()
     together: list[int] = []
-    decode_header = sockets.decode_header
+    decode_header = async_requester.decode_header
 
     def seen(header: bytes) -> Any:
         together.append(len(header))
         return decode_header(header)
 
-    monkeypatch.setattr(sockets, "decode_header", seen)
+    monkeypatch.setattr(async_requester, "decode_header", seen)
 
     async def work() -> None:
         producer = Producer(service.address)

@@ -28,8 +28,9 @@ from buffer_lab import (
 from asyncrl import wire
 from asyncrl.errors import Fenced
 from asyncrl.metrics import read_lines
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import endpoint
-from buffers.client.client import GroupData, LearnerClient, ObserverClient, RewardClient
+from buffers.client.client import GroupData, LearnerClient, RewardClient
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
@@ -275,7 +276,7 @@ def test_stop_message_answers_the_polls_and_ends(make: Make) -> None:
         await worker.hello()
         work = asyncio.ensure_future(worker.work(max_samples=1, wait_s=20.0))
         await asyncio.sleep(0.3)
-        observer = ObserverClient(service.address)
+        observer = ServiceClient(service.address)
         await asyncio.get_running_loop().run_in_executor(None, observer.stop, "test")
         tasks, _ = await asyncio.wait_for(work, 5)
         assert tasks == []

@@ -12,7 +12,7 @@ import torch
 from engine_models import CACHES, CASES, REFUSED, SLOTS, VOCAB, config_of, model_of
 from transformers import PreTrainedModel
 
-from asyncrl.engine import GenDelta, GenRequest, joined
+from asyncrl.engine import GenDelta, GenRequest, join_deltas
 from asyncrl.errors import ConfigError
 from asyncrl.versions import expand
 from producers.engines.hf.decoder import Decoder
@@ -47,7 +47,7 @@ def drive(decoder: Decoder, change: Any = None, *, at: int = 0) -> dict[tuple[st
             deltas.setdefault((item.id, item.index), []).append(item)
     assert decoder.idle and decoder.table.live == 0
     assert len(deltas) == 12
-    return {key: joined(parts) for key, parts in deltas.items()}
+    return {key: join_deltas(parts) for key, parts in deltas.items()}
 
 
 @torch.inference_mode()

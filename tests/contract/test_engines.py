@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import GPT2Config, Lfm2Config, LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
 from asyncrl.config import Config, parse
-from asyncrl.engine import GenDelta, GenRequest, joined
+from asyncrl.engine import GenDelta, GenRequest, join_deltas
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.plugins import find
 from asyncrl.versions import expand
@@ -632,12 +632,12 @@ def test_deltas_follow_each_other_and_give_the_whole_sample(folders: dict[str, P
         parts = [delta for delta in deltas if delta.index == index]
         assert [part.finish for part in parts] == ["", "", "", "", "", "", "length"]
         assert [(part.start, len(part.token_ids)) for part in parts] == [*((8 * n, 8) for n in range(6)), (48, 2)]
-        whole = joined(parts)
+        whole = join_deltas(parts)
         versions = expand(whole.runs)
         assert len(versions) == len(whole.token_ids) == 50
         before = plain_logprobs(old, PROMPTS[0], whole.token_ids, temperature=1.0)
         assert np.abs(before - whole.logprobs)[versions == 3].max(initial=0.0) < 1e-4
-    assert any(len(joined(part for part in deltas if part.index == index).runs) == 2 for index in range(6))
+    assert any(len(join_deltas(part for part in deltas if part.index == index).runs) == 2 for index in range(6))
     assert later[0].start == 0 and later[0].finish == "length"
 
 
@@ -721,11 +721,11 @@ def test_deltas_that_do_not_follow_each_other_are_refused() -> None:
             "x", 0, np.arange(count, dtype=np.int32), np.zeros(count, np.float32), ((1, count),), finish, start
         )
 
-    assert joined([delta(0, 3), delta(3, 2, "stop")]).runs == ((1, 5),)
+    assert join_deltas([delta(0, 3), delta(3, 2, "stop")]).runs == ((1, 5),)
     for wrong in (
         [delta(0, 3), delta(4, 2, "stop")],
         [delta(1, 3, "stop")],
         [delta(0, 3, "stop"), delta(3, 1, "stop")],
     ):
         with pytest.raises(AsyncRLError, match="a delta starts at"):
-            joined(wrong)
+            join_deltas(wrong)

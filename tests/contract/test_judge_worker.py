@@ -85,6 +85,7 @@ def test_scores_of_a_server_and_its_failures(tmp_path: Path) -> None:
     assert len(buffer.versions) == 1 and "" not in buffer.versions
 
 
+@pytest.mark.long
 def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
     from transformers import Qwen3ForSequenceClassification
 

@@ -18,7 +18,8 @@ from test_engines import _qwen3, all_of, config_of, request, run, save
 from test_weightsync_service import World
 
 from asyncrl import config as configuration
-from asyncrl.config.sections.lora import TAKE_ADAPTERS, sends_adapters
+from asyncrl.config.mode import sends_adapters
+from asyncrl.config.sections.lora import TAKE_ADAPTERS
 from asyncrl.runtime.role import Stop
 from learners.backends.fsdp2.backend import FSDP2Backend
 from learners.batch.assembly import Sample, _minibatch, packed_row

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from test_producer_main import GROUP, IDS, ROWS, Buffer, FakeReceiver, prepare, produce
 
 from asyncrl import wire
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.versions import cut_runs
 
 EVERY = 4

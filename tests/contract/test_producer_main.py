@@ -19,7 +19,8 @@ from asyncrl.config import Config, parse
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import CATALOGUE
-from asyncrl.net.sockets import Call, Responder, ipc_address
+from asyncrl.net.addresses import ipc_address
+from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime import role
 from asyncrl.wire import Manifest
 from producers import main, worker

@@ -17,7 +17,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl import wire
 from asyncrl.config import dump, parse
-from asyncrl.net.sockets import Call, Responder, ipc_address
+from asyncrl.net.addresses import ipc_address
+from asyncrl.net.responder import Call, Responder
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 IDS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
@@ -210,6 +211,7 @@ def test_sigterm_ends_an_idle_worker_with_zero(tmp_path: Path) -> None:
     assert code == 0 and "SIGTERM" in output
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_hanging_call(tmp_path: Path) -> None:
     buffer = Buffer(["hang"] * 40)
     code, output = run(tmp_path, prepare(tmp_path), buffer, kill_when=lambda: len(buffer.todo) < 40)

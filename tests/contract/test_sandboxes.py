@@ -17,7 +17,7 @@ import pytest
 from sandbox_lab import needs_bubblewrap, served
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.process_plan.host_facts import children_of, descendants, is_alive
+from asyncrl.runtime.host_facts import child_pids, descendants, is_alive
 from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, open_sandbox, process
 
 LIMITS = SandboxLimits(timeout_s=60.0, output_bytes=20_000)
@@ -163,8 +163,8 @@ def own(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 @pytest.fixture
 def started() -> Callable[[], set[int]]:
     """Living children of this process that it did not have before the test."""
-    before = set(children_of(os.getpid()))
-    return lambda: {pid for pid in set(children_of(os.getpid())) - before if is_alive(pid)}
+    before = set(child_pids(os.getpid()))
+    return lambda: {pid for pid in set(child_pids(os.getpid())) - before if is_alive(pid)}
 
 
 def test_a_sandbox_outlives_the_thread_that_started_it(own: Sandbox, started: Callable[[], set[int]]) -> None:
@@ -222,7 +222,7 @@ def test_a_program_ends_with(kind: str, who: str) -> None:
     try:
         whole = 3 if kind == "bubblewrap" else 2  # with bwrap
         wait_for(lambda: len(descendants(user.pid)) >= whole)
-        (started,) = children_of(user.pid)
+        (started,) = child_pids(user.pid)
         below = descendants(user.pid)
         os.kill(user.pid if who != "the sandbox" else started, signal.SIGKILL)
         wait_for(lambda: not any(map(is_alive, below)))

@@ -13,7 +13,8 @@ import pytest
 from transport_rigs import CHUNK, Held, StreamRig, digests_from, run_round, wait_for
 
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.net.sockets import Requester, write_keys
+from asyncrl.net.keys import write_keys
+from asyncrl.net.requester import Requester
 from asyncrl.wire import Fetch, Fetched, Ok
 from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.transports import stream

@@ -21,11 +21,12 @@ from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig
 from asyncrl.engine import EngineCapabilities
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError, Unavailable, WorkError
 from asyncrl.metrics import read_lines
-from asyncrl.net.sockets import Keys, Requester, write_keys
+from asyncrl.monitor.control import ServiceClient
+from asyncrl.net.keys import Keys, write_keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime import role
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Instruction, LeaseRequest, Manifest, Tensor
-from weightsync.client import WeightSyncClient
 from weightsync.main import serve
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
@@ -199,7 +200,7 @@ class World:
         return child
 
     def status(self) -> dict[str, Any]:
-        client = WeightSyncClient(self.address, keys=self.keys, timeout_s=5)
+        client = ServiceClient(self.address, keys=self.keys, timeout_s=5)
         try:
             return client.status()
         finally:
@@ -276,6 +277,7 @@ def test_newer_version_supersedes(world: World) -> None:
     until(lambda: any(line["state"] == "superseded" for line in world.lines()), "a superseded round in the log")
 
 
+@pytest.mark.long_except("local")
 def test_killed_and_stopped_members_hold_up_nobody(world: World, tmp_path: Path) -> None:
     """One is killed in the middle of a round, one is stopped: the third commits, the publisher is not blocked."""
     marks = [tmp_path / "killed", tmp_path / "stopped"]
@@ -340,6 +342,7 @@ def test_wrong_model_after_commit_is_broken_and_never_serving(local: World) -> N
         publisher.wait_committed(0, members=1, timeout_s=0.3)
 
 
+@pytest.mark.long_except("disk")
 def test_service_restart(world: World) -> None:
     """The service forgets everything; publisher and member tell it again, without a transfer of what is there."""
     publisher = world.publisher()
@@ -496,7 +499,7 @@ def test_over_tcp_with_keys(tmp_path: Path) -> None:
         publisher.publish(0, PLAN, weights(0))
         publisher.wait_committed(0, members=1, timeout_s=15)
         assert member.holds(0)
-        stranger = WeightSyncClient(world.address, timeout_s=0.5)
+        stranger = ServiceClient(world.address, timeout_s=0.5)
         with pytest.raises(Unavailable):
             stranger.status()
         stranger.close()
@@ -528,7 +531,7 @@ def test_files_are_removed_and_strangers_refused(local: World) -> None:
 def test_stop_ends_service_and_members(local: World) -> None:
     member = local.member("a")
     until(lambda: "a" in local.status()["members"], "the member polled")
-    client = WeightSyncClient(local.address, timeout_s=5)
+    client = ServiceClient(local.address, timeout_s=5)
     client.stop("test is over")
     client.close()
     local.service.join(5)
@@ -537,6 +540,7 @@ def test_stop_ends_service_and_members(local: World) -> None:
     assert member.error is None
 
 
+@pytest.mark.long
 def test_role_process_holds_the_lock(tmp_path: Path) -> None:
     """`python -m weightsync.main`: one per run, ends on SIGTERM, weights flow through it."""
     world = World(tmp_path, transport="local")

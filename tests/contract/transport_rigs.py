@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.net.sockets import Keys
+from asyncrl.net.keys import Keys
 from asyncrl.wire import Hop, Instruction, Manifest, RoundReply
 from weightsync.plan.buckets import Plan, TensorSpec, group_by_bucket, plan_buckets
 from weightsync.plan.digest import bucket_digest, version_digest

@@ -12,7 +12,7 @@ from asyncrl.config import Config
 from asyncrl.planner.forecast import play
 from asyncrl.planner.measure import Observed, measure
 from asyncrl.planner.model import Forecast, Plant
-from asyncrl.planner.search import scenario_of
+from asyncrl.planner.search import build_scenario
 from asyncrl.runtime.run_dir import RunDir
 
 STEPS = 20
@@ -48,6 +48,7 @@ def close(got: Forecast, did: Observed) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_run_and_another_setting_are_forecast_from_the_logs_of_the_run(
     tmp_path: Path, tiny_model: Path, figure: Callable[[str], None]
 ) -> None:
@@ -56,7 +57,7 @@ def test_a_run_and_another_setting_are_forecast_from_the_logs_of_the_run(
         _, *second = done(tmp_path / f"second-{number}", tiny_model, "producers.count=1", "buffer.max_staleness=0")
         pairs = []
         for did, config in (first, second):
-            [got] = play(plant, [scenario_of(config, steps=STEPS)])
+            [got] = play(plant, [build_scenario(config, steps=STEPS)])
             pairs.append((got, did))
             figure(
                 f"{got.steps_s:.2f} steps/s forecast, {did.steps_s:.2f} made; lag {got.lag_mean:.2f}, "

@@ -73,6 +73,7 @@ def test_sft_trains_every_row_so_often_and_sets_bad_ones_aside(run: Any) -> None
     assert (run.dir / "export" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_dpo_survives_a_kill_of_its_learner_and_of_its_producer(run: Any) -> None:
     words = on_rows(run, "dpo", "data.epochs=10", "learner.restarts=3", "producers.restarts=3")
     main = run.start(*words)

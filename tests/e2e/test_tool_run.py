@@ -13,7 +13,7 @@ import pytest
 import warm
 
 from asyncrl.runs import batch_file
-from buffers.client.client import claimed
+from asyncrl.wire.batch_arrays import decode_batch
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -65,8 +65,8 @@ def check_archive(run) -> int:  # type: ignore[no-untyped-def]
     shown = [int(token) for token in ids_of(run, "+1+")]
     several = 0
     for step in (1, 2, 3):
-        found = batch_file.read(batch_file.path_of(run.dir / "archive", step))
-        batch = claimed(found.batch, found.payloads)
+        found = batch_file.read(batch_file.batch_path(run.dir / "archive", step))
+        batch = decode_batch(found.batch, found.payloads)
         assert not batch.invalid
         for sample in (sample for group in batch.groups for sample in group.samples):
             several += bool(sample.rows)
@@ -90,6 +90,7 @@ def ids_of(run, text: str) -> list[int]:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_policy_learns_to_call_a_calculator(run) -> None:  # type: ignore[no-untyped-def]
     model, data = run.folder / "model", run.folder / "calculator.jsonl"
     warm.run(
@@ -122,8 +123,8 @@ def test_a_policy_learns_to_call_a_calculator(run) -> None:  # type: ignore[no-u
     assert len(rewards) == 12
     assert statistics.fmean(rewards[-3:]) >= statistics.fmean(rewards[:2]) + 0.2, rewards
     assert all(line["observed_share"] > 0 for line in lines)
-    found = batch_file.read(batch_file.path_of(run.dir / "archive", 12))
-    samples = [sample for group in claimed(found.batch, found.payloads).groups for sample in group.samples]
+    found = batch_file.read(batch_file.batch_path(run.dir / "archive", 12))
+    samples = [sample for group in decode_batch(found.batch, found.payloads).groups for sample in group.samples]
     calling = [sample for sample in samples if sample.mask is not None and not sample.mask.all()]
     assert len(calling) > len(samples) / 2
     assert all((sample.logprobs[sample.mask == 0] == 0).all() for sample in calling)

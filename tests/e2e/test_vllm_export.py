@@ -12,7 +12,7 @@ import pytest
 from test_vllm_run import why_not
 
 from asyncrl.config import parse
-from asyncrl.process_plan.interpreters import python_of
+from asyncrl.process_plan.interpreters import find_interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]
@@ -30,7 +30,7 @@ ALONE = {
 
 def said_by_vllm(folder: Path) -> dict[str, Any]:
     text = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[producers]\nengine = "vllm"\n[[reward]]\nfunction = "a:b"\n'
-    python = os.environ.get("VLLM_PYTHON") or python_of(parse(text))
+    python = os.environ.get("VLLM_PYTHON") or find_interpreter(parse(text))
     words = [python, str(Path(__file__).with_name("vllm_says.py")), str(folder), *map(str, PROMPT)]
     done = subprocess.run(words, env={**os.environ, **ALONE}, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ from exact_run import SETTINGS, assert_exact
 
 from asyncrl.config import parse
 from asyncrl.errors import ConfigError
-from asyncrl.process_plan.interpreters import python_of
+from asyncrl.process_plan.interpreters import find_interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OWN = [f"producers.python={os.environ['VLLM_PYTHON']}"] if os.environ.get("VLLM_PYTHON") else []
@@ -23,7 +23,7 @@ def why_not() -> str:
         return ""
     text = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[producers]\nengine = "vllm"\n[[reward]]\nfunction = "a:b"\n'
     try:
-        python_of(parse(text))
+        find_interpreter(parse(text))
     except ConfigError as error:
         return error.message
     return ""

@@ -21,7 +21,7 @@ ON_VLLM = ("producers.engine=vllm", "producers.count=1", "weightsync.timeout_s=1
 #: The environment of the runs on hf; once, between two turns of a session, all processes of vLLM are killed.
 KILLING = """
 import os, signal
-from asyncrl.process_plan.host_facts import descendants
+from asyncrl.runtime.host_facts import descendants
 
 async def killing(chat, row, *, folder):
     killed = pathlib.Path(folder) / "killed"

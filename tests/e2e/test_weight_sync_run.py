@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 from asyncrl.audit.prove import audit_run
 from asyncrl.config import load
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import endpoint
-from weightsync.client import WeightSyncClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, TRAINED, JOINED = 8, 1, 4  # all; those before the first and the second hold
@@ -51,7 +51,7 @@ class Cluster:
             self.main = run.start("launch", "all", str(run.config), *words)
         run.wait("the configuration", (run.dir / "config.toml").exists)
         address = endpoint(load(run.dir / "config.toml"), "weightsync")
-        self.service = WeightSyncClient(address, timeout_s=20)
+        self.service = ServiceClient(address, timeout_s=20)
 
     def join(self, name: str, failpoint: str = "") -> subprocess.Popen[str]:
         """One more generator, as a launcher starts it."""

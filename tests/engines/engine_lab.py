@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config
 
 from asyncrl.config import Config, parse
-from asyncrl.engine import Engine, GenDelta, GenRequest, joined
+from asyncrl.engine import Engine, GenDelta, GenRequest, join_deltas
 from asyncrl.wire import Manifest, Tensor
 from weightsync.plan.buckets import TensorSpec, plan_buckets
 from weightsync.plan.digest import digest_tensors
@@ -144,7 +144,7 @@ async def deltas_of(engine: Engine, wanted: GenRequest) -> list[GenDelta]:
 async def all_of(engine: Engine, wanted: GenRequest) -> dict[int, GenDelta]:
     """The whole samples by index."""
     deltas = await deltas_of(engine, wanted)
-    return {n: joined(d for d in deltas if d.index == n) for n in sorted({d.index for d in deltas})}
+    return {n: join_deltas(d for d in deltas if d.index == n) for n in sorted({d.index for d in deltas})}
 
 
 async def tokens_made(engine: Engine, more: int) -> None:

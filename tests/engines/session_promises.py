@@ -16,8 +16,7 @@ import numpy as np
 from engine_lab import LIMIT, VOCAB, Bench, config_of, kept_logprobs, plain_logprobs, request, stage, tokens_made
 
 from asyncrl.config import Config
-from asyncrl.config.sections.agent import AgentConfig
-from asyncrl.config.sections.environment import EnvironmentConfig
+from asyncrl.config.sections.environment import AgentConfig, EnvironmentConfig
 from asyncrl.engine import Engine, GenDelta, GenRequest
 from asyncrl.versions import expand
 from producers.agents.environment import Agents, Connection

@@ -35,7 +35,7 @@ from engine_lab import (
 )
 from rigs import RIGS, Rig
 
-from asyncrl.engine import Engine, GenDelta, joined
+from asyncrl.engine import Engine, GenDelta, join_deltas
 from asyncrl.errors import AsyncRLError
 from asyncrl.versions import expand
 from asyncrl.wire import Tensor
@@ -213,7 +213,7 @@ def test_deltas_joined_are_the_sample(bench: Bench) -> None:
         parts = [delta for delta in deltas if delta.index == index]
         assert len(parts) >= 4 and [bool(part.finish) for part in parts] == [*[False] * (len(parts) - 1), True]
         assert all(len(part.token_ids) == sum(count for _, count in part.runs) for part in parts)
-        item = joined(parts)
+        item = join_deltas(parts)
         check_sample(item, version=bench.version, seed=1, prompt=PROMPTS[0])
         if bench.engine.capabilities().seeded:
             assert item.token_ids.tolist() == whole[index].token_ids.tolist()

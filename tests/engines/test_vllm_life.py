@@ -32,7 +32,7 @@ from vllm_served import Server
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.plugins import find
-from asyncrl.process_plan.host_facts import descendants, is_alive
+from asyncrl.runtime.host_facts import descendants, is_alive
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(lacks("vllm", "vllm")()), reason="no vLLM here")]
 START_S = 600.0

@@ -31,9 +31,10 @@ from asyncrl.config import Config, dump, parse
 from asyncrl.engine import GenDelta
 from asyncrl.errors import Unavailable
 from asyncrl.metrics import read_lines
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from buffers.client.client import ObserverClient, ProducerClient
+from buffers.client.client import ProducerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 B, G = 2, 3
@@ -133,7 +134,7 @@ class Lab:
         return self
 
     def _answers(self) -> bool:
-        observer = ObserverClient(endpoint(self.config, "buffer"), timeout_s=1)
+        observer = ServiceClient(endpoint(self.config, "buffer"), timeout_s=1)
         try:
             return bool(observer.status())
         except Unavailable:
@@ -142,7 +143,7 @@ class Lab:
             observer.close()
 
     def status(self) -> dict[str, Any]:
-        observer = ObserverClient(endpoint(self.config, "buffer"), timeout_s=30)
+        observer = ServiceClient(endpoint(self.config, "buffer"), timeout_s=30)
         try:
             return observer.status()
         finally:
@@ -173,7 +174,7 @@ class Lab:
             assert time.monotonic() < deadline, f"{made} of {wanted} groups\n{self.tail()}"
             leases = await client.lease(engine_version=version, max_groups=B, wait_s=1.0)
             for lease in leases.leases:
-                prompt, samples = group_maker(lease.group, version)
+                prompt, samples = make_group(lease.group, version)
                 reply = await client.submit(
                     lease,
                     prompt_ids=prompt,
@@ -276,7 +277,7 @@ class Lab:
         assert {name: getattr(audit, name) for name in expected} == expected
 
 
-def group_maker(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
+def make_group(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
     """The prompt and the samples of a group; made from its number."""
     rng = np.random.default_rng(number)
     prompt = rng.integers(3, 20, int(rng.integers(2, 6))).astype(np.int32)

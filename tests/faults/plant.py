@@ -32,9 +32,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from asyncrl.audit.findings import Audit
 from asyncrl.audit.prove import audit_run
 from asyncrl.config import Config, dump, parse
-from asyncrl.net.sockets import ipc_address
+from asyncrl.monitor.control import ServiceClient
+from asyncrl.net.addresses import ipc_address
 from asyncrl.runtime.run_dir import RunDir
-from buffers.client.client import ObserverClient
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -271,7 +271,7 @@ class Plant:
     # ------------------------------------------------------------ looking
 
     def status(self, timeout_s: float = 20) -> dict[str, Any]:
-        observer = ObserverClient(f"tcp://127.0.0.1:{self.port}", timeout_s=timeout_s)
+        observer = ServiceClient(f"tcp://127.0.0.1:{self.port}", timeout_s=timeout_s)
         try:
             return observer.status()
         finally:

@@ -18,8 +18,8 @@ from sync_roles import BUCKETS
 
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, RunConfig, WeightSyncConfig, dump
 from asyncrl.errors import Unavailable
+from asyncrl.monitor.control import ServiceClient
 from asyncrl.runtime.run_dir import RunDir, endpoint
-from weightsync.client import WeightSyncClient
 
 DEADLINE_S = {"collective": 1.5}  # a quarter of it is for members to appear
 OTHER_DEADLINE_S = 1.0
@@ -159,7 +159,7 @@ class SyncPlant:
 
     def members(self) -> dict[str, Any]:
         """The generators as the service sees them; empty where it does not answer."""
-        client = WeightSyncClient(endpoint(self.config, "weightsync"), timeout_s=5)
+        client = ServiceClient(endpoint(self.config, "weightsync"), timeout_s=5)
         try:
             return dict(client.status()["members"])
         except Unavailable:

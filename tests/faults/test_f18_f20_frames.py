@@ -23,7 +23,7 @@ from plant import Plant
 from asyncrl import wire
 from asyncrl.engine import GenDelta
 from asyncrl.errors import WireError
-from asyncrl.net.sockets import Requester
+from asyncrl.net.requester import Requester
 from buffers.client.client import ProducerClient
 
 pytestmark = pytest.mark.timeout(120)

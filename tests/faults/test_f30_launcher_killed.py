@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from e2e_run import alive
 
-from asyncrl.process_plan.host_facts import descendants
+from asyncrl.runtime.host_facts import descendants
 
 SETTINGS = ["buffer.store=redis", "learner.steps=2000", "learner.checkpoint_every=2", "producers.count=1"]
 

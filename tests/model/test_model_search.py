@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from model_cases import LONG, SHORT
-from model_mutants import FeasibleIgnored, Naive, NaiveButFresh
+from model_cases import LONG, SHORT, SMALLEST
+from model_mutants import NAIVE, NAIVE_BUT_FRESH, FeasibleIgnored
 from model_search import Found, search
 from model_world import Case
+
+from buffers.groups.machine import Parts
 
 
 def proved(found: Found) -> None:
@@ -17,11 +19,21 @@ def proved(found: Found) -> None:
     assert found.deadlocks == 0 and found.stuck == 0, "\n".join(found.trace)
 
 
+def test_every_interleaving_of_the_smallest_systems(figure: Callable[[str], None]) -> None:
+    """No group above its bound, conservation, (F), (D), idempotence, a completion reachable from every state."""
+    assert prove_all(SMALLEST, figure) > 15_000
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> None:
-    """No group above its bound, conservation, (F), (D), idempotence, a completion reachable from every state."""
+    assert prove_all(SHORT, figure) > 80_000
+
+
+def prove_all(cases: Sequence[Case], figure: Callable[[str], None]) -> int:
+    """The number of states of all cases together."""
     states = transitions = 0
-    for case in SHORT:
+    for case in cases:
         found = search(case)
         figure(found.line())
         proved(found)
@@ -30,8 +42,8 @@ def test_every_interleaving_of_small_systems(figure: Callable[[str], None]) -> N
             assert found.max_lag == max([case.eta, *(eta for eta, _ in case.tunes)])
         states += found.states
         transitions += found.transitions
-    figure(f"{len(SHORT)} configurations, {states} states, {transitions} transitions, 0 violations")
-    assert states > 80_000  # the searches really went that far
+    figure(f"{len(cases)} configurations, {states} states, {transitions} transitions, 0 violations")
+    return states
 
 
 @pytest.mark.chaos
@@ -48,10 +60,10 @@ def test_the_counter_example_of_the_naive_rule_is_found(figure: Callable[[str], 
     engines get work only while they hold the newest weights.
     """
     case = Case(batch=1, size=1, eta=2, depth=2, producers=2, losses=False)
-    for kind in (Naive, NaiveButFresh):
-        found = search(case, kind=kind, only=True)
+    for parts in (NAIVE, NAIVE_BUT_FRESH):
+        found = search(case, parts=parts, only=True)
         assert "its bound is 2" in found.violation
-        figure("\n".join([f"{kind.__name__}: {found.violation}", *found.trace]))
+        figure("\n".join([f"{parts.schedule.__name__}: {found.violation}", *found.trace]))
     proved(search(case))
 
 
@@ -73,6 +85,6 @@ def test_synchronous_and_one_step_off_are_settings(eta: int) -> None:
 
 def test_the_depth_implies_feasibility_for_new_prompts_under_one_bound() -> None:
     """(F) decides only where bounds differ or a group with samples is resumed: elsewhere (D) is enough."""
-    proved(search(Case(batch=1, size=1, eta=2, depth=2, producers=1), kind=FeasibleIgnored))
+    proved(search(Case(batch=1, size=1, eta=2, depth=2, producers=1), parts=Parts(schedule=FeasibleIgnored)))
     tuned = Case(batch=1, size=1, eta=1, depth=1, producers=1, tunes=((1, 1), (2, 2)))
-    assert "(F)" in search(tuned, kind=FeasibleIgnored).violation
+    assert "(F)" in search(tuned, parts=Parts(schedule=FeasibleIgnored)).violation

@@ -33,7 +33,8 @@ from asyncrl import wire
 from asyncrl.config import dump, parse
 from asyncrl.errors import WireError
 from asyncrl.net.keys import write_keys
-from asyncrl.net.sockets import Call, Requester
+from asyncrl.net.requester import Requester
+from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint
 
 GROWTH_BYTES = 40 << 20  # of a service, after a fifth of the frames
@@ -324,7 +325,7 @@ class Inside:
         found: dict[str, Any] = {"producer": "producer-0", "worker": "reward-0", "fingerprint": "fp"}
         if self.service is None:
             return found
-        groups, meta = list(self.service.groups.groups.values()), self.service.groups.meta
+        groups, meta = list(self.service.machine.table.groups.values()), self.service.machine.table.meta
         if groups:
             group = dice.choice(groups)
             found |= {"group": group.id, "token": getattr(group, "token", 0)}
@@ -376,8 +377,8 @@ class Live:
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             )
-        self.asker = Requester(endpoint(self.config, role), keys=self.keys.for_joining(), resend_s=2.0)
-        self._thrower = Requester(endpoint(self.config, role), keys=self.keys.for_joining())._socket  # as it is
+        self.asker = Requester(endpoint(self.config, role), keys=self.keys.join_keys(), resend_s=2.0)
+        self._thrower = Requester(endpoint(self.config, role), keys=self.keys.join_keys())._socket  # as it is
         self.sent = 0
         self.status(timeout_s=60)
 

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launcher.launch import worker_key
 from asyncrl.net.keys import Keys, join_path, read_keys, worker_file, write_keys
 from asyncrl.net.permissions import OWNER_ALONE, needs_owner
-from asyncrl.runtime.role import RoleArgs, join_key_of, key_of
+from asyncrl.runtime.role import RoleArgs, join_key, run_key
 from weightsync.plan.signature import is_genuine, sign
 
 
@@ -40,7 +40,7 @@ def test_the_command_makes_both_files_and_never_writes_over_one(tmp_path: Path) 
     assert {path.name: mode(path) for path in folder.iterdir()} == {"server.key": 0o600, "join.key": 0o600}
     assert mode(folder) == 0o700
     server, join = read_keys(folder / "server.key"), read_keys(folder / "join.key")
-    assert server.for_joining() == join and server.leads and not join.leads
+    assert server.join_keys() == join and server.leads and not join.leads
     held = (folder / "server.key").read_bytes()
     for secret in (server.server_secret, server.owner_secret, server.join_secret, server.run_key):
         assert secret not in done.stdout + done.stderr
@@ -67,8 +67,8 @@ def test_a_worker_reads_the_join_file_and_keeps_nothing_else(tmp_path: Path) -> 
     assert worker_file(tmp_path / "join.key") == tmp_path / "join.key", "what another host was given"
     found = config_with(key_file=str(server))
     args = RoleArgs(key="")
-    assert key_of(args, found) == keys and join_key_of(args, found) == keys.for_joining()
-    assert join_key_of(args, config_with()) is None
+    assert run_key(args, found) == keys and join_key(args, found) == keys.join_keys()
+    assert join_key(args, config_with()) is None
     (tmp_path / "join.key").unlink()
     assert worker_file(server) == server
     write_keys(tmp_path / "other.key")

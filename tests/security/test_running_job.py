@@ -17,8 +17,8 @@ from ports import Listener, listeners, parsed
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, Unavailable
 from asyncrl.net.keys import Keys, read_keys, write_keys
-from asyncrl.net.sockets import Requester
-from asyncrl.process_plan.host_facts import descendants
+from asyncrl.net.requester import Requester
+from asyncrl.runtime.host_facts import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -117,6 +117,7 @@ def ask(address: str, keys: Keys | None, message: Any = None) -> Any:
         asker.close()
 
 
+@pytest.mark.long
 def test_a_job_with_keys_is_closed_to_all_without(job: Job) -> None:
     run = job.run
     found = scan(run, job.main)

@@ -3,7 +3,7 @@
 A process runs tasks, which are generators: they yield a number (seconds to
 sleep) or an `Ask` (a request to the buffer) and get its answer, or `Unavailable` thrown in. Guarantees:
 1. all order comes from one heap and one `random.Random`: the same seed gives the same run;
-2. a request is sent again until it is answered or its deadline passes, with the same number, as `asyncrl.net.sockets`
+2. a request is sent again until it is answered or its deadline passes, with the same number, as `asyncrl.net.requester`
    does;
 3. messages are lost, doubled, flipped and delayed past later ones only while `World.faulty` says so, and each such
    fault is counted only where it changed what somebody saw;
@@ -82,7 +82,7 @@ class Ask:
 
 
 class SimCall:
-    """What the service gets instead of `asyncrl.net.sockets.Call`: the same attributes."""
+    """What the service gets instead of `asyncrl.net.responder.Call`: the same attributes."""
 
     __slots__ = ("_ask", "_net", "checksum", "header", "message", "payloads", "peer", "received", "request")
 

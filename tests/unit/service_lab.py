@@ -10,7 +10,7 @@ from bare_config import BARE
 
 from asyncrl import wire
 from asyncrl.config import parse
-from asyncrl.net.sockets import Call
+from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir
 from buffers import main as server
 from buffers.service.service import BufferService
@@ -47,7 +47,7 @@ class ServiceLab:
 
     @property
     def groups(self) -> Any:
-        return self.service.groups
+        return self.service.machine
 
     def ask(self, message: Any, *, request: int) -> Asked:
         asked = Asked()

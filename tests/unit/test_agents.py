@@ -571,6 +571,7 @@ def test_programs_that_fail_have_a_reason(
     assert items == [] and failure is not None and failure.reason.startswith(f"environment.{reason}"), failure
 
 
+@pytest.mark.long
 def test_no_process_is_left_behind(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     program = f"""
 import os, signal, subprocess, time

@@ -14,14 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.config import Config, LearnerConfig, algorithm_notes, dump, parse, presets
+from asyncrl.config import Config, LearnerConfig, dump, parse, presets
+from asyncrl.config.rules import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
-from asyncrl.preflight import check
-from buffers.groups.filters import filters_of
-from buffers.groups.machine import Groups
+from asyncrl.preflight import code, derived
+from buffers.groups.failure_budget import load_filters
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import settings_of
 from learners.algorithms import registry
 from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
@@ -77,10 +78,10 @@ def test_options_are_checked_without_torch(overrides: tuple[str, ...], said: str
 
 def test_short_forms_and_off() -> None:
     algorithm = made(key("tis_cap=off"), key("clip_low=0.1"), key("loss_options.clip_high=0.5")).learner.algorithm
-    assert algorithms.options_of(algorithm, "correction") == {"upper": None}
-    assert algorithms.options_of(algorithm, "loss") == {"clip_low": 0.1, "clip_high": 0.5}
+    assert algorithms.effective_options(algorithm, "correction") == {"upper": None}
+    assert algorithms.effective_options(algorithm, "loss") == {"clip_low": 0.1, "clip_high": 0.5}
     assert registry.choose(algorithm, "correction").options == {"upper": None}
-    assert algorithms.options_of(made(key("loss=gspo")).learner.algorithm, "loss") == {}  # not those of PPO
+    assert algorithms.effective_options(made(key("loss=gspo")).learner.algorithm, "loss") == {}  # not those of PPO
 
 
 # ---------------------------------------------------------------- combinations
@@ -129,7 +130,7 @@ def test_weights_that_a_row_may_have_are_taken() -> None:
 
 def test_auto_is_the_correction_that_is_right() -> None:
     def found(*overrides: str) -> str:
-        return algorithms.correction_of(made(*map(key, overrides)).learner.algorithm)
+        return algorithms.effective_correction(made(*map(key, overrides)).learner.algorithm)
 
     assert found() == found("loss=ppo") == found("loss=gspo") == "tis"
     assert found("loss=ppo", "proximal=behaviour") == found("loss=aipo") == "none"
@@ -137,18 +138,18 @@ def test_auto_is_the_correction_that_is_right() -> None:
 
 
 def test_surprises_are_noted() -> None:
-    told = [*algorithm_notes.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
+    told = [*notes.notes(made(key("correction=none"), key("loss=gspo"), key("clip_high=0.5")))]
     assert any("biased by their lag" in note for note in told) and any("no effect on loss" in note for note in told)
-    assert list(algorithm_notes.notes(made())) == []
-    (told,) = algorithm_notes.notes(made(key("loss=kl_cov")))
+    assert list(notes.notes(made())) == []
+    (told,) = notes.notes(made(key("loss=kl_cov")))
     assert "no effect before the second mini-batch" in told
-    assert list(algorithm_notes.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
-    (told,) = algorithm_notes.notes(made("learner.process_reward.lr=1e-4"))
+    assert list(notes.notes(made(key("loss=kl_cov"), key("minibatches=2")))) == []
+    (told,) = notes.notes(made("learner.process_reward.lr=1e-4"))
     assert "[learner.process_reward] has no effect" in told
-    (told,) = algorithm_notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
+    (told,) = notes.notes(made("learner.process_reward.lr=0", key("advantage=prime")))
     assert "all process rewards are 0" in told
-    assert list(algorithm_notes.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
-    found = {finding.name: finding.value for finding in check.derived(made())}
+    assert list(notes.notes(made("learner.process_reward.lr=1e-4", key("advantage=prime")))) == []
+    found = {finding.name: finding.value for finding in derived.derive_findings(made())}
     assert found["algorithm"] == algorithms.explain(AlgorithmConfig())
 
 
@@ -176,7 +177,7 @@ def test_presets_are_whole_and_read_back() -> None:
     for name in presets.names():
         named = made(text=f'learner.algorithm.preset = "{name}"')
         assert parse(dump(named)) == named == made(f"{presets.KEY}={name}")
-        assert list(algorithm_notes.notes(named)) == [], name
+        assert list(notes.notes(named)) == [], name
         assert (presets.FOLDER / f"{name}.toml").read_text().startswith("# ")
     same = made(f"{presets.KEY}=grpo_decoupled").learner.algorithm
     default = made().learner.algorithm
@@ -265,18 +266,19 @@ def test_a_package_of_the_user_adds_names() -> None:
     assert chosen.function.__name__ == "mine" and chosen.options == {"scale": 3.0}
     assert registry.choose(algorithm, "loss").options == {"power": 2}
     assert registry.needs_of(algorithm) == () and registry.chooser_of(algorithm) is None
-    for wrong, code in (
+    for wrong, reason in (
         ({"advantage_options": {"scle": 1}}, "config.unknown_key"),
         ({"advantage_options": {"scale": "x"}}, "config.type"),
     ):
         with pytest.raises(ConfigError) as caught:
             registry.choose(msgspec.structs.replace(algorithm, **wrong), "advantage")
-        assert caught.value.code == code
+        assert caught.value.code == reason
     with pytest.raises(ConfigError) as caught:
         registry.choose(msgspec.structs.replace(algorithm, loss_options={}), "loss")
     assert caught.value.code == "config.missing"
 
 
+@pytest.mark.long
 def test_check_looks_at_plugins_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "plug-1.0.dist-info"
     package.mkdir()
@@ -285,11 +287,11 @@ def test_check_looks_at_plugins_in_another_process(tmp_path: Path, monkeypatch: 
     (tmp_path / "plug_of_mine.py").write_text("def plugged(rollouts, *, scale: float = 1.0):\n    return None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert list(check.check_algorithm(made(key("advantage=plugged")))) == []
-    (error,) = check.check_algorithm(made(key("advantage=plugged"), key("advantage_options.scle=1")))
+    assert list(code.check_algorithm(made(key("advantage=plugged")))) == []
+    (error,) = code.check_algorithm(made(key("advantage=plugged"), key("advantage_options.scle=1")))
     assert error.code == "config.unknown_key" and "scale" in error.message
     (tmp_path / "plug_of_mine.py").write_text("raise RuntimeError('broken')\n")
-    assert [error.code for error in check.check_algorithm(made(key("advantage=plugged")))] == ["config.extra"]
+    assert [error.code for error in code.check_algorithm(made(key("advantage=plugged")))] == ["config.extra"]
 
 
 def test_settings_are_known_without_torch() -> None:
@@ -326,17 +328,20 @@ def test_what_cannot_be_tuned_is_refused_by_learner_and_buffer(name: str, value:
         tuned(LearnerConfig(), text)
     assert caught.value.code == "tune.refused" and said in caught.value.message
     with pytest.raises(AsyncRLError) as caught:
-        Groups(settings_of(made())).tune({key(name): value}, author="me@here", now=0.0)
+        GroupMachine(settings_of(made())).tune({key(name): value}, author="me@here", now=0.0)
     assert caught.value.code == "tune.refused"
 
 
 def test_the_buffer_tells_what_was_before() -> None:
-    groups = Groups(settings_of(made()))
+    groups = GroupMachine(settings_of(made()))
     _, changed, _ = groups.tune({key("kl.coeff"): 1, key("loss_options.dual_clip"): 3.0}, author="me@here", now=0.0)
     assert changed == {key("kl.coeff"): (0.001, 1.0), key("loss_options.dual_clip"): (None, 3.0)}
-    assert json.loads(groups.tuning.learner()) == {key("kl.coeff"): 1.0, key("loss_options.dual_clip"): 3.0}
+    assert json.loads(groups.live.tuning.learner_overrides()) == {
+        key("kl.coeff"): 1.0,
+        key("loss_options.dual_clip"): 3.0,
+    }
     groups.undo_tune(0, author="me@here", now=1.0)
-    assert groups.tuning.learner() == ""
+    assert groups.live.tuning.learner_overrides() == ""
 
 
 # ---------------------------------------------------------------- producers and buffer
@@ -354,5 +359,5 @@ def test_the_greedy_sample_is_asked_for_by_itself() -> None:
 
 
 def test_the_accuracy_band_is_a_filter_of_the_buffer() -> None:
-    ((name, filter_of),) = filters_of(made("buffer.filters=['accuracy_band']").buffer.filters)
+    ((name, filter_of),) = load_filters(made("buffer.filters=['accuracy_band']").buffer.filters)
     assert name == "accuracy_band" and filter_of(rewards=[1.0, 0.0]) == "" and "outside" in filter_of(rewards=[1.0])

@@ -15,8 +15,9 @@ from asyncrl.config import Config, load, parse
 from asyncrl.errors import WireError
 from asyncrl.runs import batch_file
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.archive import words_of
-from buffers.client.client import ClaimedBatch, claimed
+from asyncrl.trace.archive import load_words
+from asyncrl.wire.batch_arrays import decode_batch
+from buffers.client.client import ClaimedBatch
 from learners.batch.archive import Archive, recorded
 
 
@@ -47,7 +48,7 @@ def make_claim(
         payloads.append(payload)
     places = tuple(wire.Place(0, 1, 2, 3, 4) for _ in groups)
     batch = wire.Batch(step, step - 1, tuple(heads), replayed, {"issued": 12}, places, tuning)
-    return claimed(batch, payloads)
+    return decode_batch(batch, payloads)
 
 
 def contents(batch: ClaimedBatch) -> Any:
@@ -85,7 +86,7 @@ def test_a_batch_comes_back_as_it_was_claimed(archive: Archive, said: list[str])
 
 def test_every_flipped_byte_is_noticed(archive: Archive) -> None:
     archive.put(make_claim(groups=(7,)), epoch=1)
-    path = batch_file.path_of(archive.folder, 3)
+    path = batch_file.batch_path(archive.folder, 3)
     whole = path.read_bytes()
     places = range(0, len(whole), 5)
     for place in places:
@@ -101,7 +102,7 @@ def test_every_flipped_byte_is_noticed(archive: Archive) -> None:
 def test_a_replayed_batch_without_its_quarantined_groups_is_the_same(archive: Archive, said: list[str]) -> None:
     archive.put(make_claim(), epoch=1)
     archive.bury(3, 9, "loss: not finite")
-    path = batch_file.path_of(archive.folder, 3)
+    path = batch_file.batch_path(archive.folder, 3)
     before = path.stat().st_mtime_ns
     archive.put(make_claim(groups=(7, 4), replayed=True), epoch=2)
     assert said == [] and path.stat().st_mtime_ns == before
@@ -138,7 +139,7 @@ def test_the_settings_of_the_last_training_count(archive: Archive, tmp_path: Pat
 
 def test_a_damaged_file_is_written_again(archive: Archive, said: list[str]) -> None:
     archive.put(make_claim(), epoch=1)
-    path = batch_file.path_of(archive.folder, 3)
+    path = batch_file.batch_path(archive.folder, 3)
     path.write_bytes(path.read_bytes()[:-20])
     archive.put(make_claim(replayed=True), epoch=2)
     assert "written again" in said[0] and contents(recorded(archive.folder, 3)[0]) == contents(make_claim())
@@ -168,7 +169,7 @@ def test_notes_cut_by_a_crash_are_left_out(archive: Archive) -> None:
 def test_a_group_that_fails_validation_is_in_the_file(archive: Archive) -> None:
     claim = make_claim()
     assert claim.frames is not None
-    bad = claimed(claim.frames.batch, [claim.frames.payloads[0], b"short", claim.frames.payloads[2]])
+    bad = decode_batch(claim.frames.batch, [claim.frames.payloads[0], b"short", claim.frames.payloads[2]])
     assert set(bad.invalid) == {9}
     archive.put(bad, epoch=1)
     back, _ = recorded(archive.folder, 3)
@@ -187,18 +188,18 @@ def test_steps_of_other_files_are_not_batches(tmp_path: Path) -> None:
 
 def test_the_words_of_a_group(archive: Archive, tmp_path: Path) -> None:
     run, config = RunDir(tmp_path), make_config(tmp_path)
-    assert words_of(run, config, group=9, steps=[3]) is None
+    assert load_words(run, config, group=9, steps=[3]) is None
     archive.put(make_claim(tuning='{"learner.algorithm.tis_cap":1.5}'), epoch=1)
     archive.bury(3, 9, "loss: not finite")
-    words = words_of(run, config, group=9, steps=[2, 3])
+    words = load_words(run, config, group=9, steps=[2, 3])
     assert words is not None and words.step == 3 and words.prompt == "0 1 2 3", "no tokenizer: token ids"
     assert set(words.responses) == {0, 1} and words.finish == {0: "stop", 1: "stop"} and "tis_cap" in words.tuning
-    assert words.quarantined == "loss: not finite" and words_of(run, config, group=8, steps=[3]) is None
+    assert words.quarantined == "loss: not finite" and load_words(run, config, group=8, steps=[3]) is None
 
 
 def test_a_damaged_archive_is_a_sentence(archive: Archive, tmp_path: Path) -> None:
     archive.put(make_claim(), epoch=1)
-    path = batch_file.path_of(archive.folder, 3)
+    path = batch_file.batch_path(archive.folder, 3)
     path.write_bytes(path.read_bytes()[:-9])
-    words = words_of(RunDir(tmp_path), make_config(tmp_path), group=9, steps=[3])
+    words = load_words(RunDir(tmp_path), make_config(tmp_path), group=9, steps=[3])
     assert words is not None and "step 3 cannot be read" in words.problem and words.responses == {}

@@ -9,7 +9,7 @@ from synthetic_run import Event, digest_of, good_history
 
 from asyncrl.audit.prove import audit, render
 from asyncrl.audit.verdict import Expected
-from asyncrl.evaluation.ids import group_maker
+from asyncrl.evaluation.ids import evaluation_group
 from asyncrl.evaluation.statistics import Outcome, figures, metric_names
 
 REWARDS = ((1.0, 0.0), (1.0, 1.0))
@@ -21,7 +21,7 @@ def evaluation(step: int = 2, *, number: int = 900) -> list[Event]:
         {"e": "eval_begin", "step": step, "round": number, "digest": digest_of(step), "prompts": 2, "samples": 2}
     ]
     for row, rewards in enumerate(REWARDS):
-        group, token = group_maker(step, row), number + 1 + row
+        group, token = evaluation_group(step, row), number + 1 + row
         events.append({"e": "eval_lease", "g": group, "token": token, "attempt": 0, "producer": "p", "w": step})
         for index, reward in enumerate(rewards):
             events.append(
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_said(events: list[Event], words: str) -> None:
 def test_a_held_out_prompt_in_a_batch_is_said() -> None:
     history = good_history()
     claim = next(place for place, event in enumerate(history) if event["e"] == "claim")
-    history[claim] = {**history[claim], "groups": [*history[claim]["groups"], group_maker(2, 1)]}
+    history[claim] = {**history[claim], "groups": [*history[claim]["groups"], evaluation_group(2, 1)]}
     found = audit(history)
     assert any("holds prompt 1 of the evaluation of step 2" in text for text in found.violations)
 

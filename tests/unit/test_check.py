@@ -15,9 +15,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Config, parse
+from asyncrl.net.keys import write_keys
 from asyncrl.net.probe import bind_problem, redis_problem
-from asyncrl.net.sockets import write_keys
-from asyncrl.preflight.check import check, check_data, check_plugins, derived, first_row, import_problem, render
+from asyncrl.preflight.check import check
+from asyncrl.preflight.code import check_plugins, import_problem
+from asyncrl.preflight.derived import derive_findings
+from asyncrl.preflight.files import check_data, first_row
+from asyncrl.preflight.render import render
 
 
 @pytest.fixture
@@ -217,7 +221,7 @@ def test_a_real_redis_answers(tmp_path: Path) -> None:
 @pytest.fixture
 def findings(place: Path) -> Iterator[dict[str, tuple[str, str]]]:
     made = config(**{"learner.steps": "5", "buffer.batch_groups": "4", "producers.count": "2"})
-    yield {finding.name: (finding.value, finding.arithmetic) for finding in derived(made)}
+    yield {finding.name: (finding.value, finding.arithmetic) for finding in derive_findings(made)}
 
 
 def test_derived_numbers_show_their_arithmetic(findings: dict[str, tuple[str, str]]) -> None:

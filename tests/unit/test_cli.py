@@ -25,10 +25,11 @@ from asyncrl.demo.demo import demo, promises, quickstart, task_settings
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.launch import Launched, LaunchOptions, absolute, changes, settle_config
 from asyncrl.launcher.progress import Progress, is_loud
-from asyncrl.launcher.supervisor import Outcome
 from asyncrl.metrics import JsonTail
-from asyncrl.monitor.status import launchers, render, run_status, stop_command
+from asyncrl.monitor.status import render, run_status, stop_command
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.report.data import load_run
+from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.liveness import Sign
 from asyncrl.runtime.run_dir import RunDir
 
@@ -73,7 +74,7 @@ def test_help_answers_in_half_a_second() -> None:
 def test_front_door_imports_nothing_heavy() -> None:
     names = ["asyncrl." + path.stem for path in sorted((ROOT / "asyncrl").glob("*.py")) if path.stem != "__main__"]
     names += ["asyncrl.report." + path.stem for path in sorted((ROOT / "asyncrl" / "report").glob("*.py"))]
-    names += ["buffers.client.client", "weightsync.client"]
+    names += ["buffers.client.client"]
     code = f"import {', '.join(names)}\nimport sys\nprint(' '.join(sys.modules))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.config.sections.cluster import ClusterConfig, name_of
+from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters import render, render_command
-from asyncrl.launcher.clusters.commands import Shell, Site, for_cluster, shell
+from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
 from asyncrl.launcher.clusters.yaml import document
 from asyncrl.net.keys import write_keys
 
@@ -39,7 +39,7 @@ SITE = Site(folder="/shared/my jobs", work="/shared/it's work", keys="/shared/my
 
 def config(**settings: Any) -> Config:
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return for_cluster(parse(TEXT, overrides=[word.replace("__", ".", 1) for word in words]), SITE)
+    return cluster_config(parse(TEXT, overrides=[word.replace("__", ".", 1) for word in words]), SITE)
 
 
 def made(backend: str, **settings: Any) -> dict[str, str]:
@@ -229,8 +229,8 @@ def test_words_stay_words_in_a_shell() -> None:
 
 
 def test_names_are_of_dns_and_strange_settings_are_refused() -> None:
-    assert name_of(config()) == "my-run-3" and name_of(config(run__name="___")) == "run"
-    assert len(name_of(config(run__name="x-" * 60))) <= 40
+    assert config().cluster_name == "my-run-3" and config(run__name="___").cluster_name == "run"
+    assert len(config(run__name="x-" * 60).cluster_name) <= 40
     for setting, value in (
         ("name", "Upper"),
         ("partition", "a\n#SBATCH --x"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.config.locations import Places, keys_in, path_of
+from asyncrl.config.locations import Places, keys_in, parse_dotted
 from asyncrl.errors import ConfigErrors
 
 BASE = """
@@ -108,7 +108,7 @@ def test_nearest_place() -> None:
     places = Places()
     places.add("f.toml", "[learner]\nsteps = 1\n[[reward]]\nfunction = 'a:b'\n[[reward]]\n")
     keys = ("learner.steps", "learner.optim.lr", "reward[1].weight", "reward[0].function", "reward", "run.dir")
-    where = {key: places.where(path_of(key)) for key in keys}
+    where = {key: places.where(parse_dotted(key)) for key in keys}
     assert where == {
         "learner.steps": "f.toml:2",
         "learner.optim.lr": "f.toml:1",

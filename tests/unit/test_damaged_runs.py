@@ -22,8 +22,8 @@ from asyncrl.launcher.process import Child
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.supervisor import Supervisor
 from asyncrl.metrics import JsonTail, read_lines
-from asyncrl.monitor.status import launchers
 from asyncrl.process_plan.plan import ProcessPlan
+from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl import config
-from asyncrl.config.sections.mode import DATA_PREFIX
+from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.demo import answers, tasks
 from producers.data.prompts import BadPrompt
 from producers.data.tokenizer import Tokenizer

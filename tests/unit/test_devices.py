@@ -8,7 +8,15 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.preflight.check import check
 from asyncrl.process_plan import device_assignment as devices
-from asyncrl.process_plan.device_assignment import Devices, Placed, environment_of, found, placed, problems, shown
+from asyncrl.process_plan.device_assignment import (
+    Devices,
+    Placed,
+    assign_devices,
+    device_environment,
+    find_devices,
+    format_assignment,
+    problems,
+)
 from asyncrl.process_plan.plan import TARGETS, plan
 
 TEXT = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "a:b"\n'
@@ -42,14 +50,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int, Placed]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_who_gets_which(case: str) -> None:
     settings, roles, count, expected = CASES[case]
-    assert placed(config(**settings), roles, cuda(count)) == expected
+    assert assign_devices(config(**settings), roles, cuda(count)) == expected
 
 
 def test_nobody_shares_while_there_is_a_free_one() -> None:
     for count in range(1, 9):
         for ranks in range(1, 5):
             for producers in range(1, 6):
-                one = placed(config(learner__ranks=ranks, producers__count=producers), ALL, cuda(count))
+                one = assign_devices(config(learner__ranks=ranks, producers__count=producers), ALL, cuda(count))
                 if ranks + producers <= count:
                     assert not one.shared
                 elif ranks <= count:
@@ -59,24 +67,27 @@ def test_nobody_shares_while_there_is_a_free_one() -> None:
 
 
 def test_what_the_scheduler_hides_stays_hidden(tmp_path: Path) -> None:
-    assert found(environment={}, folder=tmp_path) == Devices()
-    assert found(environment={}, folder=tmp_path / "none") == Devices()
+    assert find_devices(environment={}, folder=tmp_path) == Devices()
+    assert find_devices(environment={}, folder=tmp_path / "none") == Devices()
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert found(environment={}, folder=tmp_path) == cuda(4)
-    hidden = found(environment={"CUDA_VISIBLE_DEVICES": "6, GPU-aa,7"}, folder=tmp_path)
+    assert find_devices(environment={}, folder=tmp_path) == cuda(4)
+    hidden = find_devices(environment={"CUDA_VISIBLE_DEVICES": "6, GPU-aa,7"}, folder=tmp_path)
     assert hidden == Devices("cuda", ("6", "GPU-aa", "7"))
-    one = placed(config(), ALL, hidden)
-    assert environment_of(0, one, hidden) == {"CUDA_VISIBLE_DEVICES": "GPU-aa"} and environment_of(1, one, hidden) == {}
-    assert shown(one, hidden) == "learner: cuda 6; producers: cuda GPU-aa"
-    assert found(environment={"CUDA_VISIBLE_DEVICES": ""}, folder=tmp_path).ids == ()
+    one = assign_devices(config(), ALL, hidden)
+    assert (
+        device_environment(0, one, hidden) == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
+        and device_environment(1, one, hidden) == {}
+    )
+    assert format_assignment(one, hidden) == "learner: cuda 6; producers: cuda GPU-aa"
+    assert find_devices(environment={"CUDA_VISIBLE_DEVICES": ""}, folder=tmp_path).ids == ()
     for name in list(tmp_path.iterdir()):
         name.unlink()
     (tmp_path / "davinci0").touch()
     (tmp_path / "davinci_manager").touch()
-    npu = found(environment={}, folder=tmp_path)
+    npu = find_devices(environment={}, folder=tmp_path)
     assert npu == Devices("npu", ("0",))
-    assert environment_of(0, Placed((), (0,)), npu) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
+    assert device_environment(0, Placed((), (0,)), npu) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
 
 
 def test_processes_are_planned_with_their_device() -> None:
@@ -96,7 +107,7 @@ def test_too_few_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(problems(made, ALL, cuda(3))) == [] and list(problems(config(), ALL, cuda(1))) == []
     [(_, message, _)] = problems(config(learner__ranks=3), ALL, cuda(2))
     assert "learner.ranks = 3" in message
-    monkeypatch.setattr(devices, "found", lambda: cuda(2))
+    monkeypatch.setattr(devices, "find_devices", lambda: cuda(2))
     checked = check(made)
     assert any(error.code == "config.conflict" and "cluster.devices" in error.render() for error in checked.errors)
     checked = check(config(producers__count=2))

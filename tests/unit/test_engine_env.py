@@ -14,7 +14,14 @@ import pytest
 from asyncrl.config import Config, parse
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.process_plan.interpreters import look, own_url, python_of, python_with, url_problems, with_python
+from asyncrl.process_plan.interpreters import (
+    find_interpreter,
+    look,
+    own_url,
+    python_with,
+    settle_interpreter,
+    url_problems,
+)
 from asyncrl.process_plan.plan import plan
 from producers.rewards import scorer
 from producers.rewards.outcome import JudgeSettings
@@ -41,16 +48,16 @@ def nothing(_package: str) -> bool:
 def test_the_interpreter_of_a_producer(tmp_path: Path) -> None:
     prefix = str(tmp_path / ".venv")
     vllm = config_of(engine="vllm")
-    assert python_of(config_of(), prefix=prefix, has=nothing) == ""
-    assert python_of(config_of(engine="vllm", python="/own/python"), prefix=prefix, has=nothing) == "/own/python"
-    assert python_of(vllm, prefix=prefix, has=lambda package: package == "vllm") == ""
+    assert find_interpreter(config_of(), prefix=prefix, has=nothing) == ""
+    assert find_interpreter(config_of(engine="vllm", python="/own/python"), prefix=prefix, has=nothing) == "/own/python"
+    assert find_interpreter(vllm, prefix=prefix, has=lambda package: package == "vllm") == ""
     with pytest.raises(AsyncRLError, match=r"no .*\.venv-vllm/bin/python") as caught:
-        python_of(vllm, prefix=prefix, has=nothing)
+        find_interpreter(vllm, prefix=prefix, has=nothing)
     assert caught.value.code == "config.extra" and "make vllm" in caught.value.remedy
     made = tmp_path / ".venv-vllm" / "bin" / "python"
     made.parent.mkdir(parents=True)
     made.touch()
-    assert python_of(vllm, prefix=prefix, has=nothing) == str(made)
+    assert find_interpreter(vllm, prefix=prefix, has=nothing) == str(made)
 
 
 def test_the_interpreter_of_a_judge_with_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +84,7 @@ def test_the_interpreter_of_a_judge_with_an_engine(tmp_path: Path, monkeypatch: 
 
 
 def test_only_producers_are_started_by_it() -> None:
-    config = with_python(config_of(engine="vllm", python="/own/python", count=2))
+    config = settle_interpreter(config_of(engine="vllm", python="/own/python", count=2))
     started = {item.name: item.argv[0] for item in plan(config, ("buffer", "producer"), config_path=Path("c"))}
     assert started["producer-0"] == started["producer-1"] == "/own/python" != started["buffer"]
 

@@ -16,7 +16,7 @@ from test_algorithm_settings import key, made, refused
 from test_learner_loop import gang, make_batch, make_config, make_learner, model_dir, weights
 from test_presets_train import trained
 
-from asyncrl.config import algorithm_notes
+from asyncrl.config.rules import notes
 from asyncrl.config.sections import algorithm_catalogue as algorithms
 from asyncrl.config.sections.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.errors import Fenced
@@ -232,11 +232,11 @@ def test_settings_are_explained() -> None:
     config = made(key("entropy_keep=0.2"), key("entropy_target=0.3"))
     told = algorithms.explain(config.learner.algorithm)
     assert "the 20% of tokens with the highest entropy, entropy bonus towards 0.3 nats" in told
-    assert list(algorithm_notes.notes(config)) == []
+    assert list(notes.notes(config)) == []
     assert "entropy bonus x 0.01" in algorithms.explain(made(key("entropy_coeff=0.01")).learner.algorithm)
-    (told,) = algorithm_notes.notes(made(key("entropy_max=0.5")))
+    (told,) = notes.notes(made(key("entropy_max=0.5")))
     assert "no effect without an entropy_target" in told
-    (told,) = algorithm_notes.notes(made(key("entropy_keep=0.5"), key("loss=gspo")))
+    (told,) = notes.notes(made(key("entropy_keep=0.5"), key("loss=gspo")))
     assert "that of the tokens that are kept" in told
     assert math.isclose(made(key("entropy_keep=1")).learner.algorithm.entropy_keep, 1.0)
     assert json.loads(msgspec.json.encode(coefficients_of(AlgorithmConfig())))["entropy"] == 0.0

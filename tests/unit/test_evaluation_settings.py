@@ -10,20 +10,11 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
+from asyncrl.config.evaluation import evaluation_data, evaluation_sampling, is_evaluation_due
 from asyncrl.errors import ConfigErrors
-from asyncrl.evaluation.ids import (
-    FIRST,
-    MAX_ROWS,
-    data_of,
-    group_maker,
-    is_due,
-    is_evaluation,
-    place_of,
-    sampling_of,
-    seed_of,
-    source_of,
-)
-from asyncrl.preflight.check import check_data, derived, notes_on
+from asyncrl.evaluation.ids import FIRST, MAX_ROWS, evaluation_group, is_evaluation, row_seed, row_source, split_group
+from asyncrl.preflight.derived import derive_findings, notes_on
+from asyncrl.preflight.files import check_data
 from producers.data.evaluation_prompts import HeldOutPrompts
 
 ON = "\n[evaluation]\npath = 'held.jsonl'\n"
@@ -42,7 +33,7 @@ def codes(text: str, *overrides: str) -> list[str]:
 def test_off_by_default() -> None:
     config = made("")
     assert not config.evaluation.enabled
-    assert not any(is_due(config, step) for step in range(5))
+    assert not any(is_evaluation_due(config, step) for step in range(5))
 
 
 @pytest.mark.parametrize(
@@ -66,19 +57,19 @@ def test_contradictions_are_said(settings: list[str], words: str) -> None:
 
 def test_when_it_is_due() -> None:
     config = made(ON, "evaluation.every=3", "evaluation.at_start=true", "learner.steps=10")
-    assert [step for step in range(11) if is_due(config, step)] == [0, 3, 6, 9, 10]
+    assert [step for step in range(11) if is_evaluation_due(config, step)] == [0, 3, 6, 9, 10]
     config = made(ON, "evaluation.every=3", "evaluation.at_end=false", "learner.steps=10")
-    assert [step for step in range(11) if is_due(config, step)] == [3, 6, 9]
+    assert [step for step in range(11) if is_evaluation_due(config, step)] == [3, 6, 9]
     config = made(ON, "learner.steps=10")
-    assert [step for step in range(11) if is_due(config, step)] == [10]
+    assert [step for step in range(11) if is_evaluation_due(config, step)] == [10]
 
 
 def test_sampling_is_its_own() -> None:
     base = ("sampling.group_size=8", "sampling.over_issue=2", "sampling.temperature=0.7", "sampling.top_p=0.9")
-    greedy = sampling_of(made(ON, *base))
+    greedy = evaluation_sampling(made(ON, *base))
     assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.asked_samples) == (1.0, 1, 1.0, 1)
     assert greedy.max_new_tokens == 16
-    warm = sampling_of(
+    warm = evaluation_sampling(
         made(
             ON,
             *base,
@@ -92,13 +83,13 @@ def test_sampling_is_its_own() -> None:
 
 
 def test_ids() -> None:
-    assert not is_evaluation(FIRST - 1) and is_evaluation(group_maker(0, 0))
+    assert not is_evaluation(FIRST - 1) and is_evaluation(evaluation_group(0, 0))
     for step, row in ((0, 0), (7, 12), (1_000_000, MAX_ROWS - 1)):
-        assert place_of(group_maker(step, row)) == (step, row)
-        assert group_maker(step, row) < 1 << 53
-    assert seed_of(1, 2) == seed_of(1, 2) != seed_of(1, 3) != seed_of(2, 3)
-    assert source_of('{"data_source":"gsm8k"}') == "gsm8k"
-    assert source_of("{}") == source_of("not json") == source_of("[1]") == "default"
+        assert split_group(evaluation_group(step, row)) == (step, row)
+        assert evaluation_group(step, row) < 1 << 53
+    assert row_seed(1, 2) == row_seed(1, 2) != row_seed(1, 3) != row_seed(2, 3)
+    assert row_source('{"data_source":"gsm8k"}') == "gsm8k"
+    assert row_source("{}") == row_source("not json") == row_source("[1]") == "default"
 
 
 def test_share_of_a_producer() -> None:
@@ -116,7 +107,7 @@ def test_check_looks_at_the_file_and_counts(tmp_path: Path) -> None:
     train, held = write(tmp_path / "train.jsonl", 8), write(tmp_path / "held.jsonl", 5)
     config = made(ON, f"data.path={train}", f"evaluation.path={held}", "evaluation.every=2", "evaluation.samples=3")
     assert list(check_data(config)) == []
-    found = {finding.name: finding for finding in derived(config)}
+    found = {finding.name: finding for finding in derive_findings(config)}
     assert found["evaluations"].value == "2", "steps 2 and 4"
     assert "5 prompts x 3" in found["evaluations"].arithmetic
     (error,) = check_data(msgspec.structs.replace(config, evaluation=made(ON).evaluation))
@@ -139,8 +130,8 @@ def test_prompts_are_the_first_rows_in_their_order(tmp_path: Path) -> None:
     train, held = write(tmp_path / "train.jsonl", 8), write(tmp_path / "held.jsonl", 5)
     config = made(ON, f"data.path={train}", f"evaluation.path={held}", "data.shuffle=true")
     prompts = HeldOutPrompts(config)
-    assert prompts.rows == 5 and not data_of(config).shuffle
-    assert [prompts.row_for(group_maker(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
+    assert prompts.rows == 5 and not evaluation_data(config).shuffle
+    assert [prompts.row_for(evaluation_group(7, row))["prompt"] for row in range(5)] == ["0=", "1=", "2=", "3=", "4="]
     assert HeldOutPrompts(made(ON, f"evaluation.path={held}", "evaluation.max_prompts=3")).rows == 3
     assert HeldOutPrompts(made("")).rows == 0
 

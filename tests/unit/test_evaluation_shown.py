@@ -13,9 +13,9 @@ from synthetic_run import START, check_names, write_run
 from asyncrl.config import Config, parse
 from asyncrl.errors import StateLost, Unavailable
 from asyncrl.launcher.hang_watch import HangWatch
-from asyncrl.launcher.supervisor import Outcome
-from asyncrl.metrics.pages import tag_of
+from asyncrl.metrics.pages import metric_tag
 from asyncrl.monitor.status import render
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary
 from asyncrl.report.evaluation import section
@@ -84,8 +84,8 @@ def test_status_says_what_runs() -> None:
 
 
 def test_names_in_tensorboard() -> None:
-    assert tag_of("val-core/add/reward/mean@4") == "val-core/add/reward/mean@4"
-    assert tag_of("evaluation_missing") == "faults/evaluation_missing"
+    assert metric_tag("val-core/add/reward/mean@4") == "val-core/add/reward/mean@4"
+    assert metric_tag("evaluation_missing") == "faults/evaluation_missing"
 
 
 # ---------------------------------------------------------------- the learner

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from asyncrl import cli
 from asyncrl.config import dump
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.runs.export import export_command, size_of
+from asyncrl.runs.export import export_command, parse_size
 from asyncrl.runtime.run_dir import RunDir
 from learners.backends.hf_folder import FolderWriter, Pieces, skeleton_of
 from learners.backends.safetensors_writer import INDEX, ShardFiles
@@ -292,7 +292,7 @@ def test_the_command_refuses_before_anything_starts(
 @pytest.mark.parametrize("text", ["0", "-1GB", "GB", "5 XB", "", "1e9"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
-        size_of(text)
+        parse_size(text)
 
 
 def test_the_command_becomes_the_exporter(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,13 @@ from synthetic_run import write_run
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
 from asyncrl.planner.forecast import Options, plan_for, play
-from asyncrl.planner.measure import Curve, by_step, decoded_samples, fitted, measure, observed
+from asyncrl.planner.measure import Curve, decoded_samples, fitted, measure, observed, unique_steps
 from asyncrl.planner.model import Plant, Scenario
-from asyncrl.planner.search import buffers_for, devices_per_producer, levels, scenario_of, splits
+from asyncrl.planner.search import buffers_for, build_scenario, devices_per_producer, levels, splits
 from asyncrl.runtime.run_dir import RunDir
-from buffers.simulation.simulation import Quiet, Simulation, settings_for
+from buffers.groups.machine import Parts
+from buffers.groups.transaction import Transaction
+from buffers.simulation.simulation import QuietTable, QuietTransaction, Simulation, settings_for
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -43,14 +45,14 @@ steps = 24
 """
 
 
-class Logged(Quiet):
-    """The state machine with its log."""
+class LoggedTransaction(QuietTransaction):
+    """A transaction that keeps the history."""
 
-    _event = Quiet.__mro__[1]._event
+    event = Transaction.event
+    sample_event = Transaction.sample_event
 
-    def forget(self) -> None:
-        """The log is kept."""
-        self._freed.clear()
+
+LOGGED = Parts(transaction=LoggedTransaction, table=QuietTable)
 
 
 def simulated_run(root: Path, plant: Plant) -> tuple[RunDir, Simulation]:
@@ -58,11 +60,9 @@ def simulated_run(root: Path, plant: Plant) -> tuple[RunDir, Simulation]:
     run = RunDir(root).create()
     config = parse(TEXT.format(root=run.root))
     run.config.write_text(dump(config))
-    simulation = Simulation(plant, scenario_of(config))
-    events: list[Any] = []
-    simulation.groups.__class__ = Logged
+    simulation = Simulation(plant, build_scenario(config), parts=LOGGED)
     simulation.run()
-    events = simulation.groups.take().events
+    events = simulation.machine.take().events
     run.history.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     lines = []
     for number, step in enumerate(simulation.steps, start=1):
@@ -124,10 +124,10 @@ def test_a_run_gives_back_what_its_machines_do(tmp_path: Path, cores: float) -> 
     assert found.sync_s[0] == 0.06 and found.fetch_s == pytest.approx(0.02)
     assert len(found.lengths) == 24 * 8 and set(map(len, found.lengths)) == {4}
     # ... and with these numbers the run is forecast as it was, and another one as it would have been
-    [again] = play(found, [scenario_of(config)])
+    [again] = play(found, [build_scenario(config)])
     assert again.steps_s == pytest.approx(did.steps_s, rel=0.05)
     assert again.lag_mean == pytest.approx(did.lag_mean, abs=0.15)
-    other = msgspec.structs.replace(scenario_of(config), producers=1, max_staleness=0, depth=0)
+    other = msgspec.structs.replace(build_scenario(config), producers=1, max_staleness=0, depth=0)
     [forecast], truth = play(found, [other]), Simulation(plant, other).run()
     assert forecast.steps_s == pytest.approx(truth.steps_s, rel=0.08)
 
@@ -170,7 +170,7 @@ def test_a_short_run_is_refused(tmp_path: Path) -> None:
 
 def test_steps_that_were_trained_again_count_once() -> None:
     lines = [{"step": 1, "t": 1}, {"step": 2, "t": 2}, {"step": 2, "t": 5}, {"step": 3, "t": 6, "replayed": 1}]
-    assert [line["t"] for line in by_step(lines)] == [1, 5]
+    assert [line["t"] for line in unique_steps(lines)] == [1, 5]
     even = [
         {"step": n, "t": float(n), "step_s": 1.0, "groups": 2, "tokens": 10, "lag_mean": 1.0, "wait_s": 0.25}
         for n in range(1, 13)
@@ -224,9 +224,9 @@ def test_the_command_from_a_run(tmp_path: Path) -> None:
     assert got.steps_s == pytest.approx(did.steps_s, rel=0.05)
     assert max(length for row in planned.plant.lengths for length in row) == 150
     assert [note for note in planned.notes if "cut at sampling.max_new_tokens = 150" in note]
-    from asyncrl.planner.forecast import text_of
+    from asyncrl.planner.forecast import format_plan
 
-    text = "\n".join(text_of(planned))
+    text = "\n".join(format_plan(planned))
     assert "suggested" in text and "check     the run itself" in text and "one buffer is enough" in text
 
 

@@ -17,12 +17,12 @@ from asyncrl import metrics
 from asyncrl.cli import main
 from asyncrl.config import Config, all_keys, load, parse, schema
 from asyncrl.config.json_schema import meanings
-from asyncrl.config.suggestions import sections_of
+from asyncrl.config.suggestions import list_sections
 from asyncrl.configure.diff import differences
 from asyncrl.configure.explain import error_texts, explain
-from asyncrl.configure.wizard import QUESTIONS, complete, settings_of, text_of
+from asyncrl.configure.wizard import QUESTIONS, complete, format_toml, proposed_settings
 from asyncrl.errors import CATALOGUE, ConfigError
-from asyncrl.launcher.dry_run import without_password
+from asyncrl.launcher.dry_run import mask_passwords
 from asyncrl.metrics import CATALOGUE as METRICS
 from asyncrl.preflight.machine import Machine
 
@@ -91,7 +91,7 @@ def test_the_texts_say_more_than_the_catalogue() -> None:
 
 
 def test_everything_can_be_explained() -> None:
-    for name in (*CATALOGUE, *all_keys(), *sections_of(Config), *METRICS):
+    for name in (*CATALOGUE, *all_keys(), *list_sections(Config), *METRICS):
         assert len(explain(name).splitlines()) >= 2, name
     assert "final" in explain("config.file") and "restarted" in explain("internal")
     assert "error[hang]" in explain("error[hang]")
@@ -206,13 +206,13 @@ def test_five_questions_are_asked_and_have_defaults() -> None:
 def test_init_fits_the_machine_and_comments_every_setting(devices: Mapping[str, int]) -> None:
     machine = msgspec.structs.replace(PLAIN, devices=dict(devices))
     answers = {"model": 'a "quoted" name', "data": "d.jsonl", "reward": "a:b", "preset": "dapo", "name": "n"}
-    text = text_of(answers, machine)
+    text = format_toml(answers, machine)
     made = parse(text)
     assert made.model.path == 'a "quoted" name' and parse(text) == made
     count = sum(devices.values())
     assert made.learner.ranks + made.producers.count == max(2, count)
     assert all("  # " in line for line in text.splitlines() if " = " in line)
-    assert set(settings_of(answers, machine)) <= set(all_keys())
+    assert set(proposed_settings(answers, machine)) <= set(all_keys())
 
 
 # ---------------------------------------------------------------- dry run
@@ -255,9 +255,9 @@ def test_a_dry_run_says_what_changed_since(place: Path, capsys: pytest.CaptureFi
 
 
 def test_passwords_do_not_stand_in_a_plan() -> None:
-    assert without_password("redis://user:secret@host:1/0") == "redis://user:***@host:1/0"
-    assert without_password("redis://:secret@host") == "redis://:***@host"
-    assert without_password("tcp://host:1") == "tcp://host:1"
+    assert mask_passwords("redis://user:secret@host:1/0") == "redis://user:***@host:1/0"
+    assert mask_passwords("redis://:secret@host") == "redis://:***@host"
+    assert mask_passwords("tcp://host:1") == "tcp://host:1"
 
 
 # ---------------------------------------------------------------- schema

@@ -30,7 +30,9 @@ CONTRACTS = [
     "wire",
     "config",
     "metrics",
-    "net.sockets",
+    "net.requester",
+    "net.async_requester",
+    "net.responder",
     "plugins",
     "runtime.run_dir",
     "runtime.role",
@@ -165,7 +167,7 @@ def modules_after(statement: str) -> set[str]:
     [
         f"import {', '.join('asyncrl.' + name for name in CONTRACTS)}",
         "import asyncrl.cli",
-        "import buffers.client.client, weightsync.client",
+        "import buffers.client.client, asyncrl.monitor.control",
         "import weightsync.plan.buckets, weightsync.coordinator.rounds, buffers.groups.machine",
     ],
 )

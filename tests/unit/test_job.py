@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.launcher.launch import LaunchOptions, _grace, _locks, exit_code, gang_is_done
-from asyncrl.launcher.supervisor import Grace, Outcome
-from asyncrl.monitor.status import launcher_mark, launchers
+from asyncrl.launcher.supervisor import Grace
+from asyncrl.process_plan.outcome import Outcome
+from asyncrl.runtime.launchers import launcher_mark, launchers
 from asyncrl.runtime.run_dir import RunDir
 
 TEXT = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[reward]]\nfunction = "a:b"\n'

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-import asyncrl.config.sections.judge_models
+import asyncrl.config.sections.judge
 import producers.rewards.judges.rate_limit as pacing
 from asyncrl.config import dump, parse
-from asyncrl.config.sections.judge import JudgeConfig, judges_of
+from asyncrl.config.judges import list_judges
+from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigErrors
 from producers.rewards.judges import templates
 from producers.rewards.outcome import Problem
@@ -43,7 +44,7 @@ def table(**changes: Any) -> JudgeConfig:
 
 
 @pytest.mark.parametrize(
-    "module", [asyncrl.config.sections.judge_models, pacing, templates], ids=lambda module: module.__name__
+    "module", [asyncrl.config.sections.judge, pacing, templates], ids=lambda module: module.__name__
 )
 def test_examples_in_the_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
@@ -61,7 +62,7 @@ def refused(text: str) -> str:
 
 def test_a_reward_of_a_model_needs_no_function() -> None:
     config = parse(URL)
-    (judge,) = judges_of(config)
+    (judge,) = list_judges(config)
     assert judge.table.is_model and judge.rewards[0].label == "grader"
     assert parse(dump(config)) == config
 

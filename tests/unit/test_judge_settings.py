@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import Config, dump, parse
-from asyncrl.config.sections.judge import judge_of, judges_for, judges_of
+from asyncrl.config.judges import find_judge, judges_for, list_judges
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.launch import LaunchOptions, launch_config
 
@@ -43,17 +43,18 @@ def refused(text: str) -> list[str]:
 
 
 def test_without_a_table_there_is_the_default_judge_alone() -> None:
-    (judge,) = judges_of(parse(ONE))
-    assert (judge.name, judge.shown, judge.count, judge.timeout_s, judge.data_sources) == ("", "default", 3, 7.0, ())
+    (judge,) = list_judges(parse(ONE))
+    assert (judge.name, judge.display_name, judge.count) == ("", "default", 3)
+    assert (judge.timeout_s, judge.data_sources) == (7.0, ())
 
 
 def test_a_judge_inherits_what_its_table_leaves_out() -> None:
-    default, slow = judges_of(parse(TWO))
+    default, slow = list_judges(parse(TWO))
     assert default.rewards[0].function == "a:b" and slow.rewards[0].function == "a:deep"
     for name in ("count", "restarts", "timeout_s", "retries", "batch_samples", "memory_bytes"):
         assert getattr(slow, name) == getattr(default, name)
     own = "count = 1\nrestarts = 0\ntimeout_s = 90\nretries = 0\nbatch_samples = 2\nmemory_bytes = 8\n"
-    slow = judge_of(parse(TWO + own), "slow")
+    slow = find_judge(parse(TWO + own), "slow")
     assert slow is not None
     assert (slow.count, slow.restarts, slow.timeout_s, slow.retries, slow.batch_samples, slow.memory_bytes) == (
         1,
@@ -67,12 +68,12 @@ def test_a_judge_inherits_what_its_table_leaves_out() -> None:
 
 def test_a_judge_without_rewards_of_the_default_one_stands_alone() -> None:
     config = parse(TWO.replace('function = "a:b"', 'function = "a:b"\njudge = "slow"'))
-    assert [judge.name for judge in judges_of(config)] == ["slow"]
-    assert judge_of(config, "") is None
+    assert [judge.name for judge in list_judges(config)] == ["slow"]
+    assert find_judge(config, "") is None
 
 
 def test_which_judges_a_row_is_for() -> None:
-    rules = [(judge.name, judge.data_sources) for judge in judges_of(parse(TWO))]
+    rules = [(judge.name, judge.data_sources) for judge in list_judges(parse(TWO))]
     assert judges_for("math", rules) == ("", "slow") and judges_for("code", rules) == ("",)
     only = [("x", ("math",)), ("y", ("math", "code"))]
     assert judges_for("code", only) == ("y",)
@@ -81,10 +82,10 @@ def test_which_judges_a_row_is_for() -> None:
 
 def test_sources_of_a_judge_are_those_of_all_of_its_rewards() -> None:
     more = TWO + '\n[[reward]]\nfunction = "a:c"\njudge = "slow"\ndata_sources = ["code", "math"]\n'
-    found = judge_of(parse(more), "slow")
+    found = find_judge(parse(more), "slow")
     assert found is not None and found.data_sources == ("math", "code")
     everywhere = TWO + '\n[[reward]]\nfunction = "a:c"\njudge = "slow"\n'
-    found = judge_of(parse(everywhere), "slow")
+    found = find_judge(parse(everywhere), "slow")
     assert found is not None and found.data_sources == ()
 
 

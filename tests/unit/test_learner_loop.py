@@ -464,11 +464,11 @@ def test_learning_rate_schedules() -> None:
 
 def test_tracker_groups_name_metrics_of_the_catalogue() -> None:
     from asyncrl.metrics import CATALOGUE
-    from asyncrl.metrics.pages import FAULTS, HEALTH, SPEED, tag_of
+    from asyncrl.metrics.pages import FAULTS, HEALTH, SPEED, metric_tag
 
     known = CATALOGUE.keys() | {name.rpartition("/")[2] for name in CATALOGUE}
     assert known >= HEALTH | SPEED | FAULTS
-    assert (tag_of("lag_max"), tag_of("step_s"), tag_of("reward/exact")) == (
+    assert (metric_tag("lag_max"), metric_tag("step_s"), metric_tag("reward/exact")) == (
         "health/lag_max",
         "speed/step_s",
         "learning/reward/exact",

@@ -22,7 +22,7 @@ from asyncrl.monitor.screen import screen
 from asyncrl.monitor.snapshot import Snapshot, snapshot
 from asyncrl.monitor.source import FileSource, Observed
 from asyncrl.monitor.status_schema import Buffer, Judge, Member, Status, Tuning, WeightSync, Worker
-from asyncrl.monitor.top import Looks, code_of, top_command
+from asyncrl.monitor.top import Looks, exit_code, top_command
 from asyncrl.runtime.run_dir import RunDir
 
 NOW = START + 100
@@ -234,7 +234,7 @@ def test_looks_go_on_beside_the_keys_and_hand_over_an_error() -> None:
     looks.start()
     looks.join(timeout=30)
     assert looks.newest is not None and looks.error is not None and len(seen) == 3
-    assert code_of(Snapshot(at=0.0, live=False, silent="x")) == 69
+    assert exit_code(Snapshot(at=0.0, live=False, silent="x")) == 69
 
 
 # ---------------------------------------------------------------- the form of the status

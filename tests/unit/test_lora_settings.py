@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from asyncrl import config
-from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE, sends_adapters
-from asyncrl.config.sections.mode import DATASET
+from asyncrl.config.mode import DATASET, sends_adapters
+from asyncrl.config.sections.lora import TAKE_ADAPTERS, TAKE_WHOLE
 from asyncrl.errors import ConfigErrors
 from asyncrl.plugins import BUILT_IN
-from asyncrl.preflight import check
+from asyncrl.preflight import code
 from learners.backends.sharded_checkpoint import about_of, load_shards, shard_of
 from learners.models.logprobs import chunked_logprobs
 
@@ -70,9 +70,9 @@ def test_adapters_go_to_engines_that_take_them() -> None:
 def test_peft_is_asked_for_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
-    (found,) = check.check_plugins(made())
+    (found,) = code.check_plugins(made())
     assert found.code == "config.extra" and "asyncrl[lora]" in found.remedy
-    assert not list(check.check_plugins(config.parse(TOML + REWARD)))
+    assert not list(code.check_plugins(config.parse(TOML + REWARD)))
 
 
 def test_a_frozen_head_spares_its_gradient_and_changes_no_other() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl import config
-from asyncrl.config.sections import parallel
+from asyncrl.config.rules import learner
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from learners.backends.megatron.checkpoint import Store, pieces, write
 from learners.backends.megatron.logprobs import Slice, sliced_logprobs, sliced_numbers
@@ -261,9 +261,9 @@ def test_settings_that_the_backend_does_not_do_are_refused(extra: str, says: str
 def test_there_are_layers_enough_and_inner_widths_divide() -> None:
     made = config.parse(TOML, overrides=["learner.parallel.tensor=2", "learner.parallel.pipeline=2"])
     model = {**JSON, "num_hidden_layers": 1, "intermediate_size": 95}
-    said = [message for _, message, _ in parallel.model_problems(made, model)]
+    said = [message for _, message, _ in learner.model_problems(made, model)]
     assert len(said) == 2 and "num_hidden_layers = 1" in "".join(said) and "intermediate_size = 95" in "".join(said)
-    assert not list(parallel.model_problems(made, JSON))
+    assert not list(learner.model_problems(made, JSON))
 
 
 # ---------------------------------------------------------------- log-probs of slices

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, parse
-from asyncrl.preflight.machine import Machine, machine_of, missing
-from asyncrl.preflight.memory import RoleMemory, estimate, shape_of, shown
+from asyncrl.preflight.machine import Machine, look_at_machine, missing
+from asyncrl.preflight.memory import RoleMemory, estimate, format_bytes, model_shape
 from asyncrl.process_plan.plan import TARGETS
 
 GIB = 1 << 30
@@ -74,12 +74,12 @@ def test_parameters_are_those_of_the_model_classes(kind: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     exact = sum(parameter.numel() for parameter in model.parameters())
-    shape = shape_of(config.to_dict())
+    shape = model_shape(config.to_dict())
     assert shape is not None and abs(shape.parameters - exact) <= 0.02 * exact, (shape.parameters, exact)
 
 
 def test_the_example_of_the_module() -> None:
-    shape = shape_of(QWEN_05B)
+    shape = model_shape(QWEN_05B)
     assert shape is not None and round(shape.parameters / 1e6) == 494
     config = made(**{"learner.ranks": 4, "learner.packing": "true"})
     held = parts(config, "learner", "device", QWEN_05B)
@@ -113,7 +113,7 @@ def test_what_settings_change() -> None:
 
 
 def test_an_unknown_model_is_not_guessed() -> None:
-    assert shape_of({"model_type": "mamba", "hidden_size": 8}) is None
+    assert model_shape({"model_type": "mamba", "hidden_size": 8}) is None
     assert estimate(made(), {}, TARGETS["all"], accelerator=False) == []
 
 
@@ -137,11 +137,11 @@ def test_this_machine_is_read_from_files(tmp_path: Any) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "davinci0", "davinci_manager"):
         (dev / name).touch()
     (tmp_path / "meminfo").write_text("MemTotal:        1024 kB\nMemFree: 1 kB\n")
-    machine = machine_of(tmp_path / "not" / "yet", dev=dev, meminfo=tmp_path / "meminfo")
+    machine = look_at_machine(tmp_path / "not" / "yet", dev=dev, meminfo=tmp_path / "meminfo")
     assert machine.devices == {"cuda": 2, "npu": 1} and machine.accelerator == "cuda"
     assert machine.memory_bytes == 1 << 20 and machine.disk_free_bytes > 0 and machine.cores >= 1
 
 
 def test_sizes_are_shown_in_units() -> None:
-    assert [shown(size) for size in (10, 2048, 5 << 20, int(1.8 * GIB))] == ["10 B", "2 KiB", "5 MiB", "1.8 GiB"]
+    assert [format_bytes(size) for size in (10, 2048, 5 << 20, int(1.8 * GIB))] == ["10 B", "2 KiB", "5 MiB", "1.8 GiB"]
     assert RoleMemory("buffer", "host", 1, ()).total_bytes == 0

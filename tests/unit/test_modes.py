@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.config.sections import mode as modes
+from asyncrl.config import mode
 from asyncrl.errors import ConfigErrors
-from asyncrl.preflight import check
+from asyncrl.preflight import derived, files
 from asyncrl.process_plan.plan import TARGETS, plan
 from buffers.groups.records import settings_of
 
@@ -49,18 +49,18 @@ def test_contradictions(text: str, overrides: list[str], part: str) -> None:
 
 def test_rows_need_no_reward_and_no_second_sample() -> None:
     parsed = config.parse(SFT)
-    assert (parsed.reward, parsed.sampling.group_size, modes.is_paired(parsed)) == ((), 1, False)
-    assert modes.answer_keys(parsed) == ("response",)
-    assert modes.answer_keys(config.parse(DPO)) == ("chosen", "rejected")
+    assert (parsed.reward, parsed.sampling.group_size, mode.is_paired(parsed)) == ((), 1, False)
+    assert mode.answer_keys(parsed) == ("response",)
+    assert mode.answer_keys(config.parse(DPO)) == ("chosen", "rejected")
 
 
 def test_a_run_over_rows_starts_three_processes() -> None:
     parsed = config.parse(SFT)
-    roles = modes.roles_of(TARGETS["all"], parsed)
+    roles = mode.present_roles(TARGETS["all"], parsed)
     assert [p.name for p in plan(parsed, roles, config_path=Path("c.toml"))] == ["buffer", "producer-0", "learner"]
-    assert "1 producer (dataset)" in check.what_starts(parsed, roles)
+    assert "1 producer (dataset)" in derived.what_starts(parsed, roles)
     online = config.parse(DPO + '[[reward]]\nfunction = "a:b"\n', overrides=["producers.engine=hf"])
-    assert modes.roles_of(TARGETS["all"], online) == TARGETS["all"]
+    assert mode.present_roles(TARGETS["all"], online) == TARGETS["all"]
 
 
 def test_rows_have_no_age_but_generated_pairs_have() -> None:
@@ -76,18 +76,18 @@ def test_rows_have_no_age_but_generated_pairs_have() -> None:
 @pytest.mark.parametrize(("epochs", "rows", "batch", "steps"), [(3, 10, 4, 8), (1, 8, 4, 2), (2, 1, 16, 1)])
 def test_steps_cover_every_row_so_often(epochs: int, rows: int, batch: int, steps: int) -> None:
     parsed = config.parse(SFT, overrides=[f"data.epochs={epochs}", f"buffer.batch_groups={batch}"])
-    assert modes.with_epochs(parsed, rows).learner.steps == steps
-    assert config.parse(SFT).learner.steps == modes.with_epochs(config.parse(SFT), rows).learner.steps
+    assert mode.derive_steps(parsed, rows).learner.steps == steps
+    assert config.parse(SFT).learner.steps == mode.derive_steps(config.parse(SFT), rows).learner.steps
 
 
 def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' * 10)
     parsed = config.parse(SFT, overrides=[f"data.path={path},{path}", "data.epochs=2", "buffer.batch_groups=8"])
-    assert check.settled(parsed).learner.steps == 5
+    assert files.settle_steps(parsed).learner.steps == 5
     source = config.parse(SFT, overrides=["data.path=", "data.source=a:b", "data.epochs=2"])
     with pytest.raises(ConfigErrors, match=r"set learner\.steps"):
-        check.settled(source)
+        files.settle_steps(source)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_epochs_are_settled_from_the_files_and_need_their_number(tmp_path: Path)
 def test_check_names_missing_columns(text: str, row: dict[str, object], missing: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    found = [error.message for error in check.check_data(config.parse(text, overrides=[f"data.path={path}"]))]
+    found = [error.message for error in files.check_data(config.parse(text, overrides=[f"data.path={path}"]))]
     assert (missing in found[0]) if missing else found == []
 
 

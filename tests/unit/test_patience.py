@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import Unavailable
-from asyncrl.net.sockets import Requester
+from asyncrl.net.requester import Requester
 from asyncrl.runtime.role import Stop
 from asyncrl.wire import Ok
 from learners.rank_zero import Silence

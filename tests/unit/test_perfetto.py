@@ -23,7 +23,8 @@ from synthetic_run import START, good_history, issue, register, train, write_his
 
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.perfetto import group_flow, parts_of, weights_flow, write_trace
+from asyncrl.trace.perfetto import step_parts, weights_flow, write_trace
+from asyncrl.trace.perfetto_groups import group_flow
 from asyncrl.trace.perfetto_writer import Drawing, Lanes, Out, note
 
 ROOT = Path(__file__).parents[2]
@@ -271,11 +272,11 @@ def test_lanes_are_used_again_and_never_shared(tmp_path: Path) -> None:
 
 
 def test_parts_fill_their_step_in_order() -> None:
-    parts = list(parts_of({"wait_s": 0.5, "proximal_s": 0.25, "train_s": 0.25, "checkpoint_s": 1.0}, 100, 2_000_100))
+    parts = list(step_parts({"wait_s": 0.5, "proximal_s": 0.25, "train_s": 0.25, "checkpoint_s": 1.0}, 100, 2_000_100))
     assert [name for name, _, _ in parts] == ["checkpoint", "wait", "proximal", "train"]
     assert (parts[0][1], parts[-1][2]) == (100, 2_000_100)
     assert all(a[2] == b[1] for a, b in itertools.pairwise(parts))
-    assert list(parts_of({}, 0, 10)) == []
+    assert list(step_parts({}, 0, 10)) == []
 
 
 def test_the_format_is_really_checked() -> None:

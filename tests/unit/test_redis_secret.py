@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import dump, parse, redacted
-from asyncrl.config.redis_url import FILE, HIDDEN, VARIABLE, keep, password_of, with_password, without_password
+from asyncrl.config import dump, parse, redact
+from asyncrl.config.redis_url import FILE, HIDDEN, VARIABLE, hide_password, keep, restore_password, url_password
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.launch import changes
 
@@ -22,23 +22,23 @@ TEXT = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "a
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_password_is_hidden_and_comes_back(url: str, tmp_path: Path) -> None:
-    shown = without_password(url)
-    assert shown == URLS[url] and password_of(url) == SECRET and password_of(shown) == ""
-    assert without_password(shown) == shown
+    shown = hide_password(url)
+    assert shown == URLS[url] and url_password(url) == SECRET and url_password(shown) == ""
+    assert hide_password(shown) == shown
     with pytest.raises(ConfigError, match=VARIABLE):
-        with_password(shown, tmp_path, {})
+        restore_password(shown, tmp_path, {})
     keep(url, tmp_path)
     assert (tmp_path / FILE).stat().st_mode & 0o177 == 0 and (tmp_path / FILE).read_text() == SECRET
-    assert password_of(with_password(shown, tmp_path, {})) == SECRET
-    assert password_of(with_password(shown, tmp_path, {VARIABLE: "o:ther"})) == "o:ther"
+    assert url_password(restore_password(shown, tmp_path, {})) == SECRET
+    assert url_password(restore_password(shown, tmp_path, {VARIABLE: "o:ther"})) == "o:ther"
     keep(shown, tmp_path)  # a resumed run: nothing is lost
     assert (tmp_path / FILE).read_text() == SECRET
-    assert with_password(url, tmp_path, {VARIABLE: "other"}) == url, "what the user spelled out wins"
+    assert restore_password(url, tmp_path, {VARIABLE: "other"}) == url, "what the user spelled out wins"
 
 
 def test_the_environment_serves_a_url_without_a_password(tmp_path: Path) -> None:
-    assert with_password("redis://host:1/0", tmp_path, {VARIABLE: "pw"}) == "redis://:pw@host:1/0"
-    assert with_password("redis://host:1/0", tmp_path, {}) == "redis://host:1/0"
+    assert restore_password("redis://host:1/0", tmp_path, {VARIABLE: "pw"}) == "redis://:pw@host:1/0"
+    assert restore_password("redis://host:1/0", tmp_path, {}) == "redis://host:1/0"
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -46,13 +46,13 @@ def test_no_dump_and_no_change_shows_it(url: str, tmp_path: Path) -> None:
     config = parse(TEXT.replace("URL", url))
     text = dump(config)
     assert QUOTED not in text and SECRET not in text and HIDDEN in text
-    assert parse(text) == redacted(config)
+    assert parse(text) == redact(config)
     path = tmp_path / "config.toml"
     path.write_text(dump(parse(TEXT.replace("URL", ""))))
-    [line] = changes(path, redacted(config))
+    [line] = changes(path, redact(config))
     assert QUOTED not in line and HIDDEN in line
     path.write_text(text)
-    assert changes(path, redacted(config)) == []
+    assert changes(path, redact(config)) == []
 
 
 def test_a_comparison_shows_no_password(tmp_path: Path) -> None:

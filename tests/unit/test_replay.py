@@ -12,7 +12,7 @@ from synthetic_run import digest_of, write_run
 from asyncrl.errors import AsyncRLError
 from asyncrl.runs import batch_file
 from asyncrl.runs.fork import fork
-from asyncrl.runs.replay import command_of, planned, replay_command
+from asyncrl.runs.replay import planned, replay_command, replay_command_line
 from asyncrl.runs.replay_report import Done, End, Plan, Step, judge, render
 from asyncrl.runtime.run_dir import RunDir
 from learners.replay import distance, without
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunDir:
     made = write_run(tmp_path / "run", steps=LAST)
     made.archive.mkdir()
     for step in range(1, LAST + 1):
-        batch_file.path_of(made.archive, step).touch()
+        batch_file.batch_path(made.archive, step).touch()
     for step in (2, 4):
         write_checkpoint(made, step)
     return made
@@ -90,7 +90,7 @@ def test_what_is_missing_is_named(run: RunDir) -> None:
     assert "steps after 3 up to 3" in refused(run, 3, 3)
     assert "buffer.max_staleness cannot be changed in a replay" in refused(run, 0, None, "buffer.max_staleness=1")
     assert "clip_hihg" in refused(run, 0, None, "learner.algorithm.clip_hihg=1")
-    batch_file.path_of(run.archive, 5).unlink()
+    batch_file.batch_path(run.archive, 5).unlink()
     assert "the batch of step 5 is not archived (1 of 6" in refused(run)
     assert len(plan_of(run, 0, 4).steps) == 4
     run.history.unlink()
@@ -110,8 +110,8 @@ def test_results_stay_outside_of_the_run_and_strange_folders_stay(run: RunDir, t
 def test_several_ranks_replay_under_torchrun(run: RunDir) -> None:
     from asyncrl.config import load
 
-    one = command_of(load(run.config), run.config)
-    many = command_of(load(run.config, ["learner.ranks=2"]), run.config)
+    one = replay_command_line(load(run.config), run.config)
+    many = replay_command_line(load(run.config, ["learner.ranks=2"]), run.config)
     assert "learners.replay" in one and "learners.gang.local_gang" not in one
     assert "learners.replay" in many and "learners.main" not in many
     assert many[many.index("--nproc-per-node") + 1] == "2"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import good_history, issue, register, train, write_history
 
-from asyncrl.report.events import Lags, Recovery, events_of, recoveries, story
+from asyncrl.report.events import Lags, Recovery, read_events, recoveries, story
 
 
 def timed(events: list[dict[str, object]], *, every_s: float = 1.0) -> list[dict[str, object]]:
@@ -85,5 +85,5 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     path = write_history(tmp_path / "history.jsonl", good_history(2))
     with path.open("ab") as file:
         file.write(b'{"e": "commit", "st\n[1]\n\xff\xfe\n')
-    assert len(list(events_of(path))) == len(good_history(2))
-    assert list(events_of(tmp_path / "none.jsonl")) == []
+    assert len(list(read_events(path))) == len(good_history(2))
+    assert list(read_events(tmp_path / "none.jsonl")) == []

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import dump, parse
 from asyncrl.errors import ConfigError
 from asyncrl.runs.rescore import planned, render, summary
-from asyncrl.runs.score_file import GroupScores, Head, content_of, read_scores, write_scores
+from asyncrl.runs.score_file import GroupScores, Head, read_scores, responses_digest, write_scores
 from asyncrl.runtime.run_dir import RunDir
 
 TOML = """
@@ -118,5 +118,8 @@ def test_other_rewards_of_the_same_version_are_told_to_be_odd(tmp_path: Path) ->
 
 def test_the_content_of_a_group_is_its_tokens_and_where_they_end() -> None:
     one, other = np.array([1, 2], np.int32), np.array([3], np.int32)
-    assert content_of([one, other]) == content_of([one.copy(), other.copy()])
-    assert len({content_of([one, other]), content_of([other, one]), content_of([np.append(one, other)])}) == 3
+    assert responses_digest([one, other]) == responses_digest([one.copy(), other.copy()])
+    assert (
+        len({responses_digest([one, other]), responses_digest([other, one]), responses_digest([np.append(one, other)])})
+        == 3
+    )

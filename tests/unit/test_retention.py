@@ -10,7 +10,7 @@ import pytest
 from bare_config import BARE
 
 from asyncrl.config import Config, parse
-from asyncrl.config.sections import checkpoint as checkpoint_config
+from asyncrl.config.rules import notes as rules
 from asyncrl.errors import ConfigErrors
 from learners.checkpoints import retention
 from learners.checkpoints.retention import Ranking, Scores, best, kept
@@ -139,7 +139,7 @@ def test_settings_that_cannot_work_are_refused(settings: tuple[str, ...], said: 
 
 def test_settings_that_surprise_are_noted() -> None:
     def notes(config: Config) -> list[str]:
-        return list(checkpoint_config.notes(config))
+        return list(rules.notes(config))
 
     assert notes(bare()) == notes(bare(*EVALUATED)) == []  # checkpoints every 20 steps, too
     assert notes(bare("learner.checkpoint_best=1", "learner.checkpoint_metric=reward/exact")) == []

@@ -65,6 +65,7 @@ def test_a_good_function_keeps_the_contract() -> None:
     assert "the same values again in a new process" in text
 
 
+@pytest.mark.long
 def test_a_careless_function_is_told_everything_at_once() -> None:
     report = check_reward("author_rewards:careless", ROWS[:1], timeout_s=1.5)
     fails = verdicts(report, "fails")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.sections.reward import kind_of, label_of
+from asyncrl.config.sections.reward import reward_kind, reward_label
 from asyncrl.errors import ConfigError
 from producers.rewards.functions import RewardCall
 from producers.rewards.sample import RewardSample, read_value
@@ -242,7 +242,7 @@ def test_two_files_of_one_name_are_two(files: Path) -> None:
     ],
 )
 def test_names(function: str, kind: str, label: str) -> None:
-    assert kind_of(function) == kind and (not kind or label_of(function) == label)
+    assert reward_kind(function) == kind and (not kind or reward_label(function) == label)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, dump, load, parse
-from asyncrl.config.sections.mode import roles_of
+from asyncrl.config.mode import present_roles
 from asyncrl.preflight import code as check_code
-from asyncrl.preflight.check import check_files_of
+from asyncrl.preflight.check import check_files
 from asyncrl.preflight.derived import notes_on
 from asyncrl.preflight.memory import estimate
 from asyncrl.process_plan.plan import TARGETS, plan
@@ -124,12 +124,12 @@ def test_it_is_read_checked_and_planned(path: Path, place: Path) -> None:
     config = load(path)
     assert parse(dump(config)) == config
     stand_ins(config)
-    made, checked = check_files_of(path)
+    made, checked = check_files(path)
     assert made is not None
     wrong = [error for error in checked.errors if error.code not in OF_THE_MACHINE]
     assert wrong == [], "\n".join(error.render() for error in wrong)
     assert all(error.where.startswith(f"{path}") for error in checked.errors)
-    roles = roles_of(TARGETS["all"], made)
+    roles = present_roles(TARGETS["all"], made)
     plans = plan(made, roles, config_path=place / "config.toml")
     assert len({one.name for one in plans}) == len(plans) and plans[-1].role == "learner"
     assert {row.role for row in checked.starting} == {one.role for one in plans}

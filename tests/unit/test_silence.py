@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.launcher.liveness_watch import SilenceWatch
-from asyncrl.process_plan.host_facts import children_of, state_of
+from asyncrl.runtime.host_facts import child_pids, process_state
 from asyncrl.runtime.liveness import Sign, Ticker, read_signs
 from asyncrl.runtime.run_dir import RunDir
 
@@ -30,8 +30,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process with a child of its own."""
     code = "import subprocess, sys; subprocess.run(['sleep', '60'], timeout=60)"
     child = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: children_of(child.pid) != [])
-    below = children_of(child.pid)
+    wait_for(lambda: child_pids(child.pid) != [])
+    below = child_pids(child.pid)
     yield child
     for pid in (child.pid, *below):
         os.kill(pid, signal.SIGKILL)
@@ -113,14 +113,14 @@ def test_silence_is_named_once_and_its_end_too(tmp_path: Path, sleeper: subproce
 
 def test_a_stopped_process_below_a_role_is_named_after_it(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     watched = Watched(tmp_path, sleeper.pid)
-    below = children_of(sleeper.pid)[0]
+    below = child_pids(sleeper.pid)[0]
     os.kill(below, signal.SIGSTOP)
-    wait_for(lambda: state_of(below) == "T")
+    wait_for(lambda: process_state(below) == "T")
     events = watched.look(8.0)
     assert len(events) == 1 and f"sleep of producer-0 (pid {below} on " in events[0][1]
     assert events[0][1].endswith("is silent for 5 s; it is stopped (state T)")
     os.kill(below, signal.SIGCONT)
-    wait_for(lambda: state_of(below) != "T")
+    wait_for(lambda: process_state(below) != "T")
     assert [kind for kind, _ in watched.look(9.0)] == ["back"]
 
 
@@ -139,7 +139,7 @@ def test_who_has_ended_is_not_silent(tmp_path: Path) -> None:
     watched.sign(1.0)
     watched.look(2.0)
     child.kill()
-    wait_for(lambda: state_of(child.pid) == "")  # a zombie until it is waited for
+    wait_for(lambda: process_state(child.pid) == "")  # a zombie until it is waited for
     assert watched.look(20.0) == []
     child.wait(timeout=10)
     assert watched.look(30.0) == []

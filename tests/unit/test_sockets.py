@@ -17,7 +17,11 @@ import zmq
 
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, ConfigError, Unavailable
-from asyncrl.net import sockets
+from asyncrl.net import addresses, responder
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import read_keys, write_keys
+from asyncrl.net.requester import Requester
+from asyncrl.net.responder import Call, Responder
 
 
 class Echo:
@@ -35,12 +39,12 @@ class Echo:
     async def _main(self, address: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.responder = sockets.Responder(address, self._handle, **self._options)  # type: ignore[arg-type]
+        self.responder = Responder(address, self._handle, **self._options)  # type: ignore[arg-type]
         self._started.set()
         await self._stop.wait()
         self.responder.close()
 
-    def _handle(self, calls: list[sockets.Call]) -> None:
+    def _handle(self, calls: list[Call]) -> None:
         for call in calls:
             if self.ignore:
                 self.ignore -= 1
@@ -57,7 +61,7 @@ class Echo:
 
 @pytest.fixture
 def address(tmp_path: Path) -> str:
-    return sockets.ipc_address(tmp_path, "echo")
+    return addresses.ipc_address(tmp_path, "echo")
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def echo(address: str) -> Iterator[Echo]:
 
 
 def test_request_reply_and_payloads_without_loss(echo: Echo, address: str) -> None:
-    asker = sockets.Requester(address)
+    asker = Requester(address)
     packet = asker.request(wire.Ok("x"), [b"12", b"345"], timeout_s=5)
     assert packet.message.detail == "5"
     assert [bytes(payload) for payload in packet.payloads] == [b"12", b"345"]
@@ -77,14 +81,14 @@ def test_request_reply_and_payloads_without_loss(echo: Echo, address: str) -> No
 
 def test_lost_answers_are_asked_for_again(echo: Echo, address: str) -> None:
     echo.ignore = 2
-    asker = sockets.Requester(address, resend_s=0.1)
+    asker = Requester(address, resend_s=0.1)
     assert asker.request(wire.Ok(), timeout_s=5).message.detail == "0"
     assert echo.responder.counters["received"] >= 3  # more where the machine is slow
     asker.close()
 
 
 def test_refusals_become_the_error_of_their_code(echo: Echo, address: str) -> None:
-    asker = sockets.Requester(address)
+    asker = Requester(address)
     with pytest.raises(AsyncRLError) as caught:
         asker.request(wire.Stop("x"), timeout_s=5)
     assert (caught.value.code, caught.value.exit_code, caught.value.where) == ("fenced", 75, "echo")
@@ -92,7 +96,7 @@ def test_refusals_become_the_error_of_their_code(echo: Echo, address: str) -> No
 
 
 def test_nobody_there_ends_at_the_deadline() -> None:
-    asker = sockets.Requester("tcp://127.0.0.1:9", resend_s=0.1)
+    asker = Requester("tcp://127.0.0.1:9", resend_s=0.1)
     started = time.monotonic()
     with pytest.raises(Unavailable, match=r"no answer to Ok within 0\.4 s"):
         asker.request(wire.Ok(), timeout_s=0.4)
@@ -102,10 +106,10 @@ def test_nobody_there_ends_at_the_deadline() -> None:
 
 def test_many_requests_under_way_and_nobody_there_async(echo: Echo, address: str) -> None:
     async def main() -> list[str]:
-        asker = sockets.AsyncRequester(address, max_under_way=32)
+        asker = AsyncRequester(address, max_under_way=32)
         packets = await asyncio.gather(*(asker.request(wire.Ok(), [bytes(size)], timeout_s=20) for size in range(300)))
         asker.close()
-        nobody = sockets.AsyncRequester("tcp://127.0.0.1:9", resend_s=0.1)
+        nobody = AsyncRequester("tcp://127.0.0.1:9", resend_s=0.1)
         with pytest.raises(Unavailable):
             await nobody.request(wire.Ok(), timeout_s=0.3)
         nobody.close()
@@ -130,7 +134,7 @@ def test_corrupt_frames_are_answered_or_counted_and_harm_nobody(echo: Echo, addr
     refusal = wire.decode(socket.recv_multipart())
     assert (refusal.request, refusal.message.code) == (7, "wire.checksum")
     socket.send_multipart([b"GET / HTTP/1.1"])
-    asker = sockets.Requester(address)
+    asker = Requester(address)
     assert asker.request(wire.Ok(), timeout_s=5).message.detail == "0"
     assert echo.responder.counters["bad_frames"] == 2
     asker.close()
@@ -139,48 +143,48 @@ def test_corrupt_frames_are_answered_or_counted_and_harm_nobody(echo: Echo, addr
 
 
 def test_an_oversized_frame_is_dropped_and_the_service_lives(echo: Echo, address: str) -> None:
-    asker = sockets.Requester(address, resend_s=0.2)
+    asker = Requester(address, resend_s=0.2)
     with pytest.raises(Unavailable):
         asker.request(wire.Ok(), [bytes(2 << 20)], timeout_s=0.8)
     asker.close()
-    other = sockets.Requester(address)
+    other = Requester(address)
     assert other.request(wire.Ok(), [bytes(100_000)], timeout_s=5).message.detail == "100000"
     other.close()
 
 
 def test_keys_admit_their_holder_alone(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    keys = sockets.write_keys(path)
+    keys = write_keys(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert sockets.read_keys(path) == keys
+    assert read_keys(path) == keys
     service = Echo("tcp://127.0.0.1:0", keys=keys)
-    stranger_keys = sockets.write_keys(tmp_path / "other.json")
+    stranger_keys = write_keys(tmp_path / "other.json")
     mixed = msgspec.structs.replace(stranger_keys, server_public=keys.server_public)
     for wrong in (None, mixed):
-        stranger = sockets.Requester(service.responder.address, keys=wrong, resend_s=0.2)
+        stranger = Requester(service.responder.address, keys=wrong, resend_s=0.2)
         with pytest.raises(Unavailable):
             stranger.request(wire.Ok(), timeout_s=0.6)
         stranger.close()
-    friend = sockets.Requester(service.responder.address, keys=keys)
+    friend = Requester(service.responder.address, keys=keys)
     assert friend.request(wire.Ok(), timeout_s=5).message.detail == "0"
     friend.close()
     service.close()
     os.chmod(path, 0o644)
     with pytest.raises(ConfigError, match="readable by others"):
-        sockets.read_keys(path)
+        read_keys(path)
 
 
 def test_unsafe_and_impossible_addresses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no keys"):
-        sockets.check_bind("tcp://0.0.0.0:5555", keys=None)
+        addresses.check_bind("tcp://0.0.0.0:5555", keys=None)
     with pytest.raises(ConfigError, match="is not ipc"):
-        sockets.check_bind("http://x", keys=None)
-    sockets.check_bind("tcp://127.0.0.1:1", keys=None)
-    sockets.check_bind("tcp://0.0.0.0:1", keys=None, insecure=True)
+        addresses.check_bind("http://x", keys=None)
+    addresses.check_bind("tcp://127.0.0.1:1", keys=None)
+    addresses.check_bind("tcp://0.0.0.0:1", keys=None, insecure=True)
     service = Echo("tcp://127.0.0.1:0")
 
     async def bind_again() -> None:
-        sockets.Responder(service.responder.address, lambda calls: None)
+        Responder(service.responder.address, lambda calls: None)
 
     with pytest.raises(ConfigError) as caught:
         asyncio.run(bind_again())
@@ -190,9 +194,9 @@ def test_unsafe_and_impossible_addresses(tmp_path: Path) -> None:
 
 def test_ipc_sockets_are_private_and_long_folders_work(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 120)
-    address = sockets.ipc_address(deep, "buffer")
+    address = addresses.ipc_address(deep, "buffer")
     assert len(address) < 108
-    assert address == sockets.ipc_address(deep, "buffer")
+    assert address == addresses.ipc_address(deep, "buffer")
     service = Echo(address)
     path = Path(address.removeprefix("ipc://"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -202,7 +206,7 @@ def test_ipc_sockets_are_private_and_long_folders_work(tmp_path: Path) -> None:
 
 
 def test_folders_of_killed_services_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.net.sockets.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("asyncrl.net.addresses.tempfile.gettempdir", lambda: str(tmp_path))
     dead, alive, strange = (tmp_path / f"asyncrl-{os.getuid()}-{name}" for name in ("dead", "alive", "strange"))
     ends = []
     for folder in (dead, alive):
@@ -216,7 +220,7 @@ def test_folders_of_killed_services_do_not_pile_up(tmp_path: Path, monkeypatch: 
     (strange / "file").touch()
     for folder in (dead, alive, strange):
         os.utime(folder, (1.0, 1.0))
-    service = Echo(sockets.ipc_address(tmp_path / ("x" * 120), "buffer"))
+    service = Echo(addresses.ipc_address(tmp_path / ("x" * 120), "buffer"))
     assert not dead.exists() and alive.exists() and strange.exists()
     service.close()
     ends[1].close()
@@ -225,7 +229,7 @@ def test_folders_of_killed_services_do_not_pile_up(tmp_path: Path, monkeypatch: 
 def test_keys_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    service = Echo(sockets.ipc_address(tmp_path, "echo"), keys=sockets.write_keys(tmp_path / "run.key"))
+    service = Echo(addresses.ipc_address(tmp_path, "echo"), keys=write_keys(tmp_path / "run.key"))
     assert list((tmp_path / "tmp").iterdir()) == []
     service.close()
 
@@ -237,8 +241,8 @@ def test_what_a_dead_service_was_asked_is_asked_of_the_next_one(address: str) ->
 
     async def ask() -> tuple[wire.Packet, wire.Packet, float]:
         nonlocal first
-        asker = sockets.AsyncRequester(address, resend_s=300)
-        blocking = sockets.Requester(address, resend_s=300)
+        asker = AsyncRequester(address, resend_s=300)
+        blocking = Requester(address, resend_s=300)
         both = asyncio.gather(
             asker.request(wire.Ok("x"), timeout_s=60),
             asyncio.to_thread(blocking.request, wire.Ok("y"), timeout_s=60),
@@ -266,7 +270,7 @@ def test_a_request_that_was_damaged_under_way_is_sent_again(address: str, times:
     service = Echo(address)
     handle, left = service._handle, {"sync": times, "async": times}
 
-    def refuse_first(calls: list[sockets.Call]) -> None:
+    def refuse_first(calls: list[Call]) -> None:
         for call in calls:
             if left[call.message.detail]:
                 left[call.message.detail] -= 1
@@ -277,13 +281,13 @@ def test_a_request_that_was_damaged_under_way_is_sent_again(address: str, times:
     service.responder._handler = refuse_first
 
     async def ask() -> None:
-        asker = sockets.AsyncRequester(address, resend_s=300)
+        asker = AsyncRequester(address, resend_s=300)
         try:
             await asker.request(wire.Ok("async"), timeout_s=30)
         finally:
             asker.close()
 
-    blocking = sockets.Requester(address, resend_s=300)
+    blocking = Requester(address, resend_s=300)
     if times < 3:
         asyncio.run(ask())
         blocking.request(wire.Ok("sync"), timeout_s=30)
@@ -299,7 +303,7 @@ def test_a_request_that_was_damaged_under_way_is_sent_again(address: str, times:
 #: Closes, or disconnects, with requests that cannot leave while answers still come; then the service is killed.
 ABANDONS = """
 import subprocess, sys, time, zmq
-from asyncrl.net import sockets
+from asyncrl.net import frames
 
 server = '''
 import sys, time, zmq
@@ -314,7 +318,7 @@ while True:
 address, way = sys.argv[1:]
 service = subprocess.Popen([sys.executable, "-c", server, address])
 context = zmq.Context()
-socket, connections = sockets._connect(context, address, None, 1 << 30)
+socket, connections = frames.connect(context, address, None, 1 << 30)
 socket.send(b"hello")
 socket.recv()
 for _ in range(200):
@@ -389,11 +393,11 @@ class Line:
 
 def test_the_heartbeats_of_a_service_tell_its_client_that_the_line_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client sends none itself, and makes a new connection all the same; what it asked is asked again there."""
-    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(sockets, "SILENT_MS", 400)
+    monkeypatch.setattr(responder, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(responder, "SILENT_MS", 400)
     service = Echo("tcp://127.0.0.1:*")
     line = Line(int(service.responder.address.rpartition(":")[2]))
-    requester = sockets.Requester(line.address, resend_s=60.0)
+    requester = Requester(line.address, resend_s=60.0)
     try:
         requester.request(wire.StatusRequest(), timeout_s=10)
         time.sleep(0.3)  # a heartbeat has come

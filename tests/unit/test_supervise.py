@@ -16,11 +16,12 @@ import pytest
 
 from asyncrl.config import Config, parse
 from asyncrl.launcher.hang_watch import HangWatch
-from asyncrl.launcher.process import Child, exit_code_of
-from asyncrl.launcher.supervisor import Grace, Outcome, Supervisor, backoff_s
+from asyncrl.launcher.process import Child, effective_exit_code
+from asyncrl.launcher.supervisor import Grace, Supervisor, backoff_s
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.host_facts import descendants, is_alive
+from asyncrl.process_plan.outcome import Outcome
 from asyncrl.process_plan.plan import TARGETS, Joining, ProcessPlan, plan
+from asyncrl.runtime.host_facts import descendants, is_alive
 from asyncrl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,11 +130,11 @@ def test_backoff_doubles_up_to_ten_seconds() -> None:
 
 def test_exit_codes_of_signals_and_gangs() -> None:
     report = b"failed (exitcode: 75) local_rank: 0\n  exitcode  : 1 (pid: 1)\nRoot Cause\n  exitcode  : 75 (pid: 2)\n"
-    assert exit_code_of(-9, b"", gang=False) == 137
-    assert exit_code_of(1, report, gang=True) == 75
-    assert exit_code_of(1, report, gang=False) == 1
-    assert exit_code_of(1, b"nothing", gang=True) == 1
-    assert exit_code_of(1, b"  exitcode  : -9 (pid: 7)\n", gang=True) == 137
+    assert effective_exit_code(-9, b"", gang=False) == 137
+    assert effective_exit_code(1, report, gang=True) == 75
+    assert effective_exit_code(1, report, gang=False) == 1
+    assert effective_exit_code(1, b"nothing", gang=True) == 1
+    assert effective_exit_code(1, b"  exitcode  : -9 (pid: 7)\n", gang=True) == 137
 
 
 def test_report_of_torchrun_is_kept_from_the_terminal(tmp_path: Path) -> None:

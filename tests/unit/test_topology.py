@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl import config
 from asyncrl.config import ParallelConfig
-from asyncrl.config.sections import parallel
+from asyncrl.config.rules import learner
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.preflight import files as check_files
 from learners.gang.gang import Gang
@@ -126,7 +126,7 @@ def test_layouts_that_do_not_fit_are_refused(settings: list[str], says: str) -> 
 
 def test_layouts_that_fit_are_taken() -> None:
     made = config.parse(TOML, overrides=["learner.ranks=4", "learner.parallel.replicate=2"])
-    assert not list(parallel.problems(made)) and made.learner.parallel.replicate == 2
+    assert not list(learner.problems(made)) and made.learner.parallel.replicate == 2
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from asyncrl import wire
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.trace.dead_letters import load_letters
 from asyncrl.trace.render import story_text
-from asyncrl.trace.story import Story, letters_of, story_of
+from asyncrl.trace.story import Story, load_story
 from buffers.payloads.dead_letters import DeadLetters
 
 
@@ -26,7 +27,7 @@ def made(folder: Path, events: list[dict[str, object]]) -> RunDir:
 
 
 def told(run: RunDir, group: int) -> Story:
-    return story_of(run, group, prompt=False)
+    return load_story(run, group, prompt=False)
 
 
 def test_a_trained_group(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_dead_letters_say_what_is_wrong(tmp_path: Path) -> None:
     letters.put(group=8, token=5, header=b"\xff\xfenonsense", payload=b"")
     from asyncrl.config import load
 
-    good, bad = letters_of(run, load(run.config))
+    good, bad = load_letters(run, load(run.config))
     assert good.producer == "producer-3" and good.indexes == (0,) and good.wrong
     assert bad.producer == "" and bad.head.startswith("ff fe") and bad.wrong
     assert [letter.path for letter in told(run, 7).letters] == [good.path]
@@ -122,7 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["trace", str(run.root), "4", "--json"]) == 0
     story = json.loads(capsys.readouterr().out)
     assert story["group"] == 4 and story["training"][0]["step"] == 3
-    assert "not shown" in story_text(story_of(run, 4)) or story["prompt"]  # the data of this run does not exist
+    assert "not shown" in story_text(load_story(run, 4)) or story["prompt"]  # the data of this run does not exist
     assert main(["trace", str(run.root), "--dead"]) == 0
     assert "0 dead groups" in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "nothing"), "1"]) == 2

@@ -11,7 +11,7 @@ from asyncrl.config import Config, parse
 from asyncrl.config.sections.tracker import secret_of
 from asyncrl.errors import ConfigErrors
 from asyncrl.metrics import CATALOGUE
-from asyncrl.metrics.pages import LAYOUT, PAGES, page_of, tag_of
+from asyncrl.metrics.pages import LAYOUT, PAGES, metric_page, metric_tag
 from asyncrl.preflight.trackers import check_trackers
 from learners.trackers.tensorboard import layout
 
@@ -69,14 +69,14 @@ def test_what_is_missing_is_said_before_the_start(tmp_path: Path) -> None:
 
 
 def test_pages_and_the_layout_agree() -> None:
-    assert {page_of(name) for name in CATALOGUE} == set(PAGES) == set(LAYOUT)
+    assert {metric_page(name) for name in CATALOGUE} == set(PAGES) == set(LAYOUT)
     for page, charts in LAYOUT.items():
         for names in charts.values():
-            assert set(names) <= set(CATALOGUE) and {page_of(name) for name in names} == {page}
+            assert set(names) <= set(CATALOGUE) and {metric_page(name) for name in names} == {page}
     pattern = layout()["health"]["staleness (steps)"][1]
-    assert [tag for tag in (tag_of("lag_mean"), "health/lag_mean2") if any(re.search(one, tag) for one in pattern)] == [
-        "health/lag_mean"
-    ]  # type: ignore[union-attr]
+    assert [
+        tag for tag in (metric_tag("lag_mean"), "health/lag_mean2") if any(re.search(one, tag) for one in pattern)
+    ] == ["health/lag_mean"]  # type: ignore[union-attr]
 
 
 def test_tensorboard_draws_the_four_pages(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import Config, parse
-from asyncrl.config.suggestions import keys_of
-from asyncrl.configure.translate import table, trainers, translate
+from asyncrl.config.foreign_names import known_trainers, translation_table
+from asyncrl.config.suggestions import list_keys
+from asyncrl.configure.translate import translate
 from asyncrl.errors import ConfigError, ConfigErrors
 
 VERL = r"""
@@ -84,7 +85,7 @@ def test_a_run_of_theirs_in_our_names(trainer: str, tmp_path: Path, monkeypatch:
     found = translate(tmp_path / name)
     assert found.trainer == trainer
     assert {key: found.settings.get(key) for key in settings} == settings
-    assert set(found.settings) <= set(keys_of(Config))
+    assert set(found.settings) <= set(list_keys(Config))
     for note in notes:
         assert any(line.startswith(note) for line in found.notes), found.notes
     if trainer == "openrlhf":
@@ -92,11 +93,11 @@ def test_a_run_of_theirs_in_our_names(trainer: str, tmp_path: Path, monkeypatch:
 
 
 def test_the_table_names_settings_that_exist() -> None:
-    known = set(keys_of(Config))
-    for name in trainers():
-        assert set(table()[name]["settings"].values()) <= known, name
-        assert not set(table()[name]["settings"]) & set(table()[name]["nothing"]), name
-    assert set(table()["values"]) <= known
+    known = set(list_keys(Config))
+    for name in known_trainers():
+        assert set(translation_table()[name]["settings"].values()) <= known, name
+        assert not set(translation_table()[name]["settings"]) & set(translation_table()[name]["nothing"]), name
+    assert set(translation_table()["values"]) <= known
 
 
 def test_files_that_are_no_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asyncrl import wire
 from asyncrl.cli import main
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.monitor.tune import author, parse_settings
-from asyncrl.net import sockets
+from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime.run_dir import RunDir, endpoint
 
 
@@ -30,13 +30,13 @@ class Buffer:
         assert self._started.wait(10)
 
     async def _serve(self, address: str) -> None:
-        responder = sockets.Responder(address, self._handle)
+        responder = Responder(address, self._handle)
         self._started.set()
         while not self._stopped.is_set():
             await asyncio.sleep(0.01)
         responder.close()
 
-    def _handle(self, calls: list[sockets.Call]) -> None:
+    def _handle(self, calls: list[Call]) -> None:
         for call in calls:
             self.asked.append(call.message)
             changes = msgspec.json.decode(call.message.changes)

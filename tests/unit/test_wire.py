@@ -14,6 +14,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from asyncrl import wire
 from asyncrl.errors import WireError
@@ -183,7 +184,7 @@ def reseal(header: bytes) -> list[bytes]:
     """Frames of a header with a right checksum, so that the decoder behind it is reached."""
     frames = wire.encode(wire.Ok())
     head = wire.PREFIX.pack(wire.MAGIC, wire.SCHEMA, 0, 0, 1, 0, 0)[:-8]
-    check = wire.xxhash.xxh3_64_intdigest(header) ^ wire.xxhash.xxh3_64_intdigest(head)
+    check = xxhash.xxh3_64_intdigest(header) ^ xxhash.xxh3_64_intdigest(head)
     return [head + check.to_bytes(8, "little"), header, *frames[2:]]
 
 

@@ -17,10 +17,10 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import Config, all_keys, parse
-from asyncrl.config.suggestions import keys_of, sections_of, synonyms
+from asyncrl.config.suggestions import list_keys, list_sections, synonyms
 from asyncrl.errors import CATALOGUE, ConfigErrors
 from asyncrl.preflight import code as check_code
-from asyncrl.preflight.check import check_files_of
+from asyncrl.preflight.check import check_files
 
 CASES = Path(__file__).with_name("wrong_configurations.txt")
 GOOD = {
@@ -104,14 +104,14 @@ def test_there_are_enough_of_every_kind() -> None:
 def test_what_they_are_made_of_is_right(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "good.toml").write_text("".join(GOOD.values()))
-    assert check_files_of(place / "good.toml")[1].errors == []
+    assert check_files(place / "good.toml")[1].errors == []
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.title.replace(" ", "-"))
 def test_every_mistake_and_no_other_on_its_line(case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     Path("wrong.toml").write_text(case.text)
-    errors = check_files_of(Path("wrong.toml"))[1].errors
+    errors = check_files(Path("wrong.toml"))[1].errors
     found = {(error.code, error.where) for error in errors}
     wanted = {(one.code, f"wrong.toml:{one.line}" if one.line else "wrong.toml") for one in case.expected}
     if any(not one.line for one in case.expected):  # of a whole file, or of its nearest table
@@ -132,7 +132,7 @@ def test_nearly_always_the_right_key_is_suggested(place: Path, monkeypatch: pyte
     missed = []
     for case in cases():
         Path("wrong.toml").write_text(case.text)
-        errors = {error.where: error for error in check_files_of(Path("wrong.toml"))[1].errors}
+        errors = {error.where: error for error in check_files(Path("wrong.toml"))[1].errors}
         for one in case.expected:
             if one.code == "config.unknown_key" and one.suggestion:
                 error = errors[f"wrong.toml:{one.line}"]
@@ -221,17 +221,17 @@ def test_every_key_misspelled_is_recognized() -> None:
 def test_every_key_in_a_wrong_section_is_found() -> None:
     """A name that several sections have may be found in any of them."""
     dice, keys, missed = random.Random(21), set(all_keys()), []
-    sections = [section for section in sections_of(Config) if section not in LISTS]
+    sections = [section for section in list_sections(Config) if section not in LISTS]
     for key in sorted(keys):
         home, _, name = key.rpartition(".")
         away = dice.choice([section for section in sections if section != home and f"{section}.{name}" not in keys])
-        if f"{away}.{name}" not in sections_of(Config):
+        if f"{away}.{name}" not in list_sections(Config):
             said = suggestion_for(away, name)
             missed += [] if said.rpartition(".")[2] == name else [(away, key, said)]
     assert len(missed) <= (1 - SHARE) * len(keys), missed
 
 
 def test_names_of_other_frameworks_lead_to_settings_that_exist() -> None:
-    assert set(synonyms("settings").values()) <= set(keys_of(Config))
-    assert set(synonyms("sections").values()) <= set(sections_of(Config))
+    assert set(synonyms("settings").values()) <= set(list_keys(Config))
+    assert set(synonyms("sections").values()) <= set(list_sections(Config))
     assert len(synonyms("settings")) > 100

@@ -31,7 +31,8 @@ import msgspec
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Unavailable, WorkError
-from asyncrl.net.sockets import Keys, Requester
+from asyncrl.net.keys import Keys
+from asyncrl.net.requester import Requester
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import BaseOffer, Hello, Manifest, Publish, Published, RoundReply, RoundRequest, Welcome
 from weightsync.coordinator.queries import WANTED, reply_digest

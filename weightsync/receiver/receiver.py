@@ -33,7 +33,8 @@ from pathlib import Path
 from asyncrl.config import WeightSyncConfig
 from asyncrl.engine import Engine
 from asyncrl.errors import AsyncRLError, Unavailable, WorkError
-from asyncrl.net.sockets import AsyncRequester, Keys
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import Keys
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Tensor
 from weightsync.plan.buckets import check_layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config import WeightSyncConfig
-from asyncrl.net.sockets import Keys
+from asyncrl.net.keys import Keys
 from asyncrl.wire import Instruction
 from weightsync.transports.base import Inbox, InboxMaker, Outbox
 

@@ -14,9 +14,10 @@ import mmap
 import os
 from pathlib import Path
 
+from asyncrl.runtime.shared_memory import PREFIX
 from asyncrl.wire import Instruction
 from weightsync.plan.buckets import bucket_starts
-from weightsync.staging import MOST_SLOTS, PREFIX
+from weightsync.staging import MOST_SLOTS
 from weightsync.transports.base import TransportUnusable
 
 

@@ -28,7 +28,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 
 from asyncrl.errors import AsyncRLError, Unavailable, WireError
-from asyncrl.net.sockets import AsyncRequester, Call, Keys, Responder
+from asyncrl.net.async_requester import AsyncRequester
+from asyncrl.net.keys import Keys
+from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Fetch, Fetched, Hop, Instruction, Packet, RoundReply
 from weightsync.transports.base import TransportError, Version, blob_sizes

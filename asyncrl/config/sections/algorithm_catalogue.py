@@ -13,19 +13,15 @@ already, a weight on top would count it twice.
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
 
 _HOME = "learners.algorithms."
 
@@ -99,15 +95,8 @@ CORRECTIONS: dict[str, Entry] = {
 TABLES: dict[str, dict[str, Entry]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
 GROUPS = {"advantage": "asyncrl.advantages", "loss": "asyncrl.losses", "correction": "asyncrl.corrections"}
 
-#: Code, message, path of the key (below learner.algorithm where it is relative).
-Problem = tuple[str, str, tuple[str, ...]]
-HERE = ("learner", "algorithm")
 
-
-# ---------------------------------------------------------------- names and options
-
-
-def known(kind: str) -> list[str]:
+def known_names(kind: str) -> list[str]:
     """Names of a kind: the built-in ones, then those of installed plugins."""
     return [*TABLES[kind], *sorted({point.name for point in entry_points(group=GROUPS[kind])} - set(TABLES[kind]))]
 
@@ -117,10 +106,10 @@ def entry(kind: str, name: str) -> Entry | None:
     return TABLES[kind].get(name)
 
 
-def correction_of(algorithm: AlgorithmConfig) -> str:
+def effective_correction(algorithm: AlgorithmConfig) -> str:
     """The correction in force: what `auto` stands for.
 
-    >>> correction_of(AlgorithmConfig()), correction_of(AlgorithmConfig(proximal="behaviour"))
+    >>> effective_correction(AlgorithmConfig()), effective_correction(AlgorithmConfig(proximal="behaviour"))
     ('tis', 'none')
     """
     if algorithm.correction != "auto":
@@ -136,19 +125,19 @@ def weight_level(algorithm: AlgorithmConfig) -> str:
     >>> weight_level(AlgorithmConfig()), weight_level(AlgorithmConfig(correction="mis"))
     ('token', 'sequence')
     """
-    usual = {"tis": "token", "mis": "sequence", "icepop": "token"}.get(correction_of(algorithm), "")
+    usual = {"tis": "token", "mis": "sequence", "icepop": "token"}.get(effective_correction(algorithm), "")
     return str(algorithm.correction_options.get("level", usual))
 
 
-def options_of(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
+def effective_options(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
     """Keyword arguments of the chosen function: its table, on top of the short forms; the word "off" is None.
 
-    >>> options_of(AlgorithmConfig(tis_cap="off"), "correction"), options_of(AlgorithmConfig(loss="gspo"), "loss")
-    ({'upper': None}, {})
+    >>> effective_options(AlgorithmConfig(tis_cap="off"), "correction")
+    {'upper': None}
     """
     given: dict[str, Any] = dict(getattr(algorithm, f"{kind}_options"))
     short: dict[str, Any] = {}
-    if kind == "correction" and correction_of(algorithm) == "tis":
+    if kind == "correction" and effective_correction(algorithm) == "tis":
         short = {"upper": algorithm.tis_cap}
     elif kind == "loss":
         found = entry("loss", algorithm.loss)
@@ -156,15 +145,15 @@ def options_of(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
     return {key: None if value == "off" else value for key, value in (short | given).items()}
 
 
-def chosen(algorithm: AlgorithmConfig, kind: str) -> str:
+def effective_name(algorithm: AlgorithmConfig, kind: str) -> str:
     """The name in force of a kind: advantage, loss or correction."""
-    return correction_of(algorithm) if kind == "correction" else str(getattr(algorithm, kind))
+    return effective_correction(algorithm) if kind == "correction" else str(getattr(algorithm, kind))
 
 
-def with_derived(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmConfig:
+def derive_algorithm(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmConfig:
     """With what stands for `longest`, the tokens of the longest response, where it is 0.
 
-    >>> with_derived(AlgorithmConfig(), longest=100).loss_scale_factor
+    >>> derive_algorithm(AlgorithmConfig(), longest=100).loss_scale_factor
     100.0
     """
     shaping = algorithm.shaping
@@ -183,231 +172,6 @@ def option_types() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return found
 
 
-# ---------------------------------------------------------------- mistakes
-
-
-def problems(config: Config) -> Iterator[Problem]:
-    """Everything about the algorithms of this configuration that cannot work."""
-    algorithm = config.learner.algorithm
-    if algorithm.minibatches > config.buffer.batch_groups:
-        yield "config.conflict", "learner.algorithm.minibatches exceeds buffer.batch_groups", (*HERE, "minibatches")
-    if config.learner.mode != "rl":
-        return
-    unknown = list(_unknown(algorithm))
-    yield from unknown
-    if unknown:
-        return
-    yield from option_problems(algorithm)
-    yield from combination_problems(algorithm)
-    yield from _unmet(config)
-
-
-def _unknown(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    for kind, table in TABLES.items():
-        name = chosen(algorithm, kind)
-        if name in table:
-            continue  # without a look at every installed package, which takes milliseconds
-        names = known(kind)
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield (
-                "config.type",
-                f"learner.algorithm.{kind} = {name!r} is not known: one of {', '.join(names)}{hint}",
-                (*HERE, kind),
-            )
-
-
-def option_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Options that the chosen built-in functions do not have, or that have the wrong type."""
-    for kind in TABLES:
-        name = chosen(algorithm, kind)
-        options = option_types().get(kind, {}).get(name)
-        if options is None:
-            continue
-        table = f"{kind}_options"
-        for key in [key for key, known_as in options.items() if known_as["default"] == "required"]:
-            if key not in options_of(algorithm, kind):
-                yield ("config.missing", f"learner.algorithm.{table}.{key}: {kind} {name!r} needs it", (*HERE, table))
-        for key, value in options_of(algorithm, kind).items():
-            path = (*HERE, table, key)
-            if key not in options:
-                near = difflib.get_close_matches(key, options, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                yield (
-                    "config.unknown_key",
-                    f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
-                    f"{', '.join(options) or 'none'}{hint}",
-                    path,
-                )
-            elif not _fits(value, options[key]["types"]):
-                shown = "off" if value is None else value
-                yield (
-                    "config.type",
-                    f"learner.algorithm.{table}.{key} = {shown!r}: expected "
-                    f"{' or '.join(map(str, options[key]['types']))}",
-                    path,
-                )
-
-
-_TOML_KINDS: dict[str, tuple[type, ...]] = {
-    "float": (int, float),
-    "int": (int,),
-    "bool": (bool,),
-    "str": (str,),
-    "list": (list, tuple),
-    "any": (object,),
-    "off": (type(None),),
-}
-
-
-def _fits(value: Any, types: list[Any]) -> bool:
-    """Whether a TOML value has one of the types: a name, or a list of choices."""
-    for kind in types:
-        if isinstance(kind, list):
-            if value in kind:
-                return True
-        elif isinstance(value, _TOML_KINDS[kind]) and (kind in ("bool", "any") or not isinstance(value, bool)):
-            return True
-    return False
-
-
-def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Choices that contradict each other, whatever the rest of the run."""
-    correction, loss = correction_of(algorithm), entry("loss", algorithm.loss)
-    advantage = entry("advantage", algorithm.advantage)
-    bypass = algorithm.proximal == "behaviour"
-    if algorithm.loss == "decoupled_ppo" and bypass:
-        yield (
-            "config.conflict",
-            "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / "
-            "behaviour; with proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
-            (*HERE, "loss"),
-        )
-    if correction != "none":
-        why = ""
-        if bypass and loss is not None and loss.ratio != "none":
-            why = (
-                f"the ratio of loss = {algorithm.loss!r} is current / behaviour (proximal = 'behaviour') and holds "
-                "the whole correction"
-            )
-        elif bypass:
-            why = (
-                "with proximal = 'behaviour' the weight proximal / behaviour is 1 everywhere: it would correct nothing"
-            )
-        elif loss is not None and loss.ratio == "behaviour":
-            why = f"loss = {algorithm.loss!r} holds the truncated ratio current / behaviour itself"
-        elif advantage is not None and advantage.weighted:
-            why = f"advantage = {algorithm.advantage!r} holds the truncated importance weight itself"
-        if why:
-            yield (
-                "config.conflict",
-                f"correction = {correction!r}: {why}; a weight on top would be wrong: set "
-                "correction = 'none' or leave it out",
-                (*HERE, "correction"),
-            )
-    level = weight_level(algorithm)
-    if algorithm.loss == "vespo" and level == "sequence":
-        yield (
-            "config.conflict",
-            "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; "
-            f"correction = {correction!r} of level = 'sequence' puts that of the whole row on every token: it would "
-            "count once for each of them: set level = 'token'",
-            (*HERE, "correction"),
-        )
-    if algorithm.loss == "gmpo" and correction in ("icepop", "mis") and level == "token":
-        yield (
-            "config.conflict",
-            "loss = 'gmpo' takes the geometric mean of a row's weights; correction = "
-            f"{correction!r} sets single weights to 0, and one of them would silence its whole row: set "
-            "correction = 'tis', or 'rejection', which leaves tokens out",
-            (*HERE, "correction"),
-        )
-    if advantage is not None and advantage.weighted and loss is not None and loss.ratio != "none":
-        yield (
-            "config.conflict",
-            f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
-            f"{algorithm.loss!r}: its ratio would count twice",
-            (*HERE, "loss"),
-        )
-    yield from _term_problems(algorithm)
-
-
-def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """The same for what the loss has beside the policy's: entropy and KL."""
-    if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
-        yield (
-            "config.conflict",
-            f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies "
-            f"above entropy_max = {algorithm.entropy_max:g}",
-            (*HERE, "entropy_max"),
-        )
-    kl = algorithm.kl
-    if kl.controller == "adaptive" and kl.where != "reward":
-        yield (
-            "config.conflict",
-            "kl.controller = 'adaptive' steers the penalty in the reward: set kl.where = 'reward'",
-            (*HERE, "kl", "controller"),
-        )
-    if kl.importance_weighted and (kl.where != "loss" or kl.kind not in ("auto", "k3", "low_var_kl")):
-        yield (
-            "config.conflict",
-            "kl.importance_weighted is the k3 estimator in the loss: set kl.where = 'loss' and kl.kind = 'k3'",
-            (*HERE, "kl", "importance_weighted"),
-        )
-
-
-def _unmet(config: Config) -> Iterator[Problem]:
-    """What the chosen estimator needs and the run does not have."""
-    algorithm, sampling = config.learner.algorithm, config.sampling
-    found = entry("advantage", algorithm.advantage)
-    name = f"learner.algorithm.advantage = {algorithm.advantage!r}"
-    for need in found.needs if found else ():
-        if need == "group" and sampling.group_size < 2:
-            yield (
-                "config.conflict",
-                f"{name} compares the samples of a group: sampling.group_size must be at least 2",
-                ("sampling", "group_size"),
-            )
-        elif need == "greedy" and not sampling.greedy_baseline:
-            yield (
-                "config.conflict",
-                f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline "
-                "= true, and producers make one more sample of each prompt",
-                (*HERE, "advantage"),
-            )
-    if sampling.greedy_baseline and sampling.over_issue:
-        yield (
-            "config.conflict",
-            "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue = 0",
-            ("sampling", "over_issue"),
-        )
-    critic = config.learner.critic
-    if critic.critic_warmup_until and not critic.critic_warmup:
-        yield (
-            "config.conflict",
-            "learner.critic.critic_warmup_until ends a warm-up early, and there is none: set "
-            "learner.critic.critic_warmup to the steps that it may last at most",
-            ("learner", "critic", "critic_warmup_until"),
-        )
-    shaping = algorithm.shaping
-    late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal", "process"} & set(found.needs))
-    if shaping.resample != "off" and late:
-        yield (
-            "config.conflict",
-            f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with "
-            f"{name} or a KL penalty in the reward they are judged after it: set it to off",
-            (*HERE, "shaping", "resample"),
-        )
-    limit = shaping.overlong_max or sampling.max_new_tokens
-    if shaping.overlong_buffer > limit:
-        yield (
-            "config.conflict",
-            f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} tokens",
-            (*HERE, "shaping", "overlong_buffer"),
-        )
-
-
 def explain(algorithm: AlgorithmConfig) -> str:
     """The algorithm in force in one line.
 
@@ -416,8 +180,8 @@ def explain(algorithm: AlgorithmConfig) -> str:
     """
 
     def call(kind: str) -> str:
-        options = ", ".join(f"{key}={value}" for key, value in options_of(algorithm, kind).items())
-        return f"{chosen(algorithm, kind)}({options})"
+        options = ", ".join(f"{key}={value}" for key, value in effective_options(algorithm, kind).items())
+        return f"{effective_name(algorithm, kind)}({options})"
 
     loss = entry("loss", algorithm.loss)
     parts = [call("advantage"), f"{call('loss')} against {algorithm.proximal}", call("correction")]
@@ -431,45 +195,3 @@ def explain(algorithm: AlgorithmConfig) -> str:
     if algorithm.kl.where != "off":
         parts.append(f"KL in the {algorithm.kl.where} x {algorithm.kl.coeff:g}")
     return ", ".join(parts)
-
-
-# ---------------------------------------------------------------- changes while the system runs
-
-
-def overridden(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> AlgorithmConfig:
-    """The settings with others in their place, by keys below `learner.algorithm.`: `kl.coeff`, `loss_options.beta`.
-
-    Raises ValueError for a key that does not exist, a value that does not fit, and settings that then contradict.
-
-    >>> overridden(AlgorithmConfig(), {"kl.coeff": 0.01, "advantage_options.epsilon": 1e-4}).kl.coeff
-    0.01
-    """
-    values: dict[str, Any] = msgspec.to_builtins(algorithm)
-    for key, value in overrides.items():
-        *tables, leaf = key.split(".")
-        node = values
-        for table in tables:
-            inner = node.get(table)
-            if not isinstance(inner, dict):
-                raise ValueError(f"{key}: no setting of the algorithm")
-            node = inner
-        free = len(tables) == 1 and tables[0].endswith("_options")
-        if (leaf not in node and not free) or key == "preset":
-            raise ValueError(f"{key}: no setting of the algorithm that can be changed")
-        node[leaf] = value
-    try:
-        result = msgspec.convert(values, AlgorithmConfig)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-    for _, message, _ in (*_unknown(result), *option_problems(result), *combination_problems(result)):
-        raise ValueError(message)
-    if asked := _needs(result) - _needs(algorithm) - {"group", "parts"}:
-        raise ValueError(
-            f"advantage = {result.advantage!r} needs what this run was not started with: {', '.join(sorted(asked))}"
-        )
-    return result
-
-
-def _needs(algorithm: AlgorithmConfig) -> set[str]:
-    found = entry("advantage", algorithm.advantage)
-    return set(found.needs) if found else set()

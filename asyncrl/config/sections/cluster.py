@@ -5,21 +5,13 @@ It starts nothing.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Positive, Section
 
-if TYPE_CHECKING:
-    from asyncrl.config import Config
-
 Port = Annotated[int, Meta(ge=1024, le=65533)]
-#: Code, message, path of the key.
-Conflict = tuple[str, str, tuple[str, ...]]
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # of DNS: services and hosts are called so
 
 
 class ClusterConfig(Section, frozen=True):
@@ -51,50 +43,3 @@ class ClusterConfig(Section, frozen=True):
     user: Count = 1000  # Kubernetes: user and group of the containers, who own what they write; 0: root
     gpu_resource: str = "nvidia.com/gpu"  # Kubernetes: huawei.com/Ascend910 on Ascend
     preemptible_class: str = ""  # Kubernetes: priority class of producers and reward workers
-
-
-def name_of(config: Config) -> str:
-    """`cluster.name`, or `run.name` as DNS allows it.
-
-    Example: `My run_3` becomes `my-run-3`.
-    """
-    given = config.cluster.name or re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:40].strip("-")
-    return given or "run"
-
-
-def problems(config: Config) -> Iterator[Conflict]:
-    """What no scheduler could take."""
-    cluster = config.cluster
-    if cluster.name and not NAME.fullmatch(cluster.name):
-        yield (
-            "config.type",
-            f"cluster.name = {cluster.name!r}: lower-case letters, digits and '-', at most 40",
-            ("cluster", "name"),
-        )
-    for key in ("partition", "account", "time_limit", "namespace", "image", "memory", "claim", "gpu_option"):
-        value = getattr(cluster, key)
-        if not re.fullmatch(r"[\w.:/@+,=-]*", value):
-            yield (
-                "config.type",
-                f"cluster.{key} = {value!r} has characters that do not belong there",
-                ("cluster", key),
-            )
-    for option in cluster.options:
-        if not option.startswith("-") or "\n" in option:
-            yield ("config.type", f"cluster.options: {option!r} is no option of sbatch", ("cluster", "options"))
-    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]?", cluster.memory):
-        yield ("config.type", f"cluster.memory = {cluster.memory!r}: a number with K, M, G or T", ("cluster", "memory"))
-    if cluster.learner_gpus and cluster.learner_gpus < config.learner.ranks:
-        yield (
-            "config.conflict",
-            f"cluster.learner_gpus = {cluster.learner_gpus} is below learner.ranks = "
-            f"{config.learner.ranks}: every rank has one",
-            ("cluster", "learner_gpus"),
-        )
-    if cluster.producer_gpus and cluster.producer_gpus < config.producers.count:
-        yield (
-            "config.conflict",
-            f"cluster.producer_gpus = {cluster.producer_gpus} is below producers.count = "
-            f"{config.producers.count}: every producer has one",
-            ("cluster", "producer_gpus"),
-        )

@@ -1,6 +1,4 @@
-"""`[environment]`: what happens between a prompt and a finished sample.
-
-Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file.
+"""`[environment]` and `[environment.agent]`: what happens between a prompt and a finished sample.
 
 Example: `name = "tools"`, `tools = ["calculator"]`, `max_turns = 4`: the model calls a calculator up to three times and
 answers.
@@ -8,19 +6,26 @@ answers.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from msgspec import field
 
-from asyncrl.config.sections import agent as agent_config
-from asyncrl.config.sections.agent import AgentConfig
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section
-from asyncrl.config.sections.mode import streams
 
-if TYPE_CHECKING:
-    from asyncrl.config import Config
+AGENT = "agent"
+
+
+class AgentConfig(Section, frozen=True):
+    """`[environment.agent]`: what plays a session."""
+
+    command: tuple[str, ...] = ()  # a program and its arguments
+    function: str = ""  # or 'module:name': async def agent(endpoint, row) in the producer
+    sessions: Positive = 1  # that one process plays, one after the other: then rows and answers are lines of JSON
+    max_processes: Positive = 32  # sessions that one producer plays at once
+    model: str = "policy"  # the name of the model, for agents that ask
+    port: Count = 0  # of the endpoint on 127.0.0.1; 0: any free one
+    grace_s: Seconds = 5.0  # for a process to end by itself after SIGTERM
+
 
 SINGLE_TURN = "single_turn"
 
@@ -46,49 +51,3 @@ class EnvironmentConfig(Section, frozen=True):
     def is_single_turn(self) -> bool:
         """Whether a sample is one answer to its prompt."""
         return self.name == SINGLE_TURN
-
-
-def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Code, message and path of the key of every contradiction."""
-    environment = config.environment
-    yield from agent_config.problems(config)
-    if environment.is_single_turn:
-        for key in ("args", "tools"):
-            if getattr(environment, key):
-                yield (
-                    "config.conflict",
-                    f"environment.name = 'single_turn' does not look at environment.{key}: name another environment",
-                    ("environment", key),
-                )
-        return
-    if streams(config):
-        yield (
-            "config.conflict",
-            "producers.engine = 'dataset' generates nothing: it has no environment",
-            ("environment", "name"),
-        )
-    if ":" in environment.name and not re.fullmatch(r"[\w.]+:[\w.]+", environment.name):
-        yield (
-            "config.environment",
-            f"environment.name = {environment.name!r} is not 'module:name'",
-            ("environment", "name"),
-        )
-    if environment.name == "tools" and not environment.tools:
-        yield ("config.environment", "environment.name = 'tools' without environment.tools", ("environment", "tools"))
-    repeated = sorted({name for name in environment.tools if environment.tools.count(name) > 1})
-    if repeated:
-        yield ("config.environment", f"environment.tools names {', '.join(repeated)} twice", ("environment", "tools"))
-    unused = sorted(set(environment.tool_args) - {name.partition(":")[0] for name in environment.tools})
-    if unused:
-        yield (
-            "config.environment",
-            f"environment.tool_args.{unused[0]}: no tool of that name in environment.tools",
-            ("environment", "tool_args"),
-        )
-    if config.producers.checkpoint_tokens:
-        yield (
-            "config.conflict",
-            "producers.checkpoint_tokens sends single answers in pieces; with "
-            f"environment.name = {environment.name!r} set it to 0",
-            ("producers", "checkpoint_tokens"),
-        )

@@ -9,17 +9,11 @@ pass@n after every 20 steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Positive, Seconds, Section
-from asyncrl.config.sections.mode import streams
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
 
 
 class EvaluationConfig(Section, frozen=True):
@@ -47,54 +41,3 @@ class EvaluationConfig(Section, frozen=True):
     def held_groups(self, *, training_samples: int) -> int:
         """Prompts of an evaluation that a producer may hold beside so many samples of training; at least 1."""
         return max(1, int(self.share * training_samples) // self.samples)
-
-
-def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Code, message and path of the key of every contradiction."""
-    evaluation = config.evaluation
-    if evaluation.path and evaluation.source:
-        yield "config.data", "set at most one of evaluation.path and evaluation.source", ("evaluation",)
-    if not (evaluation.path or evaluation.source):
-        if evaluation.every or evaluation.at_start:
-            key = "every" if evaluation.every else "at_start"
-            yield (
-                "config.data",
-                f"evaluation.{key} is set without evaluation.path or evaluation.source",
-                ("evaluation", key),
-            )
-        return
-    if streams(config):
-        yield (
-            "config.conflict",
-            "producers.engine = 'dataset' generates nothing: there is nothing to evaluate",
-            ("evaluation",),
-        )
-    elif config.learner.mode != "rl" and not config.reward and config.environment.is_single_turn:
-        yield "config.missing", "an evaluation needs a [[reward]]", ("evaluation",)
-    if evaluation.top_k and evaluation.temperature == 0:
-        yield (
-            "config.conflict",
-            "evaluation.temperature = 0 is greedy: evaluation.top_k says nothing",
-            ("evaluation", "top_k"),
-        )
-
-
-def notes(config: Config) -> Iterator[str]:
-    """What works and may surprise."""
-    evaluation = config.evaluation
-    if not (evaluation.path or evaluation.source):
-        return
-    if not evaluation.enabled:
-        yield "evaluation.every, at_start and at_end are off: nothing is evaluated"
-        return
-    for key in ("path", "source"):
-        shared = _parts(getattr(config.data, key)) & _parts(getattr(evaluation, key))
-        if shared:
-            yield f"evaluation.{key} names what data.{key} trains on ({', '.join(sorted(shared))}): nothing is held out"
-    if evaluation.temperature == 0 and evaluation.samples > 1:
-        yield f"evaluation.temperature = 0: all {evaluation.samples} samples of a prompt are the same"
-
-
-def _parts(text: str) -> set[str]:
-    parts = {part.strip() for part in text.split(",") if part.strip()}
-    return {str(Path(part).resolve()) if ":" not in part else part for part in parts}

@@ -1,37 +1,19 @@
-"""`[[judge]]`: who scores what. Rewards of one judge are scored together, by worker processes of that judge alone.
+"""`[[judge]]`: reward workers with settings of their own.
 
-Part of `asyncrl.config`; also called by `asyncrl.process_plan.plan`, the reward workers and the buffer. A
-`[[reward]]` without
-`judge` belongs to the default judge, whose settings are those of `[reward_workers]`; a `[[judge]]` table inherits what
-it leaves out. Guarantees:
-1. which judges are asked about a row is a pure function of the row's data source and the settings (`judges_for`): all
-   that have a reward for it, in the order of the file; the first one where none has (its workers say why it fails);
-2. `judges_of` gives every judge with its settings filled in, the default one only where a reward belongs to it.
-
-Example: `[[judge]]` with `name = "slow"`, `count = 8`, `timeout_s = 120`, and `[[reward]]` with `function = "my:deep"`,
-`judge = "slow"`: a sample is scored by a worker of the default judge and by one of `slow`, at the same time; its reward
-is the sum of the two.
+The rewards of one judge are scored together, by its own worker processes: functions, or a model.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Positive, Section
-from asyncrl.errors import UNREADABLE
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config, RewardFunctionConfig
 
 DEFAULT = ""  # name of the judge of rewards that name none
 SHOWN_DEFAULT = "default"  # its name where people read it; no other judge may have it
-NAME = r"[A-Za-z][A-Za-z0-9_]{0,31}"
 _OrInherited = Annotated[int, Meta(ge=-1)]
 
 
@@ -77,128 +59,13 @@ class JudgeConfig(Section, frozen=True):
         return self.kind != "functions"
 
 
-class Judge(msgspec.Struct, frozen=True):
-    """A judge with all of its settings; `data_sources` of its rewards together, empty: all rows."""
-
-    name: str
-    count: int
-    restarts: int
-    timeout_s: float
-    retries: int
-    batch_samples: int
-    memory_bytes: int
-    rewards: tuple[RewardFunctionConfig, ...]
-    data_sources: tuple[str, ...]
-    table: JudgeConfig  # with the settings of a model
-
-    @property
-    def shown(self) -> str:
-        """Its name for people."""
-        return shown(self.name)
+FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-def shown(name: str) -> str:
-    """A judge's name for people.
+def template_fields(template: str) -> tuple[str, ...]:
+    """The names in braces; other braces, such as those of JSON, are text.
 
-    >>> shown(""), shown("slow")
-    ('default', 'slow')
+    >>> template_fields('{prompt} and {response}, as {"score": 3}')
+    ('prompt', 'response')
     """
-    return name or SHOWN_DEFAULT
-
-
-def named(text: str) -> str:
-    """The name behind what people write.
-
-    >>> named("default"), named("slow")
-    ('', 'slow')
-    """
-    return DEFAULT if text == SHOWN_DEFAULT else text
-
-
-def judges_of(config: Config) -> tuple[Judge, ...]:
-    """Every judge that has rewards: the default one first, then those of the file in its order."""
-    tables = {DEFAULT: JudgeConfig(DEFAULT)} | {table.name: table for table in config.judge}
-    found = []
-    for name, table in tables.items():
-        rewards = tuple(reward for reward in config.reward if reward.judge == name)
-        if rewards:
-            found.append(_filled(table, rewards, config))
-    return tuple(found)
-
-
-def judge_of(config: Config, name: str) -> Judge | None:
-    """The judge of that name, where it has rewards."""
-    return next((judge for judge in judges_of(config) if judge.name == name), None)
-
-
-def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], config: Config) -> Judge:
-    own = config.reward_workers
-    everywhere = any(not reward.data_sources for reward in rewards)
-    sources = {} if everywhere else dict.fromkeys(source for reward in rewards for source in reward.data_sources)
-    return Judge(
-        name=table.name,
-        count=table.count or own.count,
-        restarts=own.restarts if table.restarts < 0 else table.restarts,
-        timeout_s=table.timeout_s or own.timeout_s,
-        retries=own.retries if table.retries < 0 else table.retries,
-        batch_samples=table.batch_samples or own.batch_samples,
-        memory_bytes=table.memory_bytes or own.memory_bytes,
-        rewards=rewards,
-        data_sources=tuple(sources),
-        table=table,
-    )
-
-
-def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
-    """The judges, of `(name, data sources)` each, that are asked about a row of this source.
-
-    >>> rules = (("", ("math",)), ("style", ()))
-    >>> judges_for("math", rules), judges_for("code", rules), judges_for("code", rules[:1])
-    (('', 'style'), ('style',), ('',))
-    """
-    asked = tuple(name for name, sources in rules if not sources or source in sources)
-    return asked or tuple(name for name, _ in rules[:1])
-
-
-def data_source_of(row: str) -> str:
-    """The data source in the JSON of a row; empty where it names none.
-
-    >>> data_source_of('{"data_source":"math","n":1}'), data_source_of('{}'), data_source_of('')
-    ('math', '', '')
-    """
-    try:
-        found: Any = msgspec.json.decode(row)
-    except UNREADABLE:
-        return ""
-    return str((found.get("data_source") if isinstance(found, dict) else "") or "")
-
-
-def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Code, message and path of the key of every contradiction."""
-    names = [table.name for table in config.judge]
-    for index, table in enumerate(config.judge):
-        path = ("judge", f"[{index}]", "name")
-        if not re.fullmatch(NAME, table.name) or table.name == SHOWN_DEFAULT:
-            yield (
-                "config.conflict",
-                f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and "
-                f"_ alone, and is not {SHOWN_DEFAULT!r}",
-                path,
-            )
-        if table.name in names[:index]:
-            yield "config.conflict", f"judge.name = {table.name!r} is there twice", path
-        if not any(reward.judge == table.name for reward in config.reward):
-            yield (
-                "config.conflict",
-                f"judge {table.name!r} has no reward: no [[reward]] says judge = {table.name!r}",
-                path,
-            )
-    for index, reward in enumerate(config.reward):
-        if reward.judge and reward.judge not in names:
-            near = difflib.get_close_matches(reward.judge, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; add [[judge]] with name = {reward.judge!r}"
-            yield (
-                "config.conflict",
-                f"reward.judge = {reward.judge!r} is no [[judge]]{hint}",
-                ("reward", f"[{index}]", "judge"),
-            )
+    return tuple(FIELD.findall(template))

@@ -1,6 +1,6 @@
 """`[learner.profile]`: what is recorded of the learner's own work beyond its metrics.
 
-Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file, `steps_of` reads the range.
+Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file, `parse_steps` reads the range.
 
 Example: `steps = "5:8"`, `ranks = [0, 3]`, `memory = true`: traces and memory of ranks 0 and 3 for the steps 5 to 8.
 """
@@ -8,15 +8,11 @@ Example: `steps = "5:8"`, `ranks = [0, 3]`, `memory = true`: traces and memory o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
 from asyncrl.config.sections.base import Count, Section
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
 
 
 class ProfileConfig(Section, frozen=True):
@@ -28,10 +24,10 @@ class ProfileConfig(Section, frozen=True):
     peak_flops: Annotated[float, Meta(ge=0)] = 0.0  # of one device, for mfu; 0: by its name (on a CPU: no mfu)
 
 
-def steps_of(text: str) -> range:
+def parse_steps(text: str) -> range:
     """The steps of a setting; empty for an empty text.
 
-    >>> list(steps_of("5:8")), list(steps_of("5")), list(steps_of(""))
+    >>> list(parse_steps("5:8")), list(parse_steps("5")), list(parse_steps(""))
     ([5, 6, 7, 8], [5], [])
 
     Raises:
@@ -44,14 +40,3 @@ def steps_of(text: str) -> range:
     if not 1 <= first <= last:
         raise ValueError(f"{text!r} is not a step such as 5, nor a range such as 5:8")
     return range(first, last + 1)
-
-
-def problems(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Code, message and path of the key, of settings that cannot be."""
-    profile, here = config.learner.profile, ("learner", "profile")
-    try:
-        steps_of(profile.steps)
-    except ValueError as error:
-        yield "config.type", f"learner.profile.steps: {error}", (*here, "steps")
-    if profile.memory and not profile.steps:
-        yield "config.conflict", "learner.profile.memory needs learner.profile.steps", (*here, "memory")

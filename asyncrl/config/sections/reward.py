@@ -1,6 +1,6 @@
-"""How `[[reward]] function` names a reward: four ways, told apart by their text alone.
+"""`[[reward]]` and `[reward_workers]`: reward functions, and the processes that score.
 
-It imports nothing.
+`function` names a reward in one of four ways:
 
     my_rewards:exact                a module on the Python path, and a name in it
     rewards/gsm8k.py:compute_score  a file, from the folder of the launch, and a name in it
@@ -11,14 +11,19 @@ It imports nothing.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from msgspec import field
+
+from asyncrl.config.sections.base import Count, Positive, Seconds, Section
 
 Kind = Literal["module", "file", "builtin", "url", ""]
 FORMS = "'module:name', 'path/file.py:name', 'builtin:name' or an http address"
 
 
-def kind_of(function: str) -> Kind:
+def reward_kind(function: str) -> Kind:
     """Which way it is; empty: none of them."""
     if function.startswith(("http://", "https://")):
         return "url" if urlsplit(function).hostname else ""
@@ -29,9 +34,43 @@ def kind_of(function: str) -> Kind:
     return "module" if re.fullmatch(r"[\w.]+:[\w.]+", function) else ""
 
 
-def label_of(function: str) -> str:
+def reward_label(function: str) -> str:
     """A short name for metrics: what follows the colon; of an address its last part, or its host."""
-    if kind_of(function) != "url":
+    if reward_kind(function) != "url":
         return function.rpartition(":")[2]
     address = urlsplit(function)
     return address.path.rstrip("/").rpartition("/")[2] or address.hostname or function
+
+
+class RewardFunctionConfig(Section, frozen=True):
+    """`[[reward]]`: one reward function; several are summed by weight."""
+
+    function: str = ""  # module:name, path/file.py:name, builtin:name, an address; none where its judge is a model
+    name: str = ""  # empty: the function's name, or the judge's
+    weight: float = 1.0  # factor in the sum
+    data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
+    judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
+
+    @classmethod
+    def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
+        """Without a judge, which may be a model, there is nothing but a function."""
+        return () if "judge" in tree else ("function",)
+
+    @property
+    def label(self) -> str:
+        """The name in metrics: `name`, or the last part of `function`, or the judge's name."""
+        return self.name or reward_label(self.function) or self.judge
+
+
+class RewardWorkersConfig(Section, frozen=True):
+    """`[reward_workers]`: processes that score."""
+
+    count: Positive = 1  # processes on this host
+    timeout_s: Seconds = 30.0  # of one call
+    retries: Count = 2  # on other workers, then the group is dead with its reason
+    batch_samples: Positive = 64  # leased at once
+    memory_bytes: Count = 0  # of one process that runs functions; 0: half of the machine's
+    max_processes: Positive = 512  # that the functions of one worker may start; more is a failure of the sample
+    max_failed_groups: Count = 64  # of the run, by rewards, filters or environments each; then it ends with the reason
+    restarts: Count = 5  # in 10 minutes

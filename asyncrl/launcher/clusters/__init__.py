@@ -54,11 +54,12 @@ def render(config: Config, site: Site, *, backend: str) -> Files:
 
 def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: str, folder: Path) -> int:
     """Check the configuration and write the files."""
-    from asyncrl.launcher.clusters.commands import for_cluster
+    from asyncrl.launcher.clusters.commands import cluster_config
     from asyncrl.launcher.launch import absolute
     from asyncrl.preflight import check as checks
+    from asyncrl.preflight.files import settle_steps
 
-    given = checks.settled(load(paths, overrides))
+    given = settle_steps(load(paths, overrides))
     given = given if backend == "k8s" else absolute(given)  # pods begin in a folder of the volume
     # Ports and stores are those of other hosts: only what can be known here is looked at.
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
@@ -69,7 +70,7 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
         raise ConfigErrors(errors)
     target = folder.resolve()
     site = Site(folder=str(target), work=given.cluster.folder or str(Path.cwd()), keys=str(target / "keys"))
-    config = for_cluster(given, site)
+    config = cluster_config(given, site)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in render(config, site, backend=backend).items():
         path = target / name

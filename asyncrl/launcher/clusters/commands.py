@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.sections.cluster import name_of
-from asyncrl.net.sockets import LOOPBACK
+from asyncrl.net.addresses import LOOPBACK
 
 Files = dict[str, str]
 ROLES = ("services", "producers", "rewards", "learner")
@@ -33,7 +32,7 @@ class Shell(str):
     """A word that the shell expands: already quoted as it has to be."""
 
 
-def for_cluster(config: Config, site: Site) -> Config:
+def cluster_config(config: Config, site: Site) -> Config:
     """The configuration of the jobs: services on every interface of their host, with keys."""
     network, sync, port = config.network, config.weightsync, config.cluster.port
     network = msgspec.structs.replace(
@@ -75,13 +74,13 @@ def shell(words: Sequence[str]) -> str:
     return "".join(lines)
 
 
-def settled(lines: Sequence[str]) -> list[str]:
+def setup_lines(lines: Sequence[str]) -> list[str]:
     """`cluster.setup` in a script with `set -eo pipefail`: what others wrote (module, conda) reads unset variables."""
     return [*lines, "set -u"]
 
 
 def environment(config: Config) -> dict[str, str]:
-    return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CLUSTER": name_of(config)}
+    return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "ASYNCRL_CLUSTER": config.cluster_name}
 
 
 def summary(config: Config) -> str:

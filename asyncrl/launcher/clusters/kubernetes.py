@@ -18,7 +18,6 @@ import shlex
 from typing import Any
 
 from asyncrl.config import Config, dump
-from asyncrl.config.sections.cluster import name_of
 from asyncrl.errors import EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE, ConfigError
 from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, summary
 from asyncrl.launcher.clusters.yaml import document
@@ -60,7 +59,7 @@ class _Pods:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.cluster = config.cluster
-        self.name = name_of(config)
+        self.name = config.cluster_name
         self.connect = f"tcp://{self.name}-services:{self.cluster.port}"
 
     def _meta(self, role: str) -> dict[str, Any]:
@@ -283,7 +282,7 @@ def _quantity(memory: str) -> str:
 
 
 def _apply(config: Config, site: Site) -> str:
-    name, space, keys = name_of(config), config.cluster.namespace, shlex.quote(site.keys)
+    name, space, keys = config.cluster_name, config.cluster.namespace, shlex.quote(site.keys)
     lines = [
         "#!/bin/bash", f"# {summary(config)}", "set -euo pipefail", 'cd "$(dirname "$0")"',
         f"kubectl get persistentvolumeclaim {config.cluster.claim} --namespace {space} >/dev/null",
@@ -305,7 +304,7 @@ def _apply(config: Config, site: Site) -> str:
 
 
 def _end(config: Config) -> str:
-    name, cluster = name_of(config), config.cluster
+    name, cluster = config.cluster_name, config.cluster
     delete = f"kubectl delete --namespace {cluster.namespace} --ignore-not-found"
     # In the foreground: until the pods are gone, too.
     wait = f"--cascade=foreground --timeout={cluster.grace_s + 60}s"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 
 from asyncrl.config import Config
-from asyncrl.config.sections.cluster import name_of
 from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, shell, summary
 
 DRIVER = '''"""{summary}. Rendered by asyncrl; run it where `ray.init` finds the cluster: python driver.py"""
@@ -117,7 +116,7 @@ def render(config: Config, site: Site) -> Files:
     }
     lines = {role: shell(words).replace(" \\\n    ", " ") for role, words in commands.items()}
     text = DRIVER.format(
-        summary=f"{name_of(config)}: {summary(config)}",
+        summary=f"{config.cluster_name}: {summary(config)}",
         work=repr(site.work),
         keys=repr(site.keys),
         setup=repr(list(cluster.setup)),

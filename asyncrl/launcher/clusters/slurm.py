@@ -15,8 +15,7 @@ import shlex
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.config.sections.cluster import name_of
-from asyncrl.launcher.clusters.commands import Files, Shell, Site, environment, launch, settled, shell, summary
+from asyncrl.launcher.clusters.commands import Files, Shell, Site, environment, launch, setup_lines, shell, summary
 
 ADDRESS = Shell('"$ADDRESS"')
 HOST = '"$HOST"'
@@ -37,7 +36,7 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
     cluster = config.cluster
     logs = f"{site.folder}/logs/{role}-%{'A_%a' if role == 'producers' else 'j'}.out"
     options = [
-        f"--job-name={name_of(config)}-{role}", f"--output={logs}", f"--nodes={nodes}", "--ntasks-per-node=1",
+        f"--job-name={config.cluster_name}-{role}", f"--output={logs}", f"--nodes={nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cluster.cpus}", f"--mem={cluster.memory}",
         "--open-mode=append",
         *more,
@@ -51,7 +50,7 @@ def _header(config: Config, site: Site, role: str, *, gpus: int = 0, nodes: int 
         options += [f"--{option}={value}"] if value else []
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *cluster.options))]
     lines += ["set -eo pipefail", *(f"export {name}={value}" for name, value in environment(config).items())]
-    lines += [f"cd {shlex.quote(site.work)}", *settled(cluster.setup)]
+    lines += [f"cd {shlex.quote(site.work)}", *setup_lines(cluster.setup)]
     lines += [
         "# The address of this host as others reach it.",
         "HOST=$(getent ahostsv4 \"$(hostname)\" | awk '$1 !~ /^127\\./ && !found++ {print $1}')",
@@ -166,7 +165,7 @@ def _submit(config: Config, site: Site) -> str:
         f"# {summary(config)}",
         "set -eo pipefail",
         f"cd {shlex.quote(site.work)}",
-        *settled(config.cluster.setup),
+        *setup_lines(config.cluster.setup),
         f"mkdir -p {folder}/logs",
         f"rm -f {folder}/address",
         f"[ -e {keys}/server.key ] || python -m asyncrl keys {keys}",

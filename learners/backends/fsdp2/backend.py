@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from asyncrl.config import Config, OptimConfig
-from asyncrl.config.sections.lora import sends_adapters
+from asyncrl.config.mode import sends_adapters
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends import start_weights

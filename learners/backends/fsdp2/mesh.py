@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.sections import parallel
+from asyncrl.config.rules import learner
 from asyncrl.errors import ConfigError
 from learners.gang.gang import Gang
 
@@ -46,8 +46,8 @@ class Split(NamedTuple):
 
 def check(gang: Gang) -> None:
     """Raise `config.conflict` for layouts that FSDP2 has not: where the gang is larger than `asyncrl check` knew."""
-    place, able = gang.topology, parallel.SPLITS["fsdp2"]
-    if unfit := [name for name in parallel.NAMES if getattr(place, name) > 1 and name not in able]:
+    place, able = gang.topology, learner.SPLITS["fsdp2"]
+    if unfit := [name for name in learner.NAMES if getattr(place, name) > 1 and name not in able]:
         why = f"backend 'fsdp2' cannot split so; it has {', '.join(able)}"
         raise ConfigError("config.conflict", why, where=f"learner.parallel.{unfit[0]}")
 

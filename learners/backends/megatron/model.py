@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asyncrl.config import Config
-from asyncrl.config.sections.megatron import problems
+from asyncrl.config.rules.learner import megatron_problems
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from learners.backends.base import Micro
@@ -59,7 +59,7 @@ def has_engine(device: Device) -> bool:
 
 def refuse(config: Config, place: Topology, device: Device) -> None:
     """Raise `config.conflict` for settings that this backend, or this machine, does not do."""
-    said = [message for _, message, _ in problems(config)]
+    said = [message for _, message, _ in megatron_problems(config)]
     if place.replicate > 1:
         said.append("learner.parallel.replicate: backend 'megatron' spreads optimizer states over all shares")
     if place.sequence > 1:

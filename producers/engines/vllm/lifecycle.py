@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.process_plan.host_facts import descendants, is_alive
+from asyncrl.runtime.host_facts import descendants, is_alive
 from producers.engines.vllm.plugin import PRODUCER
 
 LOOK_S = 0.05

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asyncrl.config.sections.judge import JudgeConfig
-from asyncrl.config.sections.judge_models import FIELD
+from asyncrl.config.sections.judge import FIELD, JudgeConfig
 from producers.rewards.outcome import Problem, Verdict
 from producers.rewards.sample import RewardSample
 

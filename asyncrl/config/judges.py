@@ -1,0 +1,121 @@
+"""Judges: which reward workers score which rewards.
+
+A `[[reward]]` without `judge` belongs to the default judge, which has the settings of `[reward_workers]`; a `[[judge]]`
+table inherits the settings that it leaves out. Guarantees:
+1. the judges of a row depend only on its data source and the settings (`judges_for`): all that have a reward for it, in
+   the order of the file, or the first one if none has (its workers report the reason);
+2. every judge is returned with all its settings; the default one only if a reward belongs to it.
+
+Example: `[[judge]]` with `name = "slow"`, `count = 8`, `timeout_s = 120`, and `[[reward]]` with `function = "my:deep"`,
+`judge = "slow"`: a worker of the default judge and one of `slow` score a sample in parallel; its reward is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.config.sections.judge import DEFAULT, SHOWN_DEFAULT, JudgeConfig
+from asyncrl.errors import UNREADABLE
+
+if TYPE_CHECKING:
+    from asyncrl.config.sections.reward import RewardFunctionConfig
+    from asyncrl.config.tree import Config
+
+
+class Judge(msgspec.Struct, frozen=True):
+    """A judge with all of its settings; `data_sources` of its rewards together, empty: all rows."""
+
+    name: str
+    count: int
+    restarts: int
+    timeout_s: float
+    retries: int
+    batch_samples: int
+    memory_bytes: int
+    rewards: tuple[RewardFunctionConfig, ...]
+    data_sources: tuple[str, ...]
+    table: JudgeConfig  # with the settings of a model
+
+    @property
+    def display_name(self) -> str:
+        """Its name for people."""
+        return display_name(self.name)
+
+
+def display_name(name: str) -> str:
+    """A judge's name for people.
+
+    >>> display_name(""), display_name("slow")
+    ('default', 'slow')
+    """
+    return name or SHOWN_DEFAULT
+
+
+def parse_display_name(text: str) -> str:
+    """The name behind what people write.
+
+    >>> parse_display_name("default"), parse_display_name("slow")
+    ('', 'slow')
+    """
+    return DEFAULT if text == SHOWN_DEFAULT else text
+
+
+def list_judges(config: Config) -> tuple[Judge, ...]:
+    """Every judge that has rewards: the default one first, then those of the file in its order."""
+    tables = {DEFAULT: JudgeConfig(DEFAULT)} | {table.name: table for table in config.judge}
+    found = []
+    for name, table in tables.items():
+        rewards = tuple(reward for reward in config.reward if reward.judge == name)
+        if rewards:
+            found.append(_filled(table, rewards, config))
+    return tuple(found)
+
+
+def find_judge(config: Config, name: str) -> Judge | None:
+    """The judge of that name, where it has rewards."""
+    return next((judge for judge in list_judges(config) if judge.name == name), None)
+
+
+def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], config: Config) -> Judge:
+    own = config.reward_workers
+    everywhere = any(not reward.data_sources for reward in rewards)
+    sources = {} if everywhere else dict.fromkeys(source for reward in rewards for source in reward.data_sources)
+    return Judge(
+        name=table.name,
+        count=table.count or own.count,
+        restarts=own.restarts if table.restarts < 0 else table.restarts,
+        timeout_s=table.timeout_s or own.timeout_s,
+        retries=own.retries if table.retries < 0 else table.retries,
+        batch_samples=table.batch_samples or own.batch_samples,
+        memory_bytes=table.memory_bytes or own.memory_bytes,
+        rewards=rewards,
+        data_sources=tuple(sources),
+        table=table,
+    )
+
+
+def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
+    """The judges, of `(name, data sources)` each, that are asked about a row of this source.
+
+    >>> rules = (("", ("math",)), ("style", ()))
+    >>> judges_for("math", rules), judges_for("code", rules), judges_for("code", rules[:1])
+    (('', 'style'), ('style',), ('',))
+    """
+    asked = tuple(name for name, sources in rules if not sources or source in sources)
+    return asked or tuple(name for name, _ in rules[:1])
+
+
+def row_data_source(row: str) -> str:
+    """The data source in the JSON of a row; empty where it names none.
+
+    >>> row_data_source('{"data_source":"math","n":1}'), row_data_source('{}'), row_data_source('')
+    ('math', '', '')
+    """
+    try:
+        found: Any = msgspec.json.decode(row)
+    except UNREADABLE:
+        return ""
+    return str((found.get("data_source") if isinstance(found, dict) else "") or "")

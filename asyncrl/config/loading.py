@@ -1,0 +1,124 @@
+"""Reads, checks and writes the configuration.
+
+Guarantees:
+1. unknown keys, wrong types, bad values and contradictions are all reported at once, with file, line and a suggestion;
+2. the resolved form (`dump`) reads back to the same value, except for passwords.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import tomli_w
+
+from asyncrl.config import reader as config_read
+from asyncrl.config import redis_url as redis_secret
+from asyncrl.config import suggestions as config_names
+from asyncrl.config.locations import Places
+from asyncrl.config.rules import algorithm, environment, evaluation, general, judge, learner, mode, services
+from asyncrl.config.sections import algorithm_catalogue as algorithms
+from asyncrl.config.sections.base import Section
+from asyncrl.config.tree import Config
+from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError, ConfigErrors
+
+RULES = (general, mode, learner, algorithm, evaluation, environment, judge, services)
+
+
+class Loaded(NamedTuple):
+    """What was read, with its mistakes; `config` is None where these leave nothing to look at."""
+
+    config: Config | None
+    errors: list[AsyncRLError]
+    places: Places
+    doubtful: frozenset[str] = frozenset()  # settings whose value is not known, because of a mistake
+
+
+def load(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a TOML file, or of several from left to right, with `key=value` overrides on top.
+
+    Raises:
+        ConfigErrors: every mistake at once.
+    """
+    return _whole(load_all(path, overrides))
+
+
+def load_all(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
+    """Like `load`, with the mistakes instead of an exception, so that others can be found beside them."""
+    sources, errors = list[config_read.Source](), list[AsyncRLError]()
+    for file in [path] if isinstance(path, Path) else path:
+        try:
+            sources.append(config_read.Source(str(file), file.read_text(encoding="utf-8")))
+        except OSError as error:
+            errors.append(ConfigError("config.file", f"{error.strerror or error}", where=str(file)))
+        except UNREADABLE as error:
+            errors.append(ConfigError("config.file", f"it is no UTF-8 text: {error}", where=str(file)))
+    return Loaded(None, errors, Places()) if errors else _read(sources, overrides)
+
+
+def parse(text: str, *, file: str = "<toml>", overrides: Sequence[str] = ()) -> Config:
+    """Like `load`, from text."""
+    return _whole(_read([config_read.Source(file, text)], overrides))
+
+
+def _whole(loaded: Loaded) -> Config:
+    if loaded.errors or loaded.config is None:
+        raise ConfigErrors(loaded.errors)
+    return loaded.config
+
+
+def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Loaded:
+    try:
+        tree, places, errors, doubtful = config_read.read(Config, sources, overrides)
+    except ConfigErrors as error:
+        return Loaded(None, error.errors, Places())
+    try:
+        config = derive_settings(msgspec.convert(tree, Config))
+    except msgspec.ValidationError:
+        if not errors:
+            raise
+        return Loaded(None, errors, places, doubtful)
+    if not doubtful & {"learner.mode", "producers.engine"}:  # nearly every rule depends on them
+        errors = errors + config_read.independent_errors(find_conflicts(config, places), doubtful)
+    return Loaded(config, errors, places, doubtful)
+
+
+def derive_settings(config: Config) -> Config:
+    """The configuration with the settings that stand for another one where they are 0."""
+    derived = algorithms.derive_algorithm(config.learner.algorithm, longest=config.sampling.max_new_tokens)
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, algorithm=derived))
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML, without passwords; `parse` gives the rest back."""
+    return tomli_w.dumps(msgspec.to_builtins(redact(config)))
+
+
+def redact(config: Config) -> Config:
+    """The configuration as it may be shown: `***` instead of the password of Redis."""
+    buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.hide_password(config.buffer.redis_url))
+    return msgspec.structs.replace(config, buffer=buffer)
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the file, for editors: with the meaning of every setting."""
+    from asyncrl.config.json_schema import build_schema
+
+    return build_schema(Config)
+
+
+def all_keys(kind: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key, in order."""
+    return list(config_names.list_keys(kind, prefix))
+
+
+def find_conflicts(config: Config, places: Places | None = None) -> Iterable[AsyncRLError]:
+    """Settings that contradict each other, with the arithmetic."""
+    where = places or Places()
+    for rule in RULES:
+        for code, message, path in rule.problems(config):
+            meant = re.search(r"did you mean '?([\w.]+)'?\?", message)
+            yield ConfigError(code, message, where=where.where(path), suggestion=meant[1] if meant else "")

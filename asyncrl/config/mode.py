@@ -1,0 +1,85 @@
+"""What a run trains: by reward (rl) or on given rows (sft, dpo, reward_model), and what follows from it.
+
+Where the samples come from is a separate question: with `producers.engine = "dataset"` a producer streams rows of the
+data instead of generating. Guarantees:
+1. no weights made the rows, so no staleness bound applies to them: the bound of every group is the length of the run,
+   and only `buffer.pipeline_depth` limits how far the producer reads ahead;
+2. a run over rows has no weight sync and no reward workers;
+3. `data.epochs` becomes `learner.steps` before anything starts; the run ends with its last step like any other.
+
+Example: 10 rows, batch_groups 4, epochs 3: ceil(30 / 4) = 8 steps; the last batch is filled from a fourth epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from asyncrl.config.sections.lora import TAKE_ADAPTERS
+from asyncrl.config.tree import Config
+from asyncrl.errors import ConfigError
+
+#: Name of the engine that streams rows instead of generating.
+DATASET = "dataset"
+#: First letters of a digest in the history that is not of weights, but of the data that a row came from.
+DATA_PREFIX = "data:"
+#: Samples of a group by mode of the learner: one answer, or a chosen and a rejected one.
+GROUP_SIZE = {"sft": 1, "dpo": 2, "reward_model": 2}
+#: Roles of `launch all` that a run over rows does not have: its weights go to nobody, its rows are scored.
+GENERATING = frozenset({"weightsync", "reward"})
+
+
+def streams(config: Config) -> bool:
+    """Whether producers stream rows instead of generating."""
+    return config.producers.engine == DATASET
+
+
+def is_paired(config: Config) -> bool:
+    """Whether a group is a chosen and a rejected answer."""
+    return GROUP_SIZE.get(config.learner.mode) == 2
+
+
+def staleness_bound(config: Config) -> int:
+    """The largest lag of a group: `buffer.max_staleness`; for rows the whole run."""
+    return config.learner.steps if streams(config) else config.buffer.max_staleness
+
+
+def present_roles(target: Sequence[str], config: Config) -> tuple[str, ...]:
+    """The roles of a launch target that this run has."""
+    return tuple(role for role in target if not (streams(config) and role in GENERATING))
+
+
+def longest_row(config: Config) -> int:
+    """Tokens that one packed row of the learner must hold: a sample, or the two of a pair."""
+    sample = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return 2 * sample if is_paired(config) else sample
+
+
+def answer_keys(config: Config) -> tuple[str, ...]:
+    """Columns of the answers of a row, in the order of the group's samples."""
+    data = config.data
+    return (data.chosen_key, data.rejected_key) if is_paired(config) else (data.response_key,)
+
+
+def derive_steps(config: Config, rows: int | None) -> Config:
+    """The configuration with `learner.steps` for `data.epochs` passes over so many rows (None: not known).
+
+    Raises:
+        ConfigError: the number of rows is not known.
+    """
+    if not config.data.epochs:
+        return config
+    if not rows:
+        raise ConfigError("config.data", "the number of rows is not known: set learner.steps", where="data.epochs")
+    steps = -(-config.data.epochs * rows // config.buffer.batch_groups)
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, steps=steps))
+
+
+def sends_adapters(config: Config) -> bool:
+    """Whether versions after the base are published as adapters, not as whole weights with the adapters added."""
+    lora = config.learner.lora
+    if not lora.rank or streams(config):
+        return False
+    fits = config.producers.engine in TAKE_ADAPTERS and not config.weightsync.in_place
+    return lora.publish == "adapter" or (lora.publish == "auto" and fits)

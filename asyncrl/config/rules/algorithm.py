@@ -1,0 +1,290 @@
+"""Rules of `[learner.algorithm]`, and changes to it while the run goes on.
+
+Example: `proximal = "behaviour"` with `correction = "tis"`: the ratio current / behaviour already holds the whole
+correction; a second weight would count it twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.rules import Conflict
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.algorithm_catalogue import (
+    TABLES,
+    effective_correction,
+    effective_name,
+    effective_options,
+    entry,
+    known_names,
+    option_types,
+    weight_level,
+)
+from asyncrl.config.tree import Config
+
+HERE = ("learner", "algorithm")
+
+
+def problems(config: Config) -> Iterator[Conflict]:
+    """Everything about the algorithms of this configuration that cannot work."""
+    algorithm = config.learner.algorithm
+    if algorithm.minibatches > config.buffer.batch_groups:
+        yield "config.conflict", "learner.algorithm.minibatches exceeds buffer.batch_groups", (*HERE, "minibatches")
+    if config.learner.mode != "rl":
+        return
+    unknown = list(_unknown_names(algorithm))
+    yield from unknown
+    if unknown:
+        return
+    yield from option_problems(algorithm)
+    yield from combination_problems(algorithm)
+    yield from _unmet(config)
+
+
+def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+    for kind, table in TABLES.items():
+        name = effective_name(algorithm, kind)
+        if name in table:
+            continue  # without a look at every installed package, which takes milliseconds
+        names = known_names(kind)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield (
+                "config.type",
+                f"learner.algorithm.{kind} = {name!r} is not known: one of {', '.join(names)}{hint}",
+                (*HERE, kind),
+            )
+
+
+def option_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+    """Options that the chosen built-in functions do not have, or that have the wrong type."""
+    for kind in TABLES:
+        name = effective_name(algorithm, kind)
+        options = option_types().get(kind, {}).get(name)
+        if options is None:
+            continue
+        table = f"{kind}_options"
+        for key in [key for key, known_as in options.items() if known_as["default"] == "required"]:
+            if key not in effective_options(algorithm, kind):
+                yield ("config.missing", f"learner.algorithm.{table}.{key}: {kind} {name!r} needs it", (*HERE, table))
+        for key, value in effective_options(algorithm, kind).items():
+            path = (*HERE, table, key)
+            if key not in options:
+                near = difflib.get_close_matches(key, options, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                yield (
+                    "config.unknown_key",
+                    f"learner.algorithm.{table}.{key}: {kind} {name!r} has the options "
+                    f"{', '.join(options) or 'none'}{hint}",
+                    path,
+                )
+            elif not _fits(value, options[key]["types"]):
+                shown = "off" if value is None else value
+                yield (
+                    "config.type",
+                    f"learner.algorithm.{table}.{key} = {shown!r}: expected "
+                    f"{' or '.join(map(str, options[key]['types']))}",
+                    path,
+                )
+
+
+_TOML_KINDS: dict[str, tuple[type, ...]] = {
+    "float": (int, float),
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "list": (list, tuple),
+    "any": (object,),
+    "off": (type(None),),
+}
+
+
+def _fits(value: Any, types: list[Any]) -> bool:
+    """Whether a TOML value has one of the types: a name, or a list of choices."""
+    for kind in types:
+        if isinstance(kind, list):
+            if value in kind:
+                return True
+        elif isinstance(value, _TOML_KINDS[kind]) and (kind in ("bool", "any") or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+    """Choices that contradict each other, whatever the rest of the run."""
+    correction, loss = effective_correction(algorithm), entry("loss", algorithm.loss)
+    advantage = entry("advantage", algorithm.advantage)
+    bypass = algorithm.proximal == "behaviour"
+    if algorithm.loss == "decoupled_ppo" and bypass:
+        yield (
+            "config.conflict",
+            "loss = 'decoupled_ppo' compares with the proximal policy and weighs by proximal / "
+            "behaviour; with proximal = 'behaviour' there is no such pair: set loss = 'ppo'",
+            (*HERE, "loss"),
+        )
+    if correction != "none":
+        why = ""
+        if bypass and loss is not None and loss.ratio != "none":
+            why = (
+                f"the ratio of loss = {algorithm.loss!r} is current / behaviour (proximal = 'behaviour') and holds "
+                "the whole correction"
+            )
+        elif bypass:
+            why = (
+                "with proximal = 'behaviour' the weight proximal / behaviour is 1 everywhere: it would correct nothing"
+            )
+        elif loss is not None and loss.ratio == "behaviour":
+            why = f"loss = {algorithm.loss!r} holds the truncated ratio current / behaviour itself"
+        elif advantage is not None and advantage.weighted:
+            why = f"advantage = {algorithm.advantage!r} holds the truncated importance weight itself"
+        if why:
+            yield (
+                "config.conflict",
+                f"correction = {correction!r}: {why}; a weight on top would be wrong: set "
+                "correction = 'none' or leave it out",
+                (*HERE, "correction"),
+            )
+    level = weight_level(algorithm)
+    if algorithm.loss == "vespo" and level == "sequence":
+        yield (
+            "config.conflict",
+            "loss = 'vespo' adds the logs of the tokens' weights up to the ratio of the row; "
+            f"correction = {correction!r} of level = 'sequence' puts that of the whole row on every token: it would "
+            "count once for each of them: set level = 'token'",
+            (*HERE, "correction"),
+        )
+    if algorithm.loss == "gmpo" and correction in ("icepop", "mis") and level == "token":
+        yield (
+            "config.conflict",
+            "loss = 'gmpo' takes the geometric mean of a row's weights; correction = "
+            f"{correction!r} sets single weights to 0, and one of them would silence its whole row: set "
+            "correction = 'tis', or 'rejection', which leaves tokens out",
+            (*HERE, "correction"),
+        )
+    if advantage is not None and advantage.weighted and loss is not None and loss.ratio != "none":
+        yield (
+            "config.conflict",
+            f"advantage = {algorithm.advantage!r} is made for loss = 'reinforce', not "
+            f"{algorithm.loss!r}: its ratio would count twice",
+            (*HERE, "loss"),
+        )
+    yield from _term_problems(algorithm)
+
+
+def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
+    """The same for what the loss has beside the policy's: entropy and KL."""
+    if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
+        yield (
+            "config.conflict",
+            f"entropy_coeff = {algorithm.entropy_coeff:g} is where the weight starts and lies "
+            f"above entropy_max = {algorithm.entropy_max:g}",
+            (*HERE, "entropy_max"),
+        )
+    kl = algorithm.kl
+    if kl.controller == "adaptive" and kl.where != "reward":
+        yield (
+            "config.conflict",
+            "kl.controller = 'adaptive' steers the penalty in the reward: set kl.where = 'reward'",
+            (*HERE, "kl", "controller"),
+        )
+    if kl.importance_weighted and (kl.where != "loss" or kl.kind not in ("auto", "k3", "low_var_kl")):
+        yield (
+            "config.conflict",
+            "kl.importance_weighted is the k3 estimator in the loss: set kl.where = 'loss' and kl.kind = 'k3'",
+            (*HERE, "kl", "importance_weighted"),
+        )
+
+
+def _unmet(config: Config) -> Iterator[Conflict]:
+    """What the chosen estimator needs and the run does not have."""
+    algorithm, sampling = config.learner.algorithm, config.sampling
+    found = entry("advantage", algorithm.advantage)
+    name = f"learner.algorithm.advantage = {algorithm.advantage!r}"
+    for need in found.needs if found else ():
+        if need == "group" and sampling.group_size < 2:
+            yield (
+                "config.conflict",
+                f"{name} compares the samples of a group: sampling.group_size must be at least 2",
+                ("sampling", "group_size"),
+            )
+        elif need == "greedy" and not sampling.greedy_baseline:
+            yield (
+                "config.conflict",
+                f"{name} subtracts the score of a greedy response: set sampling.greedy_baseline "
+                "= true, and producers make one more sample of each prompt",
+                (*HERE, "advantage"),
+            )
+    if sampling.greedy_baseline and sampling.over_issue:
+        yield (
+            "config.conflict",
+            "sampling.greedy_baseline needs every sample of the group: set sampling.over_issue = 0",
+            ("sampling", "over_issue"),
+        )
+    critic = config.learner.critic
+    if critic.critic_warmup_until and not critic.critic_warmup:
+        yield (
+            "config.conflict",
+            "learner.critic.critic_warmup_until ends a warm-up early, and there is none: set "
+            "learner.critic.critic_warmup to the steps that it may last at most",
+            ("learner", "critic", "critic_warmup_until"),
+        )
+    shaping = algorithm.shaping
+    late = algorithm.kl.where == "reward" or bool(found and {"critic", "proximal", "process"} & set(found.needs))
+    if shaping.resample != "off" and late:
+        yield (
+            "config.conflict",
+            f"shaping.resample = {shaping.resample!r} draws rows before the model has run; with "
+            f"{name} or a KL penalty in the reward they are judged after it: set it to off",
+            (*HERE, "shaping", "resample"),
+        )
+    limit = shaping.overlong_max or sampling.max_new_tokens
+    if shaping.overlong_buffer > limit:
+        yield (
+            "config.conflict",
+            f"shaping.overlong_buffer = {shaping.overlong_buffer} is above the limit of {limit} tokens",
+            (*HERE, "shaping", "overlong_buffer"),
+        )
+
+
+def apply_overrides(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> AlgorithmConfig:
+    """The settings with others in their place, by keys below `learner.algorithm.`: `kl.coeff`, `loss_options.beta`.
+
+    Raises ValueError for a key that does not exist, a value that does not fit, and settings that then contradict.
+
+    >>> apply_overrides(AlgorithmConfig(), {"kl.coeff": 0.01, "advantage_options.epsilon": 1e-4}).kl.coeff
+    0.01
+    """
+    values: dict[str, Any] = msgspec.to_builtins(algorithm)
+    for key, value in overrides.items():
+        *tables, leaf = key.split(".")
+        node = values
+        for table in tables:
+            inner = node.get(table)
+            if not isinstance(inner, dict):
+                raise ValueError(f"{key}: no setting of the algorithm")
+            node = inner
+        free = len(tables) == 1 and tables[0].endswith("_options")
+        if (leaf not in node and not free) or key == "preset":
+            raise ValueError(f"{key}: no setting of the algorithm that can be changed")
+        node[leaf] = value
+    try:
+        result = msgspec.convert(values, AlgorithmConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    for _, message, _ in (*_unknown_names(result), *option_problems(result), *combination_problems(result)):
+        raise ValueError(message)
+    if asked := _needs(result) - _needs(algorithm) - {"group", "parts"}:
+        raise ValueError(
+            f"advantage = {result.advantage!r} needs what this run was not started with: {', '.join(sorted(asked))}"
+        )
+    return result
+
+
+def _needs(algorithm: AlgorithmConfig) -> set[str]:
+    found = entry("advantage", algorithm.advantage)
+    return set(found.needs) if found else set()

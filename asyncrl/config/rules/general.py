@@ -1,0 +1,116 @@
+"""Rules of `[run]`, `[data]`, `[buffer]`, `[[reward]]` and `[network]`.
+
+Example: `buffer.pipeline_depth = 4` with `buffer.max_staleness = 2`: the last two batches would be too old on arrival.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import urlparse
+
+from asyncrl.config import mode
+from asyncrl.config.rules import Conflict
+from asyncrl.config.sections import reward as reward_names
+from asyncrl.config.tree import Config
+
+MOST_PIECES = 256  # of one sample; the buffer takes twice as many
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DOTTED = re.compile(r"[\w.]+:[\w.]+")
+
+
+def problems(config: Config) -> Iterator[Conflict]:
+    """All of them."""
+    yield from _time_problems(config)
+    yield from _buffer_problems(config)
+    if bool(config.data.path) == bool(config.data.source):
+        yield "config.data", "set exactly one of data.path and data.source", ("data",)
+    if config.data.as_chat and not config.data.chat_template:
+        yield "config.conflict", "data.as_chat makes chat messages, and data.chat_template is off", ("data", "as_chat")
+    yield from _reward_problems(config)
+    yield from _length_problems(config)
+    for name in ("buffer", "weightsync"):
+        yield from _address_problems(config, name)
+
+
+def _time_problems(config: Config) -> Iterator[Conflict]:
+    run, twice = config.run, 2 * config.log.heartbeat_s
+    if run.silent_timeout_s < twice:
+        yield (
+            "config.conflict",
+            f"run.silent_timeout_s = {run.silent_timeout_s:g} is below 2 * log.heartbeat_s = "
+            f"{twice:g}: everybody would be called silent",
+            ("run", "silent_timeout_s"),
+        )
+
+
+def _buffer_problems(config: Config) -> Iterator[Conflict]:
+    buffer = config.buffer
+    if buffer.depth > buffer.max_staleness:
+        yield (
+            "config.conflict",
+            f"buffer.pipeline_depth = {buffer.depth} is above buffer.max_staleness = "
+            f"{buffer.max_staleness}: work that deep would be too old when its turn comes",
+            ("buffer", "pipeline_depth"),
+        )
+    for name in buffer.filters:
+        if name not in ("zero_variance", "accuracy_band") and not DOTTED.fullmatch(name):
+            what = f"buffer.filters: {name!r} is neither zero_variance, accuracy_band nor 'module:function'"
+            yield "config.filter", what, ("buffer", "filters")
+
+
+def _reward_problems(config: Config) -> Iterator[Conflict]:
+    if not config.reward and not mode.streams(config) and config.environment.is_single_turn:
+        yield "config.missing", "no [[reward]]: at least one reward function is needed", ("reward",)
+    for index, reward in enumerate(config.reward):
+        if reward.function and not reward_names.reward_kind(reward.function):
+            yield (
+                "config.reward",
+                f"reward.function = {reward.function!r} is not {reward_names.FORMS}",
+                ("reward", f"[{index}]", "function"),
+            )
+    labels = [reward.label for reward in config.reward]
+    if len(set(labels)) < len(labels):
+        yield "config.conflict", f"reward names repeat: {', '.join(labels)}; set reward.name", ("reward",)
+
+
+def _length_problems(config: Config) -> Iterator[Conflict]:
+    row, pair = mode.longest_row(config), mode.is_paired(config)
+    if row > config.learner.micro_batch_tokens:
+        sum_ = f"{config.data.max_prompt_tokens} + {config.sampling.max_new_tokens}"
+        names = "data.max_prompt_tokens + sampling.max_new_tokens"
+        yield (
+            "config.conflict",
+            f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} is below "
+            f"{f'2 * ({names}) = 2 * ({sum_})' if pair else f'{names} = {sum_}'} = {row}: the longest "
+            f"{'pair' if pair else 'sample'} would not fit",
+            ("learner", "micro_batch_tokens"),
+        )
+    every, longest = config.producers.checkpoint_tokens, config.sampling.max_new_tokens
+    if every and longest > MOST_PIECES * every:
+        yield (
+            "config.conflict",
+            f"producers.checkpoint_tokens = {every} makes more than {MOST_PIECES} pieces of a "
+            f"sample of sampling.max_new_tokens = {longest}: at least {-(-longest // MOST_PIECES)} is needed",
+            ("producers", "checkpoint_tokens"),
+        )
+
+
+def _address_problems(config: Config, name: str) -> Iterator[Conflict]:
+    address = getattr(config.network, name)
+    if address == "auto":
+        return
+    parsed, key = urlparse(address), ("network", name)
+    if parsed.scheme not in ("tcp", "ipc"):
+        yield "config.network", f"network.{name} = {address!r} is not auto, tcp:// or ipc://", key
+    elif (
+        parsed.scheme == "tcp"
+        and parsed.hostname not in LOOPBACK
+        and not config.network.key_file
+        and not config.network.insecure_no_auth
+    ):
+        yield (
+            "config.network",
+            f"network.{name} = {address!r} is reachable from other hosts and network.key_file is empty",
+            key,
+        )

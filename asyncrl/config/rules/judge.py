@@ -1,0 +1,122 @@
+"""Rules of `[[judge]]` and of the rewards that name one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+from asyncrl.config.rules import Conflict
+from asyncrl.config.sections.judge import SHOWN_DEFAULT, template_fields
+from asyncrl.config.tree import Config
+
+if TYPE_CHECKING:
+    from asyncrl.config.sections.judge import JudgeConfig
+    from asyncrl.config.tree import Config
+
+
+NAME = r"[A-Za-z][A-Za-z0-9_]{0,31}"
+
+
+def problems(config: Config) -> Iterator[Conflict]:
+    yield from _name_problems(config)
+    yield from _model_problems(config)
+
+
+def _name_problems(config: Config) -> Iterator[Conflict]:
+    """Code, message and path of the key of every contradiction."""
+    names = [table.name for table in config.judge]
+    for index, table in enumerate(config.judge):
+        path = ("judge", f"[{index}]", "name")
+        if not re.fullmatch(NAME, table.name) or table.name == SHOWN_DEFAULT:
+            yield (
+                "config.conflict",
+                f"judge.name = {table.name!r}: it begins with a letter, has letters, digits and "
+                f"_ alone, and is not {SHOWN_DEFAULT!r}",
+                path,
+            )
+        if table.name in names[:index]:
+            yield "config.conflict", f"judge.name = {table.name!r} is there twice", path
+        if not any(reward.judge == table.name for reward in config.reward):
+            yield (
+                "config.conflict",
+                f"judge {table.name!r} has no reward: no [[reward]] says judge = {table.name!r}",
+                path,
+            )
+    for index, reward in enumerate(config.reward):
+        if reward.judge and reward.judge not in names:
+            near = difflib.get_close_matches(reward.judge, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; add [[judge]] with name = {reward.judge!r}"
+            yield (
+                "config.conflict",
+                f"reward.judge = {reward.judge!r} is no [[judge]]{hint}",
+                ("reward", f"[{index}]", "judge"),
+            )
+
+
+Problem = tuple[str, str]  # key of the table, what is wrong with it
+
+
+def _model_problems(config: Config) -> Iterator[Conflict]:
+    """Code, message and path of the key of every contradiction."""
+    kinds = {table.name: table for table in config.judge}
+    for index, table in enumerate(config.judge):
+        for key, message in table_problems(table):
+            yield "config.conflict", f"judge.{key}: {message}", ("judge", f"[{index}]", key)
+    for index, reward in enumerate(config.reward):
+        judge = kinds.get(reward.judge)
+        path = ("reward", f"[{index}]", "function")
+        if judge is not None and judge.is_model and reward.function:
+            yield (
+                "config.conflict",
+                f"judge {judge.name!r} is a model (kind = {judge.kind!r}): its score is the "
+                "reward, leave reward.function out",
+                path,
+            )
+        if not reward.function and (judge is None or not judge.is_model):
+            yield ("config.missing", "reward.function is required: only a reward whose judge is a model has none", path)
+
+
+def table_problems(table: JudgeConfig) -> Iterator[Problem]:
+    """What contradicts itself in one judge."""
+    if not table.is_model:
+        if table.model or table.url or table.prompt:
+            yield "kind", f"it is {table.kind!r}: model, url and prompt are for classifier, generative or url"
+        return
+    if not table.model:
+        yield "model", "a folder is needed" if table.kind != "url" else "the server's name of the model is needed"
+    parsed = urlparse(table.url)
+    if table.kind == "url" and not (parsed.scheme in ("http", "https") and parsed.hostname):
+        yield "url", f"{table.url!r} is not http:// or https://"
+    elif parsed.username or parsed.password:
+        yield "url", "a secret in the address would stand in logs: use api_key_env or api_key_file"
+    if table.kind != "url" and (table.url or table.api_key_env or table.api_key_file):
+        yield "url", f"url and api_key_* are for kind = 'url', this is {table.kind!r}"
+    if table.api_key_env and table.api_key_file:
+        yield "api_key_env", "set at most one of api_key_env and api_key_file"
+    if table.kind == "classifier":
+        return
+    if table.kind == "generative" and table.answer == "yes_no" and table.engine != "hf":
+        yield (
+            "answer",
+            f"yes_no reads probabilities, which engine {table.engine!r} does not give: engine = 'hf', or a url",
+        )
+    yield from _answer_problems(table)
+
+
+def _answer_problems(table: JudgeConfig) -> Iterator[Problem]:
+    if "response" not in template_fields(table.prompt):
+        yield "prompt", "it needs {response}; {prompt}, {ground_truth} and names of columns may stand there too"
+    try:
+        groups = re.compile(table.pattern).groups
+    except re.error as error:
+        yield "pattern", f"no regular expression: {error}"
+    else:
+        if not groups:
+            yield "pattern", "it needs a group, which holds the number"
+    if table.range and (len(table.range) != 2 or table.range[0] >= table.range[1]):
+        yield "range", f"[lowest, highest] is wanted, not {list(table.range)}"
+    if not (table.yes and table.no) or set(table.yes) & set(table.no):
+        yield "yes", "yes and no need words, and none in common"

@@ -1,0 +1,128 @@
+"""Notes of `asyncrl check`: settings that work and may surprise. The default configuration has none, nor has a preset.
+
+Example: `correction = "none"` with `buffer.max_staleness = 4` gives "correction = 'none': samples of older policies
+count in full; the gradient is biased by their lag (up to 4 steps)".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config.sections.algorithm_catalogue import effective_correction, entry
+from asyncrl.config.tree import Config
+from asyncrl.evaluation.ids import METRICS
+
+
+def notes(config: Config) -> Iterator[str]:
+    yield from _algorithm_notes(config)
+    yield from _checkpoint_notes(config)
+    yield from _evaluation_notes(config)
+
+
+def _evaluation_notes(config: Config) -> Iterator[str]:
+    """What works and may surprise."""
+    evaluation = config.evaluation
+    if not (evaluation.path or evaluation.source):
+        return
+    if not evaluation.enabled:
+        yield "evaluation.every, at_start and at_end are off: nothing is evaluated"
+        return
+    for key in ("path", "source"):
+        shared = _parts(getattr(config.data, key)) & _parts(getattr(evaluation, key))
+        if shared:
+            yield f"evaluation.{key} names what data.{key} trains on ({', '.join(sorted(shared))}): nothing is held out"
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        yield f"evaluation.temperature = 0: all {evaluation.samples} samples of a prompt are the same"
+
+
+def _parts(text: str) -> set[str]:
+    parts = {part.strip() for part in text.split(",") if part.strip()}
+    return {str(Path(part).resolve()) if ":" not in part else part for part in parts}
+
+
+def _checkpoint_notes(config: Config) -> Iterator[str]:
+    """What works and may surprise."""
+    learner, evaluation = config.learner, config.evaluation
+    if not learner.checkpoint_best or not learner.checkpoint_metric.startswith(METRICS) or not evaluation.every:
+        return
+    common = math.lcm(learner.checkpoint_every, evaluation.every)
+    if common != evaluation.every:
+        yield (
+            f"checkpoints are made every {learner.checkpoint_every} steps and evaluated every {evaluation.every}: only "
+            f"those of every {common} steps can be among the best"
+        )
+
+
+#: Losses that look at the ratio of a whole row.
+ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
+
+
+def _algorithm_notes(config: Config) -> Iterator[str]:
+    """All _algorithm_notes on the algorithm of a configuration."""
+    if config.learner.mode == "rl":
+        yield from _correction_notes(config)
+        yield from _loss_notes(config)
+        yield from _companion_notes(config)
+        yield from _entropy_notes(config)
+
+
+def _correction_notes(config: Config) -> Iterator[str]:
+    algorithm = config.learner.algorithm
+    correction, loss = effective_correction(algorithm), entry("loss", algorithm.loss)
+    stale = bool(config.buffer.max_staleness) and algorithm.proximal != "behaviour" and algorithm.advantage != "vtrace"
+    if correction == "none" and stale and loss is not None and loss.ratio != "behaviour":
+        yield (
+            "correction = 'none': samples of older policies count in full; the gradient is biased by their lag "
+            f"(up to {config.buffer.max_staleness} steps)"
+        )
+    if loss is not None and loss.ratio == "none" and algorithm.proximal == "behaviour":
+        yield f"loss = {algorithm.loss!r} with proximal = 'behaviour' corrects nothing: the age of samples is ignored"
+    if correction != "tis" and algorithm.tis_cap not in (2.0, "off"):
+        yield f"tis_cap = {algorithm.tis_cap} has no effect with correction = {correction!r}"
+    if algorithm.proximal == "loglinear" and algorithm.minibatches == 1:
+        yield "proximal = 'loglinear' saves no forward pass with minibatches = 1: recompute needs none either"
+
+
+def _loss_notes(config: Config) -> Iterator[str]:
+    algorithm = config.learner.algorithm
+    loss = entry("loss", algorithm.loss)
+    if loss is not None and not loss.clip and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.28):
+        yield f"clip_low and clip_high have no effect on loss = {algorithm.loss!r}: set its loss_options"
+    if loss is not None and loss.aggregation and algorithm.aggregation != loss.aggregation:
+        yield f"loss = {algorithm.loss!r} is always aggregated by {loss.aggregation}"
+    if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "seq-mean-token-sum-norm":
+        yield "advantage = 'dr_grpo' belongs to aggregation = 'seq-mean-token-sum-norm'"
+    if algorithm.loss == "kl_cov" and algorithm.proximal == "recompute" and algorithm.minibatches == 1:
+        yield (
+            "loss = 'kl_cov' holds tokens back by |current - proximal|, which is 0 with minibatches = 1: it has no "
+            "effect before the second mini-batch"
+        )
+
+
+def _companion_notes(config: Config) -> Iterator[str]:
+    advantage = config.learner.algorithm.advantage
+    critic, process, known = config.learner.critic, config.learner.process_reward, entry("advantage", advantage)
+    if known is None:
+        return
+    if "critic" not in known.needs and critic != type(critic)():
+        yield f"[learner.critic] has no effect on advantage = {advantage!r}: it needs no values"
+    if "process" not in known.needs and process != type(process)():
+        yield f"[learner.process_reward] has no effect on advantage = {advantage!r}: it needs no such rewards"
+    if "process" in known.needs and not process.lr and process.reference in ("", process.model):
+        yield (
+            "learner.process_reward.lr = 0: the process reward model stays equal to its reference, and all process "
+            "rewards are 0"
+        )
+
+
+def _entropy_notes(config: Config) -> Iterator[str]:
+    algorithm = config.learner.algorithm
+    if not algorithm.entropy_target and (algorithm.entropy_step, algorithm.entropy_max) != (0.005, 1.0):
+        yield "entropy_step and entropy_max have no effect without an entropy_target: entropy_coeff is fixed"
+    if algorithm.entropy_keep < 1 and algorithm.loss in ROW_RATIOS:
+        yield (
+            f"loss = {algorithm.loss!r} has one ratio for a row: with entropy_keep = {algorithm.entropy_keep:g} it "
+            "is that of the tokens that are kept"
+        )

@@ -1,0 +1,68 @@
+"""The whole configuration: one struct with a field for each section."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from msgspec import field
+
+from asyncrl.config.sections.base import Section
+from asyncrl.config.sections.buffer import BufferConfig
+from asyncrl.config.sections.cluster import ClusterConfig
+from asyncrl.config.sections.data import DataConfig, SamplingConfig
+from asyncrl.config.sections.environment import EnvironmentConfig
+from asyncrl.config.sections.evaluation import EvaluationConfig
+from asyncrl.config.sections.judge import JudgeConfig
+from asyncrl.config.sections.learner import LearnerConfig
+from asyncrl.config.sections.model import ModelConfig
+from asyncrl.config.sections.producers import ProducersConfig
+from asyncrl.config.sections.reward import RewardFunctionConfig, RewardWorkersConfig
+from asyncrl.config.sections.run import LogConfig, NetworkConfig, RunConfig
+from asyncrl.config.sections.sandbox import SandboxConfig
+from asyncrl.config.sections.tracker import TrackersConfig
+from asyncrl.config.sections.weightsync import WeightSyncConfig
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    producers: ProducersConfig = field(default_factory=ProducersConfig)
+    reward: tuple[RewardFunctionConfig, ...] = ()
+    reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    judge: tuple[JudgeConfig, ...] = ()
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def total_groups(self) -> int:
+        """learner.steps * buffer.batch_groups: groups that the whole run trains."""
+        return self.learner.steps * self.buffer.batch_groups
+
+    @property
+    def longest_response(self) -> int:
+        """The longest response that an engine must hold, of training and of evaluations."""
+        return max(self.sampling.max_new_tokens, self.evaluation.enabled * self.evaluation.max_new_tokens)
+
+    @property
+    def cluster_name(self) -> str:
+        """`cluster.name`, or `run.name` as DNS allows it: `My run_3` becomes `my-run-3`."""
+        name = self.cluster.name or re.sub(r"[^a-z0-9]+", "-", self.run.name.lower()).strip("-")[:40].strip("-")
+        return name or "run"
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return Path(self.run.dir)

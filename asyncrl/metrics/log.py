@@ -1,0 +1,210 @@
+"""The JSONL files that metrics are written to, and how they are read.
+
+Guarantees:
+1. writing a name that is not in `CATALOGUE` raises an error, so names cannot drift;
+2. a line is written completely or not at all (one `write` call of an append-only file) and carries the wall time;
+3. values are finite numbers; other values are left out and listed in `skipped`;
+4. `JsonTail` never raises because of the file: after damaged lines, rotation, truncation or a missing folder it returns
+   the readable lines, and the next call continues.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import UNREADABLE
+from asyncrl.metrics.catalogue import CATALOGUE, NUMBERS, OPEN, is_series
+
+
+class MetricsLog:
+    """Appends lines of metrics to one JSONL file. Text fields go through `labels`, not through the catalogue."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        self._torn = b""
+
+    def write(self, values: Mapping[str, float], **labels: Any) -> None:
+        """One line: `t` (seconds since the epoch), the labels, the values. Raises KeyError on an unknown name."""
+        line: dict[str, Any] = {"t": round(time.time(), 4), **labels}
+        skipped = []
+        for name, value in values.items():
+            if name not in CATALOGUE and not name.startswith(OPEN):
+                raise KeyError(f"metric {name!r} is not in asyncrl.metrics.CATALOGUE")
+            if math.isfinite(value):
+                line[name] = value
+            else:
+                skipped.append(name)
+        if skipped:
+            line["skipped"] = skipped
+        text = self._torn + msgspec.json.encode(line) + b"\n"
+        self._torn = b"\n"  # should this write be cut by a full disk, the next line does not hang on to it
+        if self._file.write(text) == len(text):
+            self._torn = b""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; damaged lines and one that a crash cut are left out. An absent file has none."""
+    if not path.exists():
+        return []
+    series = is_series(path)
+    with path.open("rb") as file:
+        return [line for text in file if (line := decode_line(text, series=series)) is not None]
+
+
+def decode_line(text: bytes, *, series: bool) -> dict[str, Any] | None:
+    """A line as an object; of a series without the metrics in it that are no numbers (a damaged file). None where it is
+    no object."""
+    try:
+        line = msgspec.json.decode(text)
+    except UNREADABLE:
+        return None
+    if not isinstance(line, dict):
+        return None
+    wrong = [name for name in line if name in NUMBERS and not isinstance(line[name], int | float)] if series else ()
+    for name in wrong:
+        del line[name]
+    return line
+
+
+TAIL_BYTES = 1 << 20  # that one look takes at most
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far a tail has read: which file, and the end of its last whole line."""
+
+    inode: int = 0
+    offset: int = 0
+
+
+class JsonTail:
+    """New lines of a JSONL file that somebody else appends to.
+
+    `position`: where an earlier tail of the file stood, to go on there; else it begins at the end, with the whole lines
+    of the `last_bytes` before it, or at the start.
+    """
+
+    def __init__(
+        self, path: Path, *, from_end: bool = True, position: Position | None = None, last_bytes: int = 0
+    ) -> None:
+        self.path = path
+        self._series = is_series(path)
+        self.damaged = 0  # whole lines that are no JSON object
+        self._descriptor = -1
+        self._position = position or Position()
+        self._partial = b""
+        if last_bytes:
+            self._position = _near_end_of(path, last_bytes)
+        elif from_end and position is None:
+            self._position = _end_of(path)
+
+    @property
+    def position(self) -> Position:
+        """Up to where whole lines were given out."""
+        return msgspec.structs.replace(self._position, offset=self._position.offset - len(self._partial))
+
+    @property
+    def behind_bytes(self) -> int:
+        """What the file holds beyond that; 0 where it is away."""
+        found = self._stat(self.path)
+        if found is None:
+            return 0
+        return found.st_size - (self.position.offset if found.st_ino == self._position.inode else 0)
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The lines that were completed since the last call (of at most 1 MB)."""
+        try:
+            data = self._read()
+        except OSError:  # the folder is away; what comes back may be another file system
+            self.close()
+            return []
+        self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        return [line for text in whole if (line := self._decode(text)) is not None]
+
+    def _read(self) -> bytes:
+        if self._descriptor < 0 and not self._open():
+            return b""
+        data = os.pread(self._descriptor, TAIL_BYTES, self._position.offset)
+        if data:
+            return data
+        now = self._stat(self.path)
+        if now is None:
+            return b""
+        if now.st_ino != self._position.inode or now.st_size < self._position.offset:
+            self.close()  # put aside, or cut: what was to be read of it has been read
+            return self._read() if self._open() else b""
+        return b""
+
+    def _open(self) -> bool:
+        """Open what the path names now: where it is the file of the position go on there, else at its start."""
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        found = os.fstat(self._descriptor)
+        if found.st_ino != self._position.inode or not self._ends_a_line(self.position.offset):
+            self._position, self._partial = Position(found.st_ino, 0), b""
+        return True
+
+    def _ends_a_line(self, offset: int) -> bool:
+        """Whether this can be the file that was read up to there: numbers of files are used again."""
+        return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
+
+    def _decode(self, text: bytes) -> dict[str, Any] | None:
+        line = decode_line(text, series=self._series) if text else None
+        self.damaged += bool(text) and line is None
+        return line
+
+    @staticmethod
+    def _stat(path: Path) -> os.stat_result | None:
+        try:
+            return path.stat()
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Let go of the file; a later look opens it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+def _end_of(path: Path) -> Position:
+    """After the last whole line of a file (of a line of more than 1 MB that is not whole yet: its start)."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            start = max(0, found.st_size - TAIL_BYTES)
+            data = os.pread(file.fileno(), found.st_size - start, start)
+    except OSError:
+        return Position()
+    return Position(found.st_ino, start + data.rfind(b"\n") + 1)
+
+
+def _near_end_of(path: Path, count: int) -> Position:
+    """The first line that begins in the last so many bytes."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_size <= count:
+                return Position(found.st_ino, 0)
+            file.seek(found.st_size - count - 1)
+            file.readline()  # bounded: a plain file
+            return Position(found.st_ino, file.tell())
+    except OSError:
+        return Position()

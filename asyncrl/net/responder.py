@@ -1,0 +1,229 @@
+"""The answering side: a ROUTER socket that decodes requests and sends answers.
+
+Guarantees:
+1. a frame that does not decode is counted and, if its sender is known, answered with `Refused`; it never raises;
+2. with keys the service knows a sender by its key and refuses requests that only the owner may send
+   (`config.forbidden`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from asyncrl.errors import AsyncRLError, ConfigError, WireError
+from asyncrl.net.addresses import check_bind, is_exposed, prepare_folder, remove_unused, short_folder_prefix
+from asyncrl.net.auth import receive_authenticated, start_authenticator
+from asyncrl.net.frames import Pump, SocketContext, receive_frames, set_limits
+from asyncrl.net.keys import OWNER, Keys
+from asyncrl.wire import (
+    REPLY,
+    REQUEST_MANY,
+    Buffer,
+    Message,
+    Packet,
+    Refused,
+    Replies,
+    decode,
+    encode,
+    encode_header,
+    peek_request,
+)
+
+WARN_S = 60.0  # between two warnings of a socket that is open to everybody
+HEARTBEAT_MS, SILENT_MS = 2000, 6000  # of every connection of a service; longest silence on one
+
+
+def _beat(socket: zmq.Socket[bytes]) -> None:
+    """Heartbeats, of the answering side alone: each says for how long the other end may wait for the next, so that both
+    notice a peer that is gone.
+
+    A DEALER must not send any: libzmq (4.3.5) aborts its process where one is due on a connection that broke after the
+    socket was closed, or disconnected, with requests still to leave and answers still to come.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)
+
+
+class Call:
+    """One request at a service. Answer it once with `reply`, at once or later; `peer` is stable while connected.
+
+    `user` is what the sender's key makes it: `owner` or `join`; empty where the service has no keys.
+    """
+
+    __slots__ = (
+        "_many",
+        "_responder",
+        "checksum",
+        "header",
+        "message",
+        "payloads",
+        "peer",
+        "received",
+        "request",
+        "user",
+    )
+
+    def __init__(self, responder: Responder, peer: bytes, packet: Packet, *, user: str = "") -> None:
+        self.user = user
+        self._responder = responder
+        self._many = packet.kind == REQUEST_MANY
+        self.peer = peer
+        self.request = packet.request
+        self.message = packet.message
+        self.payloads = packet.payloads
+        self.header = packet.header
+        self.checksum = packet.checksum
+        self.received = time.monotonic()
+
+    def reply(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Send the answer; a peer that has gone is counted, not raised."""
+        self._responder.reply(self.peer, self.request, message, payloads, many=self._many)
+
+    def refuse(self, error: AsyncRLError) -> None:
+        """Answer with an error of the catalogue."""
+        self.reply(Refused(error.code, error.message, error.where))
+
+
+class Responder:
+    """Answers requests on a ROUTER socket. `handler` gets the decoded requests of one drain (at most 16) together.
+
+    `restricted` names messages that only the owner of the run may send, where the service has keys. `counters`:
+    received, bad_frames, gone_peers, forbidden. Made and used on one event loop.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        handler: Callable[[list[Call]], None],
+        *,
+        keys: Keys | None = None,
+        max_bytes: int = 1 << 30,
+        insecure: bool = False,
+        restricted: Callable[[Message], bool] = lambda _: False,
+    ) -> None:
+        check_bind(address, keys=keys, insecure=insecure)
+        self._known = {} if keys is None else {public.encode(): name for public, name in keys.known.items()}
+        self._restricted = restricted
+        self.counters: Counter[str] = Counter()
+        self._handler = handler
+        self._together: dict[bytes, list[tuple[int, Message]]] | None = None  # answers of the drain under way
+        self._max_bytes = max_bytes
+        self._context: SocketContext = SocketContext()
+        self._authenticator = start_authenticator(self._context, keys) if keys is not None else None
+        socket = self._context.socket(zmq.ROUTER)
+        set_limits(socket, max_bytes)
+        _beat(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.server_public)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.server_secret)
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, "asyncrl")
+        self.address = _bind(socket, address)
+        self._pump = Pump(
+            socket,
+            self._take if keys is None else self._take_known,
+            receive=receive_frames if keys is None else receive_authenticated,
+        )
+        self._warning: asyncio.TimerHandle | None = None
+        if keys is None and is_exposed(address):
+            self._warn()
+
+    def _warn(self) -> None:
+        """Once a minute, for as long as it lasts."""
+        print(f"warning: {self.address} is open to everybody who reaches this host: it has no keys", flush=True)
+        self._warning = asyncio.get_running_loop().call_later(WARN_S, self._warn)
+
+    def _take_known(self, batch: list[list[Buffer]]) -> None:
+        self._take([frames for _, *frames in batch], [self._known.get(bytes(key), "") for key, *_ in batch])
+
+    def _take(self, batch: list[list[Buffer]], users: Sequence[str] = ()) -> None:
+        calls: list[Call] = []
+        for (peer, *frames), user in zip(batch, users or itertools.repeat(""), strict=False):
+            self.counters["received"] += 1
+            try:
+                call = Call(self, bytes(peer), decode(frames, max_bytes=self._max_bytes), user=user)
+                if self._known and user != OWNER and self._restricted(call.message):
+                    self._forbid(call)
+                else:
+                    calls.append(call)
+            except WireError as error:
+                self.counters["bad_frames"] += 1
+                number = peek_request(frames)
+                if number is not None:
+                    self.reply(bytes(peer), number, Refused(error.code, error.message, self.address))
+        if not calls:
+            return
+        self._together = {}
+        try:
+            self._handler(calls)
+        finally:
+            together, self._together = self._together, None
+            for peer, answers in together.items():
+                if len(answers) == 1:
+                    self._send(peer, *answers[0], ())
+                else:
+                    packed = tuple((number, encode_header(message)) for number, message in answers)
+                    self._send(peer, 0, Replies(packed), ())
+
+    def _forbid(self, call: Call) -> None:
+        self.counters["forbidden"] += 1
+        what = f"{type(call.message).__name__} is not for holders of a join key"
+        call.refuse(ConfigError("config.forbidden", what, where=self.address))
+
+    def reply(
+        self, peer: bytes, request: int, message: Message, payloads: Sequence[Buffer] = (), *, many: bool = False
+    ) -> None:
+        """Send an answer to a peer. With `many` it may leave at the end of the drain, together with its others."""
+        if many and not payloads and self._together is not None:
+            self._together.setdefault(peer, []).append((request, message))
+        else:
+            self._send(peer, request, message, payloads)
+
+    def _send(self, peer: bytes, request: int, message: Message, payloads: Sequence[Buffer]) -> None:
+        try:
+            if not self._pump.send([peer, *encode(message, payloads, request=request, kind=REPLY)]):
+                self.counters["gone_peers"] += 1
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK):
+                raise
+            self.counters["gone_peers"] += 1
+
+    def close(self) -> None:
+        """Stop answering. Replies that were queued get half a second to leave."""
+        if self._warning is not None:
+            self._warning.cancel()
+        self._pump.close(500)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        folder = Path(self.address.removeprefix("ipc://")).parent
+        if folder.name.startswith(short_folder_prefix()):
+            remove_unused(folder)  # the socket file went with the socket
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    if address.startswith("ipc://"):
+        prepare_folder(address)
+    previous = os.umask(0o177)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        if error.errno == zmq.EADDRINUSE:
+            raise ConfigError("net.port_in_use", f"{address} is in use", where="network") from None
+        raise ConfigError("config.network", f"cannot listen at {address}: {error}", where="network") from None
+    finally:
+        os.umask(previous)
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

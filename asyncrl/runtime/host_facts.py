@@ -1,0 +1,119 @@
+"""Small facts about processes and addresses of this host, without psutil.
+
+Guarantees: nothing here raises because a process
+has ended in between. Only Linux has `/proc`; elsewhere a process seems to have no descendants.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+
+def descendants(pid: int, *, depth: int = 99) -> list[int]:
+    """Processes below `pid`, at most `depth` generations down, nearest first."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        parent = parent_pid(int(folder.name))
+        if parent:
+            children.setdefault(parent, []).append(int(folder.name))
+    found: list[int] = []
+    layer = [pid]
+    for _ in range(depth):
+        layer = [child for parent in layer for child in children.get(parent, [])]
+        if not layer:
+            break
+        found += layer
+    return found
+
+
+def parent_pid(pid: int) -> int:
+    """The parent's pid, 0 where the process has ended or is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    state, parent = text.rpartition(")")[2].split()[:2]  # the name in brackets may hold anything
+    return 0 if state == "Z" else int(parent)
+
+
+def child_pids(pid: int) -> list[int]:
+    """Processes right below `pid`. Cheap where the kernel lists them; what starts meanwhile may be missed."""
+    found: list[int] = []
+    try:
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(word) for word in children.read_text().split()]
+    except OSError:  # it has ended
+        return found
+    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")  # a kernel may be built without it
+    return found if found or listed.exists() else descendants(pid, depth=1)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group, whoever their parents are."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group:
+            found.append(int(folder.name))
+    return found
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc: R, S, D, T (stopped by a signal), t (by a debugger); empty where it has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if state in "ZX" else state
+
+
+def is_alive(pid: int) -> bool:
+    """True while the process exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not Path("/proc/self").exists() or parent_pid(pid) > 0 or pid == 1
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to the process group that `leader` leads."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal to one process, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def reachable(address: str, *, timeout_s: float = 0.2) -> bool:
+    """True where something listens at an `ipc://` or `tcp://` address."""
+    if address.startswith("ipc://"):
+        family, target = socket.AF_UNIX, address.removeprefix("ipc://")
+        return _connects(family, target, timeout_s)
+    parsed = urlparse(address)
+    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(parsed.hostname or "", parsed.hostname or "")
+    return _connects(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, parsed.port or 0), timeout_s)
+
+
+def _connects(family: int, target: Any, timeout_s: float) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        try:
+            probe.connect(target)
+        except OSError:
+            return False
+    return True

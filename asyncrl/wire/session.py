@@ -1,0 +1,107 @@
+"""Messages that every role and every service exchange: handshake, heartbeat, status, tuning."""
+
+from __future__ import annotations
+
+from asyncrl.wire.base import SCHEMA, Message, Name, Version, Whole
+
+
+class Hello(Message, frozen=True, tag=1):
+    """A role introduces itself to a service. Answer: `Welcome` or `Refused`."""
+
+    role: Name  # producer | reward | learner | observer
+    name: Name
+    pid: Whole
+    host: Name
+    run_id: str = ""  # empty: accept any run
+    fingerprint: str = ""  # model fingerprint; empty: not checked
+    schema: int = SCHEMA
+    evaluation_rows: Whole = 0  # prompts of an evaluation, as this producer reads them; 0: it has not looked
+
+
+class Welcome(Message, frozen=True, tag=2):
+    """The service accepts; `session` is a number of its own for this process."""
+
+    run_id: str
+    service_epoch: int
+    session: int
+    version: int  # newest committed version the service knows
+    endpoints: dict[str, str] = {}  # address of the run's other services by name
+    segments: str = ""  # folder of the payloads, for a producer on the same host
+    nonce: str = ""  # content of the file `nonce` there: who reads it sees the same folder
+    segment_bytes: int = 0  # size of a file that a producer writes there
+    place_bytes: int = 0  # payloads of so many bytes and more are worth it
+
+
+class Refused(Message, frozen=True, tag=3):
+    """The service did not do it. `code` stands in `asyncrl.errors.CATALOGUE`; nothing was changed."""
+
+    code: str
+    message: str
+    where: str = ""
+
+
+class Ok(Message, frozen=True, tag=4):
+    """Done. To a producer's heartbeat: `cancelled` are leases (group, token) whose samples nobody wants any more."""
+
+    detail: str = ""
+    cancelled: tuple[tuple[int, int], ...] = ()
+
+
+class Heartbeat(Message, frozen=True, tag=5):
+    """Sent every few seconds by every worker; renews its leases. `stats`: metrics by catalogue name. Answer: `Ok`.
+
+    A producer names the leases that it works on (`holds`: group, token): others of its name are lost after a while, as
+    their grant never arrived, or its samples were taken by a store that went back.
+    """
+
+    role: Name
+    name: Name
+    pid: Whole
+    host: Name
+    waiting_for: str  # empty while it works; else what it waits for
+    stats: dict[str, float] = {}
+    holds: tuple[tuple[int, int], ...] | None = None  # None: not said
+
+
+class StatusRequest(Message, frozen=True, tag=6):
+    """Ask a service for its state. Answer: `StatusReply`."""
+
+
+class StatusReply(Message, frozen=True, tag=7):
+    """The state of a service as JSON text (`asyncrl status --json` prints it)."""
+
+    json: str
+
+
+class Stop(Message, frozen=True, tag=8):
+    """Ask a service to end after it has written everything. Answer: `Ok`."""
+
+    reason: str
+
+
+class Replies(Message, frozen=True, tag=9):
+    """Several answers in one message, to requests of kind 2: (request number, header of the answer), no payloads.
+
+    Bursts of small answers cost a wake-up of both ends each; together they cost one.
+    """
+
+    answers: tuple[tuple[int, bytes], ...]
+
+
+class Tune(Message, frozen=True, tag=10):
+    """Change settings of a running system. `changes`: JSON object, key -> value. Answer: `Tuned` or `Refused`.
+
+    With `undo_to` >= 0 `changes` is empty and the settings become those of that number again (0: of the TOML).
+    """
+
+    changes: str
+    author: str
+    undo_to: Version = -1
+
+
+class Tuned(Message, frozen=True, tag=11):
+    """The change has the number `number` and is in force; `changed`: JSON object, key -> [old, new]."""
+
+    number: int
+    changed: str
+    note: str = ""  # what is not in force at once, and when it will be

@@ -1,0 +1,128 @@
+"""Checks the meaning of samples (lengths, token ids, log-probs, versions): at ingest and before batching."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.errors import WireError
+from asyncrl.wire.arrays import unpack_arrays
+from asyncrl.wire.base import Buffer
+from asyncrl.wire.work import SampleHead, Samples
+
+
+def validate_samples(
+    head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
+) -> str:
+    """Why these samples may not be trained on; the empty string where they may (faults.md F21).
+
+    Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
+    vocabulary (where `vocab_size` is known), no version newer than `newest_version`, no empty response.
+    """
+    return checked_arrays(head, payload, group_size=group_size, vocab_size=vocab_size, newest_version=newest_version)[1]
+
+
+def checked_arrays(
+    head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
+) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    """The arrays of some samples (read-only views), and what `validate_samples` says about them."""
+    try:
+        arrays = unpack_arrays(head.fields, payload)
+    except WireError as error:
+        return {}, f"layout: {error.message}"
+    for name in ("prompt", "response", "logprobs"):
+        if name not in arrays:
+            return {}, f"layout: field {name} is missing"
+    return arrays, _check_heads(head, group_size, newest_version) or _check_arrays(head, arrays, vocab_size)
+
+
+def _check_heads(head: Samples, group_size: int, newest_version: int | None) -> str:
+    if not head.samples:
+        return "empty: no samples"
+    seen: set[int] = set()
+    for sample in head.samples:
+        if not 0 <= sample.index < group_size or sample.index in seen:
+            return f"index: sample {sample.index} of a group of {group_size}"
+        seen.add(sample.index)
+        if sample.length < 1:
+            return f"empty: sample {sample.index} has no tokens"
+        if sample.finish not in ("stop", "length", "abort"):
+            return f"finish: {sample.finish!r}"
+        covered, newest = 0, -1
+        for version, count in sample.runs:
+            if count < 1 or version < 0:
+                return f"runs: sample {sample.index} has an empty run or a negative version"
+            covered += count
+            newest = version if version > newest else newest
+        if covered != sample.length:
+            return f"length: runs of sample {sample.index} cover {covered} of {sample.length} tokens"
+        if newest_version is not None and newest > newest_version:
+            return f"version: {newest} was never published (newest {newest_version})"
+        if (sample.rows or sample.turns) and (wrong := _check_rows(sample)):
+            return wrong
+    return ""
+
+
+def _check_rows(sample: SampleHead) -> str:
+    ends = [*(start for start, _ in sample.rows[1:]), sample.length]
+    for (start, prompt), end in zip(sample.rows, ends, strict=False):  # no rows, one end
+        if start < 0 or prompt < 1 or start + prompt >= end:
+            return f"rows: {start}..{end} of sample {sample.index} with {prompt} prompt tokens"
+    last = -1
+    for place, reward in sample.turns:
+        if not last < place < sample.length or not math.isfinite(reward):
+            return f"turns: reward {reward} at token {place} of sample {sample.index} after {last}"
+        last = place
+    return ""
+
+
+_WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u1"}
+
+
+def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
+    """What is wrong with the tokens that the policy did not sample."""
+    if mask is None:
+        spread = next((sample for sample in head.samples if sample.rows), None)
+        return f"mask: sample {spread.index} has rows with prompts and none" if spread else ""
+    if mask.size and int(mask.max()) > 1:
+        return "mask: it holds more than 0 and 1"
+    start = 0
+    for sample in head.samples:
+        mine = mask[start : start + sample.length]
+        start += sample.length
+        if not mine.any():
+            return f"mask: no token of sample {sample.index} was sampled"
+        if any(mine[first : first + prompt].any() for first, prompt in sample.rows):
+            return f"mask: a token of a row's prompt in sample {sample.index} is called sampled"
+        if any(not mine[place] for place, _ in sample.turns):
+            return f"turns: a reward of sample {sample.index} stands at a token that was not sampled"
+    return ""
+
+
+def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> str:
+    total = sum(sample.length for sample in head.samples)
+    if arrays["prompt"].size != head.prompt_tokens or head.prompt_tokens < 1:
+        return f"length: {arrays['prompt'].size} prompt tokens, {head.prompt_tokens} announced"
+    for name in ("response", "logprobs", "mask"):
+        if name in arrays and arrays[name].size != total:
+            return f"length: {name} has {arrays[name].size} entries for {total} tokens"
+    for field in head.fields:
+        if _WANTED.get(field.name, field.dtype) != field.dtype:
+            return f"layout: {field.name} is {field.dtype}, not {_WANTED[field.name]}"
+    wrong = _check_mask(head, arrays.get("mask"))
+    if wrong:
+        return wrong
+    logprobs = arrays["logprobs"]
+    # Both pass a NaN on, and a comparison with NaN is False.
+    if not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):
+        return "logprobs: not finite or above 0"
+    if vocab_size:
+        low = min(int(arrays["prompt"].min()), int(arrays["response"].min()))
+        high = max(int(arrays["prompt"].max()), int(arrays["response"].max()))
+        if low < 0 or high >= vocab_size:
+            return f"vocabulary: token id {low if low < 0 else high} outside 0..{vocab_size - 1}"
+    return ""
