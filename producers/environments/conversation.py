@@ -134,11 +134,11 @@ class Conversation:
             for one, answer in zip(taken, answers, strict=True)
         ]
         wrong = [f"{one.name}: only {config.max_parallel_calls} calls at once" for one in turn.calls[len(taken) :]]
-        told = [*turn.malformed, *wrong]
-        more = len(told) - config.max_parallel_calls
+        problems = [*turn.malformed, *wrong]
+        more = len(problems) - config.max_parallel_calls
         if more > 0:  # a turn may hold as many calls as tokens
-            told[config.max_parallel_calls :] = [f"and {more} calls more that were not run"]
-        return found + [{"role": "tool", "content": self._shorten(ERROR + text)} for text in told]
+            problems[config.max_parallel_calls :] = [f"and {more} more calls that were not run"]
+        return found + [{"role": "tool", "content": self._shorten(ERROR + text)} for text in problems]
 
     # ------------------------------------------------------------ turns
 

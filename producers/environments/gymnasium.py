@@ -57,7 +57,7 @@ class GymEnvironment:
         try:
             chosen = self._act(action.text)
             if not self._environment.action_space.contains(chosen):
-                raise ValueError(f"{chosen!r} is none of {self._environment.action_space}")
+                raise ValueError(f"{chosen!r} is not in {self._environment.action_space}")
         except ValueError as error:
             return Step(f"not an action: {error}", 0.0)
         seen, reward, ended, cut, _ = await run_blocking(self._environment.step, chosen)

@@ -168,9 +168,7 @@ class Running:
                 self.status = "timeout"
                 break
             for descriptor, _ in poll.poll(1000 * (left if ended >= 0 else min(left, 0.02))):
-                if (
-                    descriptor == 0
-                ):  # the parent has gone, and the kernel may not be asked to say so: see `become_nobody`
+                if descriptor == 0:  # the parent is gone; the kernel's signal cannot be used: see `become_nobody`
                     kill_all(self.pid)
                     os._exit(0)
                 if descriptor in self._pipes and not self._read(descriptor):

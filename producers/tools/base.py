@@ -233,7 +233,7 @@ def _argument_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ConfigError("config.environment", f"its types cannot be read: {error}", where=where) from None
-    told = _parse_docstring(inspect.getdoc(function) or "")[1]
+    described = _parse_docstring(inspect.getdoc(function) or "")[1]
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -241,8 +241,8 @@ def _argument_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
         if parameter.name not in hints:
             raise ConfigError("config.environment", f"parameter {parameter.name} has no type", where=where)
         kind = hints[parameter.name]
-        if parameter.name in told:
-            kind = Annotated[kind, msgspec.Meta(description=told[parameter.name])]
+        if parameter.name in described:
+            kind = Annotated[kind, msgspec.Meta(description=described[parameter.name])]
         default = () if parameter.default is parameter.empty else (parameter.default,)
         fields.append((parameter.name, kind, *default))
     fields.sort(key=len)  # those without a default first

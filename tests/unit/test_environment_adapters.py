@@ -83,7 +83,7 @@ def test_actions_outside_the_space_are_answered() -> None:
 
     step = asyncio.run(asyncio.wait_for(run(), 60))
     assert (step.reward, step.done) == (0.0, False)
-    assert "9 is none of Discrete(4)" in step.observation
+    assert "9 is not in Discrete(4)" in step.observation
     with pytest.raises(ConfigError, match="NoSuchThing"):
         GymEnvironment("NoSuchThing-v0")
 

@@ -206,7 +206,7 @@ def test_calls_without_end_are_answered_by_few_messages(folder: Path, tokenizer:
     config = config_of(folder, f'name = "{__name__}:edits"\nmax_parallel_calls = 2\n', reward=False, room=1700)
     played(config, tokenizer, lambda *_: "<tool_call>" * 100, rollout=rollout)
     assert [item["role"] for item in answers] == ["tool"] * 3
-    assert answers[-1]["content"] == "error: and 98 calls more that were not run"
+    assert answers[-1]["content"] == "error: and 98 more calls that were not run"
 
 
 def test_turns_and_room_end_a_sample(folder: Path, tokenizer: Tokenizer) -> None:

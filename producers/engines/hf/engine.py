@@ -113,14 +113,14 @@ class HFEngine:
 
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do with its configuration."""
-        slots = self._config.producers.slots
+        slots, in_place = self._config.producers.slots, self._config.weightsync.in_place
         return EngineCapabilities(
             "hf",
             max_samples=slots,
             max_tokens=self._max_len,
             kv_tokens=slots * self._max_len,
-            encodings=("full",) if self.in_place else ("full", "adapter"),
-            in_place=self.in_place,
+            encodings=("full",) if in_place else ("full", "adapter"),
+            in_place=in_place,
             continues=True,
             priority=True,
         )
@@ -159,12 +159,10 @@ class HFEngine:
 
     def _check(self, request: GenRequest) -> None:
         version, taken = self._require().version, request.id in self._outboxes
-        if problem := request_problem(request, self._config, vocab=self._vocab(), taken=taken, version=version):
-            raise WorkError("sample.invalid", problem, where=request.id)
-
-    def _vocab(self) -> int:
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[union-attr, operator]
-        return int(embedding.weight.shape[0])
+        vocab = int(embedding.weight.shape[0])
+        if problem := request_problem(request, self._config, vocab=vocab, taken=taken, version=version):
+            raise WorkError("sample.invalid", problem, where=request.id)
 
     async def abort(self, ids: Sequence[str] | None) -> int:
         """Abort these requests (None: all); their iterators end without the missing samples."""
@@ -197,17 +195,12 @@ class HFEngine:
 
     # ------------------------------------------------------------ weights
 
-    @property
-    def in_place(self) -> bool:
-        """`weightsync.in_place`: no second copy of the weights."""
-        return self._config.weightsync.in_place
-
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         """Make room for a version; in place: stop decoding. Raises `sync.plan` for the layout of another model, and
         `sync.failed` for an adapter of another base."""
         decoder = self._require()
         await asyncio.to_thread(self._active_weights().begin, manifest, tensors)
-        if self.in_place:
+        if self._config.weightsync.in_place:
             self._dirty = True
             await self._decoding.call(decoder.halt)
 

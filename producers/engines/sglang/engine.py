@@ -29,8 +29,6 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
-from blake3 import blake3
-
 from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest, PauseMode
 from asyncrl.errors import AsyncRLError, WorkError
@@ -44,14 +42,13 @@ from producers.engines.request_gate import RequestGate
 from producers.engines.sglang.control_api import ServerFacts, SGLangServer, together
 from producers.engines.sglang.responses import read_piece
 from producers.engines.sglang.sample import Outbox, Sample
-from producers.engines.sglang.startup import address_towards, check_prefixes, check_request, check_server, server_url
-from producers.engines.sglang.weights import file_digest, load
+from producers.engines.sglang.startup import check_prefixes, check_request, check_server, make_group, server_url
+from producers.engines.sglang.weights import Checksums, file_digest, load
 from producers.engines.staged_weights import Labels, StagedVersion, StagedWeights
 
 T = TypeVar("T")
 LOOK_S = 2.0  # between two checks of the server
 WAIT_LOOK_S = 0.01
-CHECKSUM_S = 1.0  # slower checksums are not taken at commits
 MOST_ABORTS = 3  # by the server, of one sample
 TOKEN = "ASYNCRL_ENGINE_TOKEN"  # variable with the server's API key
 
@@ -83,8 +80,7 @@ class SGLangEngine:
         self._generated = 0
         self._swap_s = 0.0
         self._busy_s, self._busy_since = 0.0, 0.0
-        self._checksums = ""  # the server's own, right after the commit; empty if not taken
-        self._checksum_s = 0.0
+        self._checksums = Checksums(self._limit_s)
 
     # ------------------------------------------------------------ life
 
@@ -101,18 +97,9 @@ class SGLangEngine:
         await check_prefixes(self._client, found, vocab=self._model.vocab)
         self._label = await server.label()
         self._gate.limit = min(config.producers.slots, found.running or config.producers.slots)
-        device = config.producers.device.partition(":")[0]
-        backend = {"cuda": "nccl", "npu": "hccl"}.get(device, "gloo")
-        group = self._group = GroupSender(
-            f"asyncrl-{self._owner}",
-            workers=found.tp_size,
-            backend=backend,
-            host=address_towards(url),
-            timeout_s=self._limit_s,
-            device=config.producers.device if backend != "gloo" else "",
-        )
+        group = self._group = make_group(config, f"asyncrl-{self._owner}", workers=found.tp_size, url=url)
         port = await group.listen()
-        joining = server.join_group(group.name, host=group.host, port=port, size=group.size, backend=backend)
+        joining = server.join_group(group.name, host=group.host, port=port, size=group.size, backend=group.backend)
         await together(joining, group.join())  # bounded: by the group's limit
         self._watching = asyncio.create_task(self._watch())
 
@@ -369,11 +356,8 @@ class SGLangEngine:
             return ""
         server = self._require()
         digest = await asyncio.to_thread(file_digest, current)
-        sums = await self._vital(server.checksums(timeout_s=self._limit_s))
-        if swaps != self._swaps:
-            return ""
-        self._checksums = self._checksums or sums
-        return digest if sums == self._checksums else blake3(sums.encode()).hexdigest(length=16)
+        found = await self._vital(self._checksums.take(server))
+        return "" if swaps != self._swaps else self._checksums.attest(found, digest)
 
     async def commit_update(self) -> str:
         """Load the staged version while the server is paused; the digest of the sent bytes."""
@@ -405,8 +389,4 @@ class SGLangEngine:
             await server.resume()
             self._gate.open()
         self._swap_s = time.perf_counter() - started
-        self._checksums = ""
-        if self._checksum_s < CHECKSUM_S:
-            looked = time.perf_counter()
-            self._checksums = await server.checksums(timeout_s=self._limit_s)
-            self._checksum_s = time.perf_counter() - looked
+        await self._checksums.record(server)

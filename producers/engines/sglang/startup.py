@@ -21,6 +21,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.engine import GenRequest
 from asyncrl.errors import ConfigError, HandshakeError, WorkError
+from producers.engines.group_sender import GroupSender
 from producers.engines.http import HttpClient
 from producers.engines.request_checks import request_problem
 from producers.engines.sglang.control_api import CALL_S, ServerFacts, answer_as
@@ -51,6 +52,19 @@ def address_towards(url: str) -> str:
         raise ConfigError("config.network", f"{url}: {error}", where="producers.url") from None
 
 
+def make_group(config: Config, name: str, *, workers: int, url: str) -> GroupSender:
+    """The process group that weights are sent in."""
+    backend = {"cuda": "nccl", "npu": "hccl"}.get(config.producers.device.partition(":")[0], "gloo")
+    return GroupSender(
+        name,
+        workers=workers,
+        backend=backend,
+        host=address_towards(url),
+        timeout_s=config.weightsync.timeout_s,
+        device=config.producers.device if backend != "gloo" else "",
+    )
+
+
 def check_server(found: ServerFacts, config: Config, *, architecture: str, where: str) -> None:
     """Raise `config.conflict` if its arguments contradict the run, `handshake.mismatch` for another model."""
     name = config.producers.dtype if config.producers.dtype != "auto" else config.model.dtype
@@ -63,7 +77,7 @@ def check_server(found: ServerFacts, config: Config, *, architecture: str, where
         (found.max_req_input_len + 1 < longest, f"it takes {found.max_req_input_len} tokens, data.max_prompt_tokens + "
          f"max_new_tokens = {longest}", "start it with a larger --context-length"),
         (config.producers.kv_at_swap == "keep" and not found.disable_overlap_schedule,
-         "with overlap scheduling a pause in place leaves a step under way, whose tokens it names after the new "
+         "with overlap scheduling a pause in place leaves a step under way, whose tokens get the label of the new "
          "weights", 'start it with --disable-overlap-schedule, or set producers.kv_at_swap = "recompute"'),
     ]  # fmt: skip
     for wrong, what, remedy in problems:

@@ -95,6 +95,9 @@ class VLLMBase:
         self._config = config
         self._max_new = config.longest_response
         self._max_len = config.data.max_prompt_tokens + self._max_new
+        own = config.producers.dtype
+        self._dtype = own if own != "auto" else config.model.dtype
+        self._recompute = config.producers.kv_at_swap == "recompute"
         self._facts = read_facts(config.model.path)
         self._staged = StagedWeights(config.run_dir / "scratch")
         self._labels = Labels(tag)
@@ -127,15 +130,6 @@ class VLLMBase:
     def fingerprint(self) -> str:
         """Digest of the model's shape, its tokenizer and the run's dtype; reads small files, no weights."""
         return model_fingerprint(self._config.model.path, dtype=self._config.model.dtype)
-
-    @property
-    def _dtype(self) -> str:
-        own = self._config.producers.dtype
-        return own if own != "auto" else self._config.model.dtype
-
-    @property
-    def _recompute(self) -> bool:
-        return self._config.producers.kv_at_swap == "recompute"
 
     # ------------------------------------------------------------ failures
 

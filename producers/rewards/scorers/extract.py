@@ -15,7 +15,7 @@ FENCE = re.compile(r"```(?:([\w+#.-]++)[^\n`]*+|[ \t]*+)\n(.*?)(```|\Z)", re.DOT
 def find_fenced(text: str, languages: Collection[str]) -> str | None:
     """The last fenced block in one of these languages (lower case); else the last one of no language; else None.
 
-    A block of another language is none of them, and its end begins none. One with a language may be open at the end.
+    Blocks of other languages are skipped with their ends. The last block may be open if it has a language.
 
     >>> find_fenced("```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```", {"python"})
     'print(1)\\n'
