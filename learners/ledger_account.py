@@ -34,7 +34,7 @@ class Account:
         """The weights hold this step now."""
         self._trained[step] = tuple(groups)
 
-    def bury(self, step: int, group: int, reason: str) -> None:
+    def quarantine(self, step: int, group: int, reason: str) -> None:
         """A group of the step was quarantined."""
         self._dead[group] = (step, reason)
 

@@ -62,7 +62,7 @@ class Archive:
             self.lost += 1
             self._say(f"ERROR: the batch of step {batch.step} is not archived ({self.lost} so far): {error}")
 
-    def bury(self, step: int, group: int, reason: str) -> None:
+    def quarantine(self, step: int, group: int, reason: str) -> None:
         """A group of the step was taken out."""
         try:
             self._prepare()

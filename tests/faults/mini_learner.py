@@ -25,7 +25,8 @@ from asyncrl.runtime import role
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.runtime.run_dir import RunDir, endpoint, write_atomic
 from buffers.client.client import ClaimedBatch, LearnerClient
-from learners.rank_zero import Heart, Services
+from learners.heartbeat import Heart
+from learners.rank_zero import Services
 from producers.engines.model_files import read_facts
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
 from weightsync.publisher.publisher import Publisher

@@ -86,13 +86,8 @@ PENDING_ARROWS = (
 )
 PENDING_FILES = (
     "buffers/client/client.py",
-    "buffers/evaluation/work.py",
-    "buffers/groups/book.py",
-    "buffers/service/service.py",
     "learners/batch/assembly.py",
     "learners/models/logprobs.py",
-    "learners/rank_zero.py",
-    "learners/warm_start/sft.py",
     "producers/engines/hf/weights.py",
     "producers/engines/sglang/engine.py",
     "producers/main.py",
@@ -100,14 +95,11 @@ PENDING_FILES = (
     "weightsync/receiver/receiver.py",
 )
 PENDING_CLASSES = (
-    "buffers.groups.book.Book",
-    "buffers.service.service.BufferService",
-    "learners.rank_zero.Services",
     "producers.engines.hf.engine.HFEngine",
     "producers.engines.vllm.base.VLLMBase",
     "weightsync.publisher.publisher.Publisher",
 )
-PENDING_FOLDERS = ("buffers/groups",)
+PENDING_FOLDERS = ()
 
 PREPOSITIONS = (
     "of by with for from in on at as to into over under beside below above after before between through without within"
