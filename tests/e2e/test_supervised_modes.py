@@ -107,13 +107,13 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     from asyncrl.config.sections.judge import JudgeConfig
     from producers.data.tokenizer import Tokenizer
     from producers.rewards.judges.classifier import Classifier
-    from producers.rewards.outcome import Asked, Verdict
+    from producers.rewards.outcome import JudgeSettings, Verdict
     from producers.rewards.sample import RewardSample
 
     folder = str(run.dir / "export")
     tokenizer = Tokenizer(folder)
     table = JudgeConfig("j", kind="classifier", model=folder, device="cpu")
-    judge = Classifier(Asked(table, 60.0, folder, "float32", "prompt"))
+    judge = Classifier(JudgeSettings(table, 60.0, folder, "float32", "prompt"))
     samples = []
     for number, text in enumerate(answers):
         prompt = f"{number + 10}+{number % 7}="
