@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-#: Families of names: a component of the reward, a judge, a lag, a number of tries, figures of evaluations.
+#: Families of names: parts of the reward, judges, lags, numbers of attempts, figures of evaluations.
 OPEN = ("reward/", "judge/", "lag/", "pass_at/", "val-core/", "val-aux/")
 
 
 class Metric(NamedTuple):
-    """What a number is: its unit, the role that writes it, and its meaning."""
+    """Unit of a number, the role that writes it, and its meaning."""
 
     unit: str
     role: str
@@ -219,8 +219,8 @@ CATALOGUE: dict[str, Metric] = {
     "members_committed": Metric("1", "weightsync", "generators that acknowledged the version with its digest"),
     "members_left_out": Metric("1", "weightsync", "generators that missed the deadline"),
 }
-NUMBERS = frozenset({"t", "step", *CATALOGUE})  # what these name in a line of metrics is a number
-#: Files of a run whose lines are metrics; in others (history, samples, groups) the same names may mean something else.
+NUMBERS = frozenset({"t", "step", *CATALOGUE})  # these are always numbers in a line of metrics
+#: Metrics files of a run; in other files (history, samples, groups) the same names may have other meanings.
 SERIES = frozenset(f"metrics/{name}.jsonl" for name in ("learner", "buffer", "roles", "weightsync"))
 
 

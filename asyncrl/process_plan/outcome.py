@@ -14,5 +14,5 @@ class Outcome(msgspec.Struct, frozen=True):
     restarts: dict[str, int] = {}
     failed: str = ""
     last_lines: tuple[str, ...] = ()
-    given_up: dict[str, int] = {}  # workers the run did without from some time on: their last exit code
+    given_up: dict[str, int] = {}  # workers that the run continued without: their last exit code
     stopped: bool = False  # a signal came before the end
