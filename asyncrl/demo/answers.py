@@ -1,7 +1,6 @@
-"""Rows with answers for the demonstration tasks: what sft, dpo and reward models are trained on.
+"""Rows with answers for the demonstration tasks: training data of sft, dpo and reward models.
 
-Everything is a function of (task, seed, index); the
-prompts are those of `tasks.prompt_rows` with the same seed.
+Everything is a function of (task, seed, index); the prompts are those of `tasks.prompt_rows` with the same seed.
 
 Example: {"prompt": "12+07=", "chosen": "19", "rejected": "18"} is a row of `pair_rows("add", ...)`.
 """
@@ -12,8 +11,8 @@ from typing import Any
 
 from asyncrl.demo import tasks
 
-NOISE = 0.34  # of the teacher of rejected answers: about what the warm start makes
-TRIES = 100  # of a teacher that should make a mistake
+NOISE = 0.34  # of the teacher of rejected answers: about that of the warm start
+TRIES = 100  # attempts to draw a mistake
 
 
 def answer_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
@@ -44,7 +43,7 @@ def _right(task: str, seed: int, index: int) -> str:
 
 
 def _wrong(task: str, seed: int, index: int) -> str:
-    """An answer whose result is wrong, from a stream of its own."""
+    """A wrong answer, from its own random stream."""
     values = tasks.operands(task, seed=seed, index=index)
     stream = tasks.row_random(task, seed=seed, index=index, split="heldout")
     truth = tasks.ground_truth(task, values)

@@ -1,7 +1,7 @@
-"""`asyncrl check`: reads, looks at everything, says it.
+"""`asyncrl check`: reads and checks a configuration and prints the result.
 
-Guarantees: 0 where nothing is wrong, else the exit code of the first mistake; with `--json`
-everything comes as one JSON object on stdout, mistakes as well.
+Guarantees: the exit code is 0 without mistakes, else that of the first mistake; with `--json` the output is one JSON
+object on stdout, mistakes included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.preflight.render import as_json, render
 
 
 def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json_text: bool = False) -> int:
-    """Print what there is to say."""
+    """Print the result; return the exit code."""
     _, checked = checks.check_files(paths, overrides)
     if as_json_text:
         print(json.dumps(as_json(checked), indent=2))

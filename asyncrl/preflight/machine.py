@@ -1,10 +1,10 @@
-"""Whether this machine has what a configuration asks for: free ports, a store, cores, memory, accelerators, disk.
+"""Checks that this machine has what a configuration needs: ports, a store, cores, memory, accelerators, disk.
 
 Guarantees:
-1. ports are bound no longer than the look takes, Redis is asked with plain sockets within seconds;
-2. the machine is read from /proc, /sys, /dev and the file system: no driver and no torch is loaded. `asyncrl doctor`
-   looks closer;
-3. what may be right on another machine (cores, memory, devices) is said as missing here, and is no mistake.
+1. ports are bound only during the check; Redis is asked with plain sockets within seconds;
+2. the machine is described by /proc, /sys, /dev and the file system: no driver and no torch is loaded (`asyncrl doctor`
+   does more);
+3. resources that another machine may have (cores, memory, devices) are reported as missing, not as mistakes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What this machine has, as far as files say."""
+    """Resources of this machine, according to files."""
 
     cores: int
     memory_bytes: int  # of the machine, or of this container
     devices: dict[str, int]  # accelerators by type
-    disk_free_bytes: int  # where the run folder is
+    disk_free_bytes: int  # at the run folder
     shm_free_bytes: int
 
     @property
@@ -67,7 +67,7 @@ def _memory(meminfo: Path) -> int:
 
 
 def _free(path: Path) -> int:
-    """Bytes free where the folder is or will be."""
+    """Free bytes at the place of the folder."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -78,7 +78,7 @@ def _free(path: Path) -> int:
 
 
 def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequence[RoleMemory]) -> Iterator[str]:
-    """What the configuration asks for and this machine does not have."""
+    """Resources that the configuration needs and this machine lacks."""
     wants = {
         "learner": ("learner.device", config.learner.device, config.learner.ranks),
         "producer": ("producers.device", config.producers.device, config.producers.count),
@@ -136,7 +136,7 @@ def check_ports(config: Config, roles: Sequence[str]) -> Iterator[AsyncRLError]:
 
 
 def check_store(config: Config) -> Iterator[AsyncRLError]:
-    """Redis answers where a URL is given; a server is on the PATH where one is to be started."""
+    """Redis answers at the given URL; a server program is on the PATH if one must be started."""
     buffer = config.buffer
     if buffer.store == "sqlite":
         return

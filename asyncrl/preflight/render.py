@@ -1,7 +1,4 @@
-"""What `asyncrl check` says: the text for a terminal and the JSON for programs.
-
-Pure.
-"""
+"""Output of `asyncrl check`: text for a terminal, JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def render(checked: Checked) -> str:
-    """The derived numbers, what starts where, memory, notes; the mistakes are shown by themselves."""
+    """Derived numbers, processes, memory and notes; mistakes are printed separately."""
     width = max((len(finding.name) for finding in checked.findings), default=0)
     lines = []
     for finding in checked.findings:
@@ -66,7 +63,7 @@ def _memory(roles: Sequence[RoleMemory]) -> list[str]:
 
 
 def as_json(checked: Checked) -> dict[str, Any]:
-    """Everything `asyncrl check --json` prints."""
+    """The output of `asyncrl check --json`."""
     return {
         "ok": not checked.errors,
         "errors": [error_json(error) for error in checked.errors],
@@ -79,7 +76,7 @@ def as_json(checked: Checked) -> dict[str, Any]:
 
 
 def error_json(error: AsyncRLError) -> dict[str, Any]:
-    """One mistake; `line` is null where it has none."""
+    """One mistake; `line` is null if it has none."""
     at = re.fullmatch(r"(.*):(\d+)", error.where)
     return {
         "code": error.code,

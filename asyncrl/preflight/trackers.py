@@ -1,7 +1,4 @@
-"""What `[trackers]` names is there: trackers with their packages, files with secrets, the port of Prometheus.
-
-It imports no tracker.
-"""
+"""Checks `[trackers]`: packages, files with secrets, the port of Prometheus. Imports no tracker."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ GROUP = "asyncrl.trackers"
 
 
 def check_trackers(config: Config) -> Iterator[AsyncRLError]:
-    """Everything that would make a tracker end at its start; the run would go on, without its curves."""
+    """Everything that would end a tracker at its start; the run would continue without its curves."""
     trackers = config.trackers
     known = set(BUILT_IN[GROUP]) - {"tensorboard"} | {point.name for point in entry_points(group=GROUP)}
     for name in trackers.use:

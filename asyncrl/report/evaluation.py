@@ -1,8 +1,8 @@
-"""The section of the report on evaluations: curves over steps and a table with every account.
+"""The section on evaluations: curves over steps and a table of all evaluations.
 
-It reads `metrics/evaluation.jsonl` alone. Guarantees:
-1. of a step that was evaluated again the last evaluation is shown;
-2. without evaluations there is no section; figures of which nothing is known are `-`;
+It reads only `metrics/evaluation.jsonl`. Guarantees:
+1. of a step that was evaluated again, the last evaluation is shown;
+2. without evaluations there is no section; unknown figures are `-`;
 3. text of the run is escaped.
 """
 
@@ -22,7 +22,7 @@ FIGURES = (("reward/mean", ""), ("reward/best", "/mean"), ("reward/maj", "/mean"
 
 
 def section(data: RunData) -> str:
-    """Both cards; empty where the run has no evaluations."""
+    """Both cards; empty if the run has no evaluations."""
     lines = newest(data.evaluations)
     if not lines:
         return ""
@@ -46,18 +46,18 @@ def section(data: RunData) -> str:
 
 
 def newest(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One line per step, the last one, in the order of steps."""
+    """The last line of every step, in order."""
     return [line for _, line in sorted({int(line["step"]): line for line in lines if "step" in line}.items())]
 
 
 def list_sources(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The data sources, `all` first where there are several."""
+    """The data sources, `all` first if there are several."""
     found = {str(source) for line in lines for source in dict(line.get("sources") or {})}
     return [ALL, *sorted(found)] if len(found) > 1 else sorted(found)
 
 
 def figure_value(line: Mapping[str, Any], source: str, figure: str, tail: str) -> tuple[float, float] | None:
-    """Value and standard error of a figure at the line's k; None where there is none."""
+    """Value and standard error of a figure at the line's k, or None."""
     k = int(line.get("evaluation_samples", 1))
     value = line.get(f"val-core/{source}/{figure}@{k}{tail}")
     error = line.get(f"val-aux/{source}/{figure}@{k}/se", 0.0)

@@ -1,7 +1,4 @@
-"""The chapter on faults: what ended, how long it took until things went on, and everything that was noted.
-
-The times are those of `asyncrl.report.events`.
-"""
+"""The chapter on faults: failed processes, time to recovery, and all recorded events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the chapters of the report are made of: boxes, tables, numbers as words.
+"""HTML building blocks of the chapters: boxes, tables, numbers as text.
 
-Guarantees: titles, notes and heads of tables are escaped here; bodies and cells are HTML
-already, and whoever makes them escapes what comes from the run.
+Guarantee: titles, notes and table heads are escaped here; bodies and cells are HTML, and their authors escape text of
+the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def card(title: str, body: str, *, note: str = "", wide: bool = False) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Sequence[str] = ()) -> str:
-    """A table; cells are HTML already."""
+    """A table; cells are HTML."""
     cells = list(rows)
     if not cells:
         return '<p class="none">none</p>'
@@ -50,6 +50,6 @@ def seconds(value: float | None) -> str:
 
 
 def clip(text: Any, limit: int = 600) -> str:
-    """The text, cut where it is very long."""
+    """The text, truncated if it is very long."""
     whole = text if isinstance(text, str) else str(text)
     return whole if len(whole) <= limit else whole[:limit] + " …"

@@ -1,4 +1,4 @@
-"""The chapter on learning: the reward, and what the algorithm did."""
+"""The chapter on learning: rewards, and metrics of the algorithm."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def learning(data: RunData) -> str:
 
 
 def _moves(data: RunData, key: str) -> bool:
-    """Whether there is something to see: a line that is 0 throughout is none, nor a learning rate that stands still."""
+    """Whether a curve is worth showing: not constant 0, and not a constant learning rate."""
     values = {value for _, value in data.values(key)}
     return any(values) and (key != "lr" or len(values) > 1)

@@ -1,7 +1,4 @@
-"""The chapter on the data path: where every issued group went, and what the audit proves.
-
-Every number is the audit's, counted in the log.
-"""
+"""The chapter on the data path: the outcome of every issued group, and the audit. All numbers are the audit's."""
 
 from __future__ import annotations
 

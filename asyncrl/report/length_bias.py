@@ -1,6 +1,6 @@
-"""The section on lengths: what was made, what was trained of it, what was dropped, and whether that is a bias.
+"""The section on lengths: issued, trained and dropped samples, and the length-bias alarm.
 
-The numbers are those of `asyncrl audit` (from the log) and of the live metrics.
+Numbers are those of `asyncrl audit` and the live metrics.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _curves(buckets: list[Bucket]) -> list[Line]:
 
 
 def _drops(buckets: list[Bucket], what: str) -> str:
-    """How many of each length were dropped; nothing where none was."""
+    """Dropped groups by length; empty without any."""
     if not any(bucket.dropped or bucket.dead for bucket in buckets):
         return ""
     rows = [

@@ -1,9 +1,8 @@
 """The page of the report: style, script and chapters in one text.
 
 Guarantees:
-1. one self-contained file: no network, no fonts, no script from elsewhere (a Content-Security-Policy says so too);
-2. light and dark follow the reader's system; without JavaScript only values under the pointer and the slider are
-   missing;
+1. one self-contained file: no network, fonts or scripts from elsewhere (enforced by a Content-Security-Policy);
+2. light and dark follow the reader's system; without JavaScript only tooltips and the smoothing slider are missing;
 3. nothing from the run reaches the page unescaped.
 """
 
@@ -27,7 +26,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 class Chapter(NamedTuple):
-    """A part of the page with an entry in the navigation. `bad`: something in it needs a look."""
+    """A part of the page with an entry in the navigation. `bad`: it needs attention."""
 
     key: str
     title: str
@@ -57,7 +56,7 @@ CHAPTERS = (
 
 
 def page(data: RunData) -> str:
-    """The whole report of one run."""
+    """The report of one run."""
     links, parts = [], []
     for chapter in CHAPTERS:
         cards = "".join(make(data) for make in chapter.cards)
@@ -73,7 +72,7 @@ def heading(key: str, title: str, lead: str) -> str:
 
 
 def frame(title: str, where: str, links: Sequence[tuple[str, str, bool]], body: str) -> str:
-    """A page around a body. `links`: key, title and whether it needs a look."""
+    """A page around a body. `links`: key, title and whether it needs attention."""
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     entries = "".join(
         f'<a href="#{escape(key)}"{" class=bad" if bad else ""}>{escape(name)}</a>'

@@ -1,7 +1,4 @@
-"""The chapter on staleness: the lag of what was trained, step by step, against the bound.
-
-Lags are counted in the log (`asyncrl.report.events`, `asyncrl.audit.prove`).
-"""
+"""The chapter on staleness: the lag of trained groups per step, against the bound. Lags come from the log."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def _lag_per_step(data: RunData) -> str:
             Line("bound", [(step, float(one.bound)) for step, one in steps], "s6", dashed=True),
         ]
         note = "the band reaches from the youngest to the oldest group of the step"
-    else:  # a log without samples: the learner's own numbers
+    else:  # an older log without samples: the learner's own numbers
         lines = [
             Line("largest lag", data.values("lag_max"), "s2"),
             Line("mean lag", data.values("lag_mean"), "s1"),

@@ -1,8 +1,7 @@
-"""The look of the report: its style sheet and its script, as text.
+"""The style sheet and the script of the report.
 
-Used by `asyncrl.report.page`. Guarantees: no font, picture or code from elsewhere; light and dark follow the reader's
-system; printed, everything is on paper and the navigation is not; without the script only values under the pointer and
-the slider of smoothing are missing.
+Guarantees: nothing from elsewhere; light and dark follow the reader's system; a print shows everything but the
+navigation; without the script only tooltips and the smoothing slider are missing.
 """
 
 STYLE = """

@@ -1,4 +1,4 @@
-"""The chapter on weight sync: how long its rounds took, and what every generator got."""
+"""The chapter on weight sync: durations of rounds, and deliveries to each generator."""
 
 from __future__ import annotations
 

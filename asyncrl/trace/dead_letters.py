@@ -1,4 +1,4 @@
-"""Dead letters of a run: what can be read of each, and what is wrong with it."""
+"""Dead letters of a run: the readable part of each, and its defect."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
 
 
 class Letter(msgspec.Struct):
-    """A dead letter: what of it can be read, and what is wrong with it."""
+    """A dead letter: its readable part, and its defect."""
 
     path: str
     size: int
     wrong: str
     producer: str = ""
     indexes: tuple[int, ...] = ()
-    head: str = ""  # first bytes, where nothing can be decoded
+    head: str = ""  # first bytes, if nothing can be decoded
 
 
 def load_letters(run: RunDir, config: Config, *, group: int | None = None) -> list[Letter]:
-    """The dead letters that are kept (of one group), oldest first."""
+    """The recorded dead letters (of one group), oldest first."""
     if not run.dead.exists():
         return []
     found = run.dead.glob(f"g{'*' if group is None else group}-t*.frames")

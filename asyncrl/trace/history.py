@@ -17,7 +17,7 @@ _BATCHED = (b'"e":"claim"', b'"e":"commit"', b'"e":"register"', b'"e":"retire"',
 
 
 def history_lines(run: RunDir) -> Iterator[bytes]:
-    """The whole lines of the history. Raises `run.missing` where there is none."""
+    """The complete lines of the history. Raises `run.missing` without one."""
     if not run.history.exists():
         raise ConfigError("run.missing", "no history.jsonl in it: the buffer has not started", where=str(run.root))
     with run.history.open("rb") as file:
@@ -27,7 +27,7 @@ def history_lines(run: RunDir) -> Iterator[bytes]:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """A line as an event; None where it is damaged."""
+    """A line as an event; None if it is damaged."""
     try:
         event = msgspec.json.decode(line)
     except UNREADABLE:
@@ -36,7 +36,7 @@ def decode_event(line: bytes) -> Event | None:
 
 
 def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
-    """The events that concern some groups, and those of the learner's life."""
+    """The events of some groups, and of the learner."""
     wanted = {b"%d" % group for group in groups}
     for line in history_lines(run):
         found = _GROUP.search(line)
@@ -47,13 +47,13 @@ def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
 
 
 def quarantined_groups(run: RunDir) -> list[Event]:
-    """Every group that was quarantined, by the history."""
+    """Every quarantined group in the history."""
     found = (decode_event(line) for line in history_lines(run) if b'"e":"dead"' in line)
     return [event for event in found if event is not None]
 
 
 def find_claim(run: RunDir, step: int) -> Event:
-    """The newest claim of a step. Raises `trace.unknown` where there is none."""
+    """The newest claim of a step. Raises `trace.unknown` without one."""
     newest: Event | None = None
     for line in history_lines(run):
         if b'"e":"claim"' in line:
