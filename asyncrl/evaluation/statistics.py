@@ -20,7 +20,7 @@ n = 1, 2, 4 .. up to k. Standard error: `s / sqrt(P)` over the P prompts, s thei
 3. figures of no prompts are left out.
 
 Names follow verl's (`val-core/<source>/reward/mean@k`, `.../best@n/mean`, `.../maj@k/mean`; smaller n and the parts of
-the reward in `val-aux`), with two differences: best@n is exact, while verl draws 1000 times with replacement; `se` is the
+the reward in `val-aux`), with two differences: best@n is exact, verl draws 1000 times with replacement; `se` is the
 standard error over prompts, while verl's `std` is the spread between those draws.
 
 Example: two prompts, k = 2, rewards (1, 0) and (0, 0).
