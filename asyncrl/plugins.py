@@ -68,6 +68,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "tools": "producers.environments.tools:play",
         "gymnasium": "producers.environments.gymnasium:GymEnvironment",
         "verifiers": "producers.environments.verifiers:VerifiersRollout",
+        "agent": "producers.agents.environment:Agents",
     },
     "asyncrl.tools": {
         "calculator": "producers.tools.calculator:calculator",

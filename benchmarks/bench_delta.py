@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from weightsync.encoding import delta  # noqa: E402, RUF100
-from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import Plan, TensorSpec, group_by_bucket, plan_buckets
 
 RESULTS = ROOT / "benchmarks" / "results" / "delta.json"
 MOST = 0.04  # of the bytes of the full weights, with 1 % changed
@@ -60,7 +60,7 @@ class Versions:
         rows = max(1, int(setting.gb * 1e9) // (2 * setting.tensors * 1024))
         specs = [TensorSpec(f"layers.{i}.weight", "BF16", (rows, 1024)) for i in range(setting.tensors)]
         self.plan: Plan = plan_buckets(specs, bucket_bytes=setting.bucket_bytes)
-        self.groups = by_bucket(self.plan.tensors, len(self.plan.bucket_bytes))
+        self.groups = group_by_bucket(self.plan.tensors, len(self.plan.bucket_bytes))
         self.old, self.new = [], []
         self.changed = 0
         for size in self.plan.bucket_bytes:
@@ -112,7 +112,7 @@ def synthetic(setting: Synthetic, kind: str) -> dict[str, Any]:
             return lambda: list(pool.map(function, *columns))
 
         def encode() -> None:
-            blobs[:] = delta.encode_buckets(old, new, groups, threads=setting.threads)
+            blobs[:] = pool.map(delta.encode, old, new, groups)
 
         writable = [memoryview(bucket) for bucket in held]
         parts: dict[str, Callable[[], object]] = {

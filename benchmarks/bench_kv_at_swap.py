@@ -159,7 +159,7 @@ async def _ask(engine: Any, number: int, prompt: list[int]) -> list[Any]:
 
 async def _push(engine: Any, folder: Path, version: int, *, commit: bool = True) -> None:
     from asyncrl.wire import Manifest
-    from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
+    from weightsync.plan.buckets import TensorSpec, group_by_bucket, plan_buckets
     from weightsync.plan.digest import digest_tensors
 
     held = dict(_model(folder).named_parameters())
@@ -169,7 +169,7 @@ async def _push(engine: Any, folder: Path, version: int, *, commit: bool = True)
     )
     digests, whole = digest_tensors(plan.tensors, lambda name: raw[name])
     await engine.begin_update(Manifest(version, plan.digest, plan.bucket_bytes, digests, whole), plan.tensors)
-    for number, group in enumerate(by_bucket(plan.tensors, len(plan.bucket_bytes))):
+    for number, group in enumerate(group_by_bucket(plan.tensors, len(plan.bucket_bytes))):
         bucket = bytearray(plan.bucket_bytes[number])
         for tensor in group:
             bucket[tensor.offset : tensor.offset + tensor.nbytes] = raw[tensor.name].tobytes()

@@ -30,7 +30,7 @@ from learners.batch import assembly as batches
 from learners.gang.gang import Gang
 from learners.step.update import train_step
 from weightsync.encoding import delta
-from weightsync.plan.buckets import ITEM_BYTES, Plan, TensorSpec, by_bucket, plan_buckets
+from weightsync.plan.buckets import ITEM_BYTES, Plan, TensorSpec, group_by_bucket, plan_buckets
 from weightsync.plan.digest import bucket_digest
 
 Reward = Callable[[str, str], float]  # of (answer, ground truth)
@@ -76,7 +76,7 @@ class Generator:
         self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
         self.held = [bucket.copy() for bucket in buckets]
         self._plan = plan
-        self._groups = by_bucket(plan.tensors, len(plan.bucket_bytes))
+        self._groups = group_by_bucket(plan.tensors, len(plan.bucket_bytes))
         self._random = torch.manual_seed(seed)
         self._load()
 
@@ -168,7 +168,7 @@ def run(task: str, model: Path, trace: Trace, gang: Gang, reward: Reward) -> dic
     backend = FSDP2Backend(config, gang)
     specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in backend.weight_specs()]
     plan = plan_buckets(specs, bucket_bytes=config.weightsync.bucket_bytes)
-    groups = by_bucket(plan.tensors, len(plan.bucket_bytes))
+    groups = group_by_bucket(plan.tensors, len(plan.bucket_bytes))
     elements = sum(tensor.nbytes // ITEM_BYTES[tensor.dtype] for tensor in plan.tensors)
     old = staged(backend, plan)
     generator = Generator(model, plan, old, seed=trace.seed)

@@ -32,8 +32,9 @@ from asyncrl.runtime.liveness import Sign
 from asyncrl.runtime.role import RoleArgs, Stop, run, run_key
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id, run_keys, write_atomic
 from buffers.evaluation.evaluations import Evaluations
-from buffers.groups.filters import filters_of
-from buffers.groups.machine import Groups
+from buffers.groups.failure_budget import load_filters
+from buffers.groups.group_table import ledger_counts
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import State, settings_of
 from buffers.payloads.segments import Segments
 from buffers.service.event_log import KEY, History
@@ -95,20 +96,19 @@ def open_service(config: Config, store: Store) -> BufferService:
     opened = store.open(floor=max(int(time.time()), _last_epoch(RunDir(config.run_dir)) + 1))
     write_atomic(RunDir(config.run_dir).service, b"%d" % opened.epoch)
     failpoint("buffer.at_open")
-    groups = Groups(
+    machine = GroupMachine(
         settings_of(config),
         epoch=opened.epoch,
         wall_offset=time.time() - now,
-        filters=filters_of(config.buffer.filters),
+        filters=load_filters(config.buffer.filters),
     )
-    groups.load(opened.rows)
-    evaluations = Evaluations(config, groups)
+    machine.load(opened.rows)
+    evaluations = Evaluations(config, machine)
     evaluations.load(opened.rows)
-    records = {record: group.id for group in groups.groups.values() for record in group.records}
-    pieces = {
-        record for group in groups.groups.values() for found in group.underway.values() for record in found.pieces
-    }
-    records |= evaluations.records()
+    groups = machine.table.groups
+    records = {record: group.id for group in groups.values() for record in group.records}
+    records |= evaluations.table.records()
+    pieces = {record for group in groups.values() for found in group.underway.values() for record in found.pieces}
     buffer = config.buffer
     run_dir = RunDir(config.run_dir)
     segments = Segments(
@@ -121,25 +121,26 @@ def open_service(config: Config, store: Store) -> BufferService:
     history = History(run_dir.history, last=dict(opened.rows).get(KEY, b""), fsync=buffer.fsync)
     for line in segments.report:
         print(f"buffer: {line}", flush=True)
-    groups.note_start(now)
+    machine.note_start(now)
+    evaluations.scoring.settle_judges()
     if history.found and not opened.rows:
         print(f"buffer: the {store.kind} store was emptied; no prompt is issued before a learner registers", flush=True)
-        groups.note_emptied()
+        machine.recovery.note_emptied()
     if segments.damaged:
-        groups.lose_pieces(pieces.intersection(segments.damaged), now=now)
+        machine.partial.discard_damaged(pieces.intersection(segments.damaged))
         damaged = {records[record] for record in segments.damaged if record in records}
-        # A learner may hold a recorded batch in its memory: whether bytes are missed shows when it is claimed again.
         held_out = sorted(number for number in damaged if is_evaluation(number))
-        damaged -= set(held_out)
-        lost = sorted(number for number in damaged if groups.groups[number].state < State.CLAIMED)
-        print(f"buffer: payloads of {len(damaged)} groups are damaged, {len(lost)} are generated again", flush=True)
-        groups.lose_payloads(lost, now=now)
-        evaluations.lose_payloads(held_out, now=now)
-    groups.check()
-    evaluations.check()
+        # A learner may hold a recorded batch in its memory: its next claim shows whether the bytes are missed.
+        lost = sorted(number for number in damaged.difference(held_out) if groups[number].state < State.CLAIMED)
+        count = len(damaged) - len(held_out)
+        print(f"buffer: payloads of {count} groups are damaged, {len(lost)} are generated again", flush=True)
+        machine.batches.lose_payloads(lost)
+        evaluations.lose_payloads(held_out)
+    machine.check()
+    evaluations.table.check()
     service = BufferService(
         config,
-        groups=groups,
+        machine=machine,
         store=store,
         segments=segments,
         history=history,
@@ -161,7 +162,7 @@ async def serve(
     sign = Sign(RunDir(config.run_dir).alive, role="buffer", name="buffer")
     while not (stop.is_set() or service.stop_reason or failed):
         await asyncio.sleep(TICK_S)
-        service.bad_frames = responder.counters["bad_frames"]
+        service.context.bad_frames = responder.counters["bad_frames"]
         sign.beat(every_s=config.log.heartbeat_s)
         service.tick()
         if time.monotonic() - second >= 1.0:
@@ -202,18 +203,17 @@ async def main_loop(args: RoleArgs, config: Config, stop: Stop) -> None:
         insecure=network.insecure_no_auth,
         restricted=needs_owner,
     )
-    counts = service.groups.ledger_counts()
+    counts = ledger_counts(service.machine.table)
     print(
-        f"buffer: ready at {responder.address}, service epoch {service.groups.service_epoch}, "
-        f"{counts['issued']} prompts issued, version {service.groups.meta.version}",
+        f"buffer: ready at {responder.address}, service epoch {service.machine.service_epoch}, "
+        f"{counts['issued']} prompts issued, version {service.machine.table.meta.version}",
         flush=True,
     )
     try:
         await serve(config, service, responder, stop, failed)
         if failed:
             raise failed[0]
-        service.stop_reason = service.stop_reason or stop.reason
-        service.close()
+        service.close(stop.reason or "stop")
     finally:
         responder.close()
         if failed:

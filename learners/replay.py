@@ -240,13 +240,13 @@ class Replay:
         return self._digest_of(adapter.plan, adapters.iter_weights(), base=base, adapter=adapter.text)
 
     def _digest_of(self, layout: Any, weights: Iterator[tuple[str, Any]], **under: str) -> str:
-        from weightsync.plan.digest import Digest, whole_digest
+        from weightsync.plan.digest import Digest, version_digest
 
         place = {tensor.name: tensor.bucket for tensor in layout.tensors}
         digests = [Digest() for _ in layout.bucket_bytes]
         for name, data in weights:  # in the order of the layout
             digests[place[name]].update(data)
-        return whole_digest([digest.hexdigest() for digest in digests], **under) if self._gang.lead else ""
+        return version_digest([digest.hexdigest() for digest in digests], **under) if self._gang.lead else ""
 
     def _distance(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """How far the final weights are from the run's. Collective."""

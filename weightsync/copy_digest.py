@@ -1,13 +1,11 @@
-"""Copying and digesting at once, on all cores: a few threads, each copies a piece and digests it from its cache.
+"""Copies and digests tensors in parallel, piece by piece: each thread digests a piece while it is in its cache.
 
-`digest_all`: what they hold). Guarantees:
-1. the digest is that of `weightsync.plan.digest`: of the source when weights are staged, so that a fault of the copy
-   shows
-   at whoever reads it, and of the target in an engine, which answers for what it holds;
+Guarantees:
+1. the digest is that of `weightsync.plan.digest`: of the source when weights are staged, so that every reader notices a
+   fault of the copy; of the target in an engine, which answers for what it holds;
 2. pieces are taken in the order they were given; `settle` returns once every one is copied, and helps meanwhile;
-3. after `close` no thread touches a source or a target any more, also where a piece failed.
-Numpy's copy and blake3 run without the interpreter's lock. It does not bound what the caller keeps alive: `settle` with
-a limit does.
+3. after `close` no thread touches a source or a target any more, also if a piece failed.
+Numpy's copy and blake3 run without the interpreter's lock. `settle` with a limit bounds the memory that waits.
 
 Example: 1 GB on two cores: a thousand pieces of 1 MiB, each copied and digested 256 KiB at a time (both sides stay in
 a core's second-level cache), half of them by the calling thread.
@@ -30,13 +28,13 @@ from weightsync.plan.digest import DIGEST_BYTES, PIECE_BYTES, join_pieces
 STRIDE_BYTES = 256 << 10
 MOST_THREADS = 16  # beyond these the memory is the limit
 JOIN_S = 60.0
-LENT_BYTES = 64 << 20  # tensors that were made for their digest (another dtype) and wait for it
+LENT_BYTES = 64 << 20  # tensors that were converted for their digest and wait for it
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def cores() -> int:
-    """Threads that are worth it here."""
+    """Threads to use here."""
     return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
@@ -46,14 +44,13 @@ class Pieces:
     def __init__(self) -> None:
         self._digests: list[bytes] = []
 
-    def add(self, count: int) -> int:
-        """Room for so many pieces more; the number of the first."""
+    def reserve(self, count: int) -> int:
+        """Add places for `count` pieces; the number of the first."""
         first = len(self._digests)
         self._digests.extend([b""] * count)
         return first
 
-    def set(self, number: int, digest: bytes) -> None:
-        """The digest of one piece."""
+    def put(self, number: int, digest: bytes) -> None:
         self._digests[number] = digest
 
     def hexdigest(self) -> str:
@@ -66,10 +63,10 @@ Work = tuple[Bytes | None, Bytes, Pieces, int]  # target, source, where the dige
 
 class Crew:
     """Threads for one job; the calling thread is one of them. A context manager: leaving it ends them. Digests are of
-    the source, with `held` of the target after the copy."""
+    the source, or with `of_target` of the target after the copy."""
 
-    def __init__(self, threads: int | None = None, *, held: bool = False) -> None:
-        self._held = held
+    def __init__(self, threads: int | None = None, *, of_target: bool = False) -> None:
+        self._of_target = of_target
         self._waiting: deque[Work] = deque()
         self._waiting_bytes = 0
         self._running = 0
@@ -78,16 +75,15 @@ class Crew:
         self._changed = threading.Condition()
         helpers = (cores() if threads is None else threads) - 1
         self._threads = [
-            threading.Thread(target=self._help, name="weightsync-copy", daemon=True) for _ in range(helpers)
+            threading.Thread(target=self._work, name="weightsync-copy", daemon=True) for _ in range(helpers)
         ]
         for thread in self._threads:
             thread.start()
 
     def copy(self, target: Bytes | None, source: Bytes, pieces: Pieces) -> None:
-        """Have `source` (contiguous) copied to `target` (None: nowhere) and its digests noted; both must stay until
-        `settle`."""
+        """Queue the copy of `source` (contiguous) to `target` (None: digest it only); both must stay until `settle`."""
         starts = range(0, source.nbytes, PIECE_BYTES)
-        first = pieces.add(len(starts))
+        first = pieces.reserve(len(starts))
         with self._changed:
             for number, start in enumerate(starts, start=first):
                 end = start + PIECE_BYTES
@@ -97,8 +93,8 @@ class Crew:
             self._changed.notify(len(starts))
 
     def settle(self, at_most_bytes: int = 0) -> None:
-        """Work until at most so many bytes wait; with 0 until all are copied. Raises what a piece raised."""
-        while self._waiting_bytes > at_most_bytes and self._one():
+        """Work until at most this many bytes wait; with 0 until all are copied. Raises the error of a piece."""
+        while self._waiting_bytes > at_most_bytes and self._run_piece():
             pass
         with self._changed:
             if not at_most_bytes:
@@ -108,7 +104,7 @@ class Crew:
                 raise self._error
 
     def close(self) -> None:
-        """Forget what waits; returns when no thread works any more."""
+        """Drop waiting pieces; returns when no thread works any more."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -125,18 +121,18 @@ class Crew:
     ) -> None:
         self.close()
 
-    def _help(self) -> None:
+    def _work(self) -> None:
         while True:
             with self._changed:
                 # bounded: the life of the job; close() ends it
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-            while self._one():
+            while self._run_piece():
                 pass
 
-    def _one(self) -> bool:
-        """Do the next piece; False where none waits."""
+    def _run_piece(self) -> bool:
+        """Run the next piece; False if none waits."""
         with self._changed:
             if not self._waiting:
                 return False
@@ -144,7 +140,7 @@ class Crew:
             self._waiting_bytes -= source.nbytes
             self._running += 1
         try:
-            pieces.set(number, _copy_piece(target, source, held=self._held))
+            pieces.put(number, _copy_piece(target, source, of_target=self._of_target))
         except BaseException as error:  # `settle` raises it on the thread that gave the piece
             with self._changed:
                 self._error = error
@@ -156,22 +152,21 @@ class Crew:
         return True
 
 
-def _copy_piece(target: Bytes | None, source: Bytes, *, held: bool) -> bytes:
+def _copy_piece(target: Bytes | None, source: Bytes, *, of_target: bool) -> bytes:
     digest = blake3()
     if target is None:
         return digest.update(source.data).digest(length=DIGEST_BYTES)
     for start in range(0, source.nbytes, STRIDE_BYTES):
         part, there = source[start : start + STRIDE_BYTES], target[start : start + STRIDE_BYTES]
         there[:] = part
-        digest.update(there.data if held else part.data)
+        digest.update(there.data if of_target else part.data)
     return digest.digest(length=DIGEST_BYTES)
 
 
 def copy_digest(pairs: Iterable[tuple[Bytes, Bytes]], *, threads: int | None = None) -> str:
-    """Copy the tensors of one bucket, given as (target, source) bytes in plan order; the digest of the bucket, taken of
-    the targets."""
+    """Copy the tensors of one bucket, given as (target, source) bytes in plan order; the digest of the targets."""
     pieces = Pieces()
-    with Crew(threads, held=True) as crew:
+    with Crew(threads, of_target=True) as crew:
         for target, source in pairs:
             crew.copy(target, source, pieces)
         crew.settle()

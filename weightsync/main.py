@@ -1,12 +1,12 @@
-"""The weight-sync service: sockets, held questions and the log around the decisions of `weightsync.coordinator.rounds`.
+"""The weight-sync service: sockets, held requests and the log around `weightsync.coordinator.rounds`.
 
-Run as `python -m weightsync.main --config RESOLVED.toml`. Talks to one publisher (the learner), to the receivers of
-the producers and to observers. Guarantees:
-1. it holds nothing that cannot be told again: after a restart members poll with what they hold, and the publisher
+Run as `python -m weightsync.main --config RESOLVED.toml`. Talks to one publisher (the learner), to the receivers of the
+producers and to observers. Guarantees:
+1. it holds nothing that others cannot send again: after a restart members poll with what they hold, and the publisher
    publishes its manifest again when it hears that the service does not know it;
-2. a held poll or question is answered when there is something to do, or after its own `wait_s`;
-3. one line per decided round in metrics/weightsync.jsonl: version, digest, bytes carried, and of every member its
-   digest or why not, transport, encoding and source; one for an error that a member reports outside of its round;
+2. a held poll or request is answered when there is something to do, or after its own `wait_s`;
+3. one line per decided round in metrics/weightsync.jsonl: version, digest, bytes carried, and for every member its
+   digest or the reason for none, transport, encoding and source; one for an error outside of a round;
 4. one service per run: the second one is `service.duplicate`.
 Weights never pass through it.
 """
@@ -45,7 +45,7 @@ from asyncrl.wire import (
     Stop,
     Welcome,
 )
-from weightsync.coordinator import status as standing
+from weightsync.coordinator import status as reports
 from weightsync.coordinator.records import Publisher
 from weightsync.coordinator.rounds import Rounds
 
@@ -54,8 +54,8 @@ LONGEST_HOLD_S = 10.0
 
 
 @dataclass
-class Held:
-    """A question without an answer yet."""
+class HeldCall:
+    """A request without an answer yet."""
 
     call: Call
     until: float
@@ -69,8 +69,8 @@ class Service:
         self._run_id = run_id(config)
         self._epoch = started_ms
         self._rounds = Rounds(config.weightsync, generation=started_ms)
-        self._polls: dict[str, Held] = {}
-        self._questions: dict[bytes, Held] = {}
+        self._polls: dict[str, HeldCall] = {}
+        self._questions: dict[bytes, HeldCall] = {}
         self._sessions = 0
         self._stop_asked = ""
         self._log = MetricsLog(RunDir(config.run_dir).metrics / "weightsync.jsonl")
@@ -88,7 +88,7 @@ class Service:
         self.address = self._responder.address
 
     async def run(self, stop: role.Stop) -> None:
-        """Answer until somebody asks for the end."""
+        """Answer until the end is requested."""
         try:
             while not stop.is_set() and not self._stop_asked:
                 await asyncio.sleep(TICK_S)
@@ -116,14 +116,14 @@ class Service:
         self._advance()
 
     def _answer(self, call: Call) -> Message | None:
-        """The answer to one request; None where it is held."""
+        """The answer to one request; None if it is held."""
         message, now = call.message, time.monotonic()
         if isinstance(message, MemberPoll):
             return self._hold_poll(call, message, now)
         if isinstance(message, RoundRequest):
             reply = self._rounds.ask(message, now=now)
             if reply is None:
-                self._questions[call.peer] = Held(call, now + min(message.wait_s, LONGEST_HOLD_S))
+                self._questions[call.peer] = HeldCall(call, now + min(message.wait_s, LONGEST_HOLD_S))
             return reply
         if isinstance(message, Publish):
             published = self._rounds.publish(message, now=now)
@@ -132,7 +132,7 @@ class Service:
         if isinstance(message, Hello):
             return self._welcome(message)
         if isinstance(message, StatusRequest):
-            status = standing.status(self._rounds, now=now) | {"transport": self._mode, **self._responder.counters}
+            status = reports.status(self._rounds, now=now) | {"transport": self._mode, **self._responder.counters}
             return StatusReply(msgspec.json.encode(status).decode())
         if isinstance(message, Stop):
             self._stop_asked = message.reason or "asked to stop"
@@ -143,44 +143,44 @@ class Service:
         if message.role == "learner":
             self._rounds.hello(message.name, Publisher(message.host, message.fingerprint))
         self._sessions += 1
-        return Welcome(self._run_id, self._epoch, self._sessions, self._rounds.committed)
+        return Welcome(self._run_id, self._epoch, self._sessions, self._rounds.state.committed)
 
     def _hold_poll(self, call: Call, message: MemberPoll, now: float) -> Instruction | None:
-        if self._rounds.is_late(message):
-            return None  # a copy of an older question: nobody waits for its answer
+        if self._rounds.queries.is_late(message):
+            return None  # a copy of an older poll: its answer is not needed
         earlier = self._polls.pop(message.member, None)
         if earlier is not None and earlier.call.request != call.request:
             earlier.call.reply(Instruction("wait"))
         instruction = self._rounds.poll(message, now=now)
         if instruction is None:
-            self._polls[message.member] = Held(call, now + min(message.wait_s, LONGEST_HOLD_S))
+            self._polls[message.member] = HeldCall(call, now + min(message.wait_s, LONGEST_HOLD_S))
         return instruction
 
     def _advance(self) -> None:
-        """Let time pass, then look again at everything that is held."""
+        """Advance the time, then look again at every held request."""
         now = time.monotonic()
         self._rounds.tick(now=now)
-        self._write_finished()  # before the answers: who hears of a round finds it in the log
+        self._write_finished()  # before the answers: the log has every round that they name
         for peer, held in list(self._questions.items()):
             self._retry_question(peer, held, now)
         for name, held in list(self._polls.items()):
             instruction = self._rounds.instruct(name, now=now)
             if instruction is not None or now >= held.until:
                 del self._polls[name]
-                held.call.reply(instruction or standing.wait(self._rounds, name, now=now))
+                held.call.reply(instruction or reports.wait(self._rounds, name, now=now))
         self._write_finished()
 
     def _write_finished(self) -> None:
-        for round_, ended in self._rounds.finished:
-            numbers, words = standing.round_line(round_, ended=ended)
-            self._log.write(numbers, **words)
-        self._rounds.finished.clear()
-        for name, error in self._rounds.complaints:
-            numbers, words = standing.complaint_line(self._rounds, name, error)
-            self._log.write(numbers, **words)
-        self._rounds.complaints.clear()
+        for round_, ended in self._rounds.state.finished:
+            numbers, text = reports.round_line(round_, ended=ended)
+            self._log.write(numbers, **text)
+        self._rounds.state.finished.clear()
+        for name, error in self._rounds.state.complaints:
+            numbers, text = reports.complaint_line(self._rounds, name, error)
+            self._log.write(numbers, **text)
+        self._rounds.state.complaints.clear()
 
-    def _retry_question(self, peer: bytes, held: Held, now: float) -> None:
+    def _retry_question(self, peer: bytes, held: HeldCall, now: float) -> None:
         message: RoundRequest = held.call.message
         try:
             reply: RoundReply | None = self._rounds.ask(message, now=now)
@@ -201,7 +201,7 @@ async def serve(config: Config, stop: role.Stop, *, address: str, keys: Keys | N
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The role: hold the run's lock and serve."""
+    """Hold the run's lock and serve."""
     lock = RunDir(config.run_dir).lock("weightsync")
     try:
         uvloop.run(serve(config, stop, address=endpoint(config, "weightsync"), keys=role.run_key(args, config)))
@@ -210,7 +210,6 @@ def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
 
 
 def main() -> None:
-    """Entry of `python -m weightsync.main`."""
     sys.exit(role.run("weightsync", body))
 
 

@@ -1,9 +1,8 @@
-"""A new file of a given size, mapped into memory and its pages taken at once, in the first folder that has room.
+"""Creates a file of a given size, maps it and touches its pages, in the first folder with enough room.
 
 Guarantees:
-1. the file is new and of this user alone, and its space is reserved: no later write fails for want of room;
-2. of an attempt that failed nothing is left.
-It neither names the files nor removes stale ones.
+1. the file is new and private to this user, and its space is reserved: no later write fails for lack of room;
+2. a failed attempt leaves nothing behind.
 
 Example: `map_new(1 << 30, [Path("/dev/shm/a-1"), Path("/tmp/a-2")], where="staging")` is the path in /dev/shm and its
 mapping of 1 GiB; with less than that free there, the path in /tmp.
@@ -23,10 +22,10 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 
 
 def map_new(size: int, paths: Iterable[Path], *, where: str) -> tuple[Path, mmap.mmap]:
-    """Make the first of these files that can be made, of `size` bytes; the file and its mapping.
+    """Create the first of these files that can be created, of `size` bytes; the file and its mapping.
 
     Raises:
-        Unavailable: `disk.full` where none can, with the last reason.
+        Unavailable: `disk.full` if none can, with the last reason.
     """
     problem = "no folder"
     for path in paths:

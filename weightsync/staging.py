@@ -1,20 +1,20 @@
-"""The publisher's staging slots: where a version waits for its readers.
+"""The publisher's staging slots: memory in which a version waits for its readers.
 
-A slot is a file under /dev/shm (where there is no room: in the run's scratch folder), mapped
-by this process; the local transport lets members map it too, other transports send from it. Guarantees:
-1. the newest version is never overwritten, nor one that is being sent or encoded; of the others the oldest one is; one
-   that is pinned (the base of adapters) stays, and counts for none of the numbers below;
-2. two slots, where those are held up to `limit` (so many copies of the weights, given back by `close`); where even
-   these are all held, or there is no room for one more, the oldest one that is held is overwritten: what still reads it
-   sees wrong digests, and `sending` says that it is not intact;
-3. `fill` never waits for a reader. It copies and digests on all cores while it asks for the next chunks; those that
-   wait to be copied are at most as large as the largest bucket;
-   Making a slot takes ten times as long as filling one, so `prepare` makes those to come beside the training thread;
+A slot is a file in /dev/shm (without room there: in the run's scratch folder), mapped by this process; the local
+transport lets members map it too, other transports send from it. Guarantees:
+1. the newest version is never overwritten, nor one that is being sent or encoded; of the others the oldest one is; a
+   pinned one (the base of adapters) stays, and does not count in the numbers below;
+2. two slots; while those are held, up to `limit` (copies of the weights, freed by `close`); while all of these are
+   held, or without room for one more, the oldest one that is held is overwritten: its readers see wrong digests, and
+   `hold` reports that it is not intact;
+3. `fill` never waits for a reader. It copies and digests on all cores while it asks for the next chunks; the chunks
+   that wait to be copied are at most as large as the largest bucket. Creating a slot takes ten times as long as filling
+   one, so `prepare` creates later ones outside of the training thread;
 4. room is reserved before it is mapped, so a full disk is `disk.full` and not a SIGBUS;
-5. files carry run, pid and slot in their name, mode 0600; `close` removes them, `remove_stale` those of dead pids.
+5. files have run, pid and slot in their name, mode 0600; `close` removes them, `remove_stale` those of dead pids.
 
-Example: v1 and v2 lie in slots 1 and 2. v1 is sent while v3 comes: slot 3. v1 to v2 is encoded as well while v4 comes:
-slot 4. v5 overwrites v3 in slot 3, since v4 is the newest. Once v1 is no longer held, v6 goes to slot 1.
+Example: v1 and v2 are in slots 1 and 2. v1 is sent while v3 comes: slot 3. v1 to v2 is encoded as well while v4 comes:
+slot 4. v5 overwrites v3 in slot 3, because v4 is the newest. Once v1 is no longer held, v6 goes to slot 1.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ Chunks = Iterable[tuple[str, npt.NDArray[np.uint8]]]
 
 
 class Slot:
-    """One file, mapped. `order` grows with every fill; 0 while there is no whole version in it. `senders` read it."""
+    """One mapped file. `order` grows with every fill; 0 while it holds no whole version. `readers` counts its
+    holders."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, size: int) -> None:
         self.path = path
         self.size = size
         self.view = memoryview(mapping)
         self.order = 0
-        self.senders = 0
+        self.readers = 0
         self.pinned = False
 
     def buckets(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Views of the buckets."""
         starts, _ = bucket_starts(sizes)
         return [self.view[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 class Staging:
-    """The slots of one publisher. Filled by the training thread, sent from the sync thread."""
+    """The slots of one publisher. The training thread fills them, the sync thread sends from them."""
 
     def __init__(self, scratch: Path, *, folders: Sequence[Path] | None = None, limit: int = MOST_SLOTS) -> None:
         self._folders = tuple(folders) if folders is not None else (SHARED_MEMORY, scratch)
@@ -79,8 +79,8 @@ class Staging:
     def fill(self, plan: Plan, chunks: Chunks) -> tuple[Slot, tuple[str, ...]]:
         """Copy one version into a slot; the slot and the digests of its buckets.
 
-        `chunks` is iterated on this thread. A chunk must stay as it is until it is copied: for ever where it owns its
-        bytes, else until `settle` returned, which the iterator calls before it takes the bytes back.
+        `chunks` is iterated on this thread. A chunk must not change until it is copied: never if it owns its bytes,
+        else until `settle` returned, which the iterator calls before it reuses the bytes.
 
         Raises:
             ValueError: the chunks are not the tensors of the plan, in its order.
@@ -98,16 +98,16 @@ class Staging:
         return slot, digests
 
     def settle(self) -> None:
-        """Copy every chunk that `fill` was given so far. For the iterator of the chunks; else without effect."""
+        """Copy every chunk that `fill` got so far. For the iterator of the chunks; else without effect."""
         if self._crew is not None:
             self._crew.settle()
 
     def prepare(self, size: int, count: int) -> None:
-        """Make slots of that size until there are `count`, beside the training thread: the first use of memory is slow.
-        Where there is no room nothing happens: `fill` will say so."""
+        """Create slots of that size until there are `count`, outside of the training thread: the first use of memory is
+        slow. Without room nothing happens: `fill` raises the error."""
         while True:
             with self._lock:
-                if len(self._unpinned()) >= min(count, self._limit):
+                if len(self._unpinned_slots()) >= min(count, self._limit):
                     return
             try:
                 slot = self._make(size)
@@ -117,7 +117,7 @@ class Staging:
                 self._slots.append(slot)
 
     def _take(self, size: int) -> Slot:
-        """A slot to overwrite, made anew where its size does not fit."""
+        """A slot to overwrite; a new one if its size does not fit."""
         with self._lock:
             slot = self._victim(size)
             if slot is not None and slot.size != size:
@@ -131,12 +131,12 @@ class Staging:
             return slot
 
     def _victim(self, size: int) -> Slot | None:
-        """The slot whose content goes; None where there is to be one more. Holds the lock."""
-        slots = self._unpinned()
+        """The slot to overwrite; None to add one. The caller holds the lock."""
+        slots = self._unpinned_slots()
         if len(slots) < SLOTS:
             return None
         others = sorted(slots, key=lambda slot: slot.order)[:-1]  # the newest stays
-        free = [slot for slot in others if not slot.senders]
+        free = [slot for slot in others if not slot.readers]
         if free:
             return free[0]
         if len(slots) < self._limit:
@@ -147,17 +147,16 @@ class Staging:
             return self._slots[-1]
         return others[0]
 
-    def _unpinned(self) -> list[Slot]:
+    def _unpinned_slots(self) -> list[Slot]:
         return [slot for slot in self._slots if not slot.pinned]
 
     def pin(self, slot: Slot, order: int) -> bool:
-        """Keep what the slot holds until `unpin`; False where it no longer holds what it held at `order`."""
+        """Keep the slot's content until `unpin`; False if it is no longer that of `order`."""
         with self._lock:
             slot.pinned = slot.order == order
             return slot.pinned
 
     def unpin(self, slot: Slot) -> None:
-        """It may be overwritten again."""
         with self._lock:
             slot.pinned = False
 
@@ -168,22 +167,22 @@ class Staging:
         return Slot(path, mapping, size)
 
     @contextmanager
-    def sending(self, slot: Slot, order: int) -> Iterator[bool]:
-        """Keep the slot from being overwritten; False where it no longer holds what it held at `order`.
+    def hold(self, slot: Slot, order: int) -> Iterator[bool]:
+        """Keep the slot from being overwritten; False if its content is no longer that of `order`.
 
-        Ask `intact` at the end where what was read is not checked by digests elsewhere.
+        Call `is_intact` at the end if the bytes are not checked by digests elsewhere.
         """
         with self._lock:
             intact = slot.order == order
-            slot.senders += intact
+            slot.readers += intact
         try:
             yield intact
         finally:
             with self._lock:
-                slot.senders -= intact
+                slot.readers -= intact
 
-    def intact(self, slot: Slot, order: int) -> bool:
-        """Whether the slot holds what it held at `order`."""
+    def is_intact(self, slot: Slot, order: int) -> bool:
+        """Whether the slot's content is that of `order`."""
         with self._lock:
             return slot.order == order
 

@@ -1,12 +1,9 @@
-"""The records of evaluations and the rows that they are kept in.
+"""The table of an evaluation: its held-out prompts, and the evaluations that ended.
 
 Guarantees:
-1. it has rows of its own (`vmeta`, `v<id>` of prompts, `w<number>` of evaluations that ended) and touches no row, index
-   or counter of groups: of those it reads the workers, the digests and the settings, and takes new tokens;
-2. indexes are derived from the rows: `check` builds them anew and compares;
-3. every edit is noted: `take` gives the rows to persist, the events to log, the payloads that are free, the samples
-   and the evaluations that ended, once; `load` of the persisted rows gives the same state.
-No I/O, no clock.
+1. its rows (`vmeta`, `v<id>` of prompts, `w<number>` of ended evaluations) are separate from those of training groups;
+2. indexes are derived from the rows: `check` rebuilds them and compares;
+3. `load` of the persisted rows gives the same table.
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.ids import MARK, NO_SOURCE
-from buffers.groups.changes import Worker
-from buffers.groups.judgements import Judged, open_judges
-from buffers.groups.leasing import Leasing
+from buffers.groups.judgements import Judgement, Judges, ScoreQueue, open_judges, release
 from buffers.groups.records import Change, Record
-from buffers.groups.score_queue import ScoreQueue, let_go
+from buffers.groups.transaction import Edit, Transaction
+from buffers.groups.workers import Workers
 
 
 class HeldOut(msgspec.Struct, array_like=True, gc=False):
@@ -37,17 +32,17 @@ class HeldOut(msgspec.Struct, array_like=True, gc=False):
     finish: str
     reward: float | None = None
     parts: dict[str, float] = {}
-    answer: str = ""  # by which a majority is counted
-    failures: int = 0  # in rows of before judges had names; now in `judged`
+    answer: str = ""  # key that a majority vote counts
+    failures: int = 0  # in rows older than named judges; now in `judged`
     failed_by: tuple[str, ...] = ()
-    judged: dict[str, Judged] = {}  # what judges said, until all have answered
+    judged: dict[str, Judgement] = {}  # answers of judges, until all have answered
 
 
 class Prompt(msgspec.Struct, array_like=True, gc=False):
-    """A prompt of the evaluation that runs, once it was leased."""
+    """A prompt of the current evaluation, once it was leased."""
 
     id: int
-    token: int = 0  # 0: nobody holds it
+    token: int = 0  # 0: it has no holder
     holder: str = ""
     pid: int = 0
     request: int = 0
@@ -60,7 +55,7 @@ class Prompt(msgspec.Struct, array_like=True, gc=False):
 
 
 class Round(msgspec.Struct, array_like=True):
-    """The evaluation that runs. `number` is a token: no other evaluation has it."""
+    """The current evaluation. `number` is a token: no other evaluation has it."""
 
     number: int
     step: int
@@ -71,91 +66,99 @@ class Round(msgspec.Struct, array_like=True):
 
 
 class EvaluationMeta(msgspec.Struct, array_like=True):
-    """What belongs to no prompt."""
+    """State of the evaluations as a whole."""
 
-    rows: int = 0  # prompts of an evaluation; 0: no producer has said
+    rows: int = 0  # prompts of an evaluation; 0: no producer has reported it
     known: dict[int, str] = {}  # step -> digest of its weights, of all evaluations that ended or were skipped
     waiting: tuple[int, str] | None = None  # step and digest of the next one
     round: Round | None = None
-    ended: int = 0  # how many did
-
-
-class EvaluationTaken(msgspec.Struct, frozen=True):
-    """What happened since the last `take`."""
-
-    changes: list[Change]
-    events: list[dict[str, Any]]
-    freed: list[Record]
-    samples: list[dict[str, Any]]  # scored ones, with their text
-    ended: list[dict[str, Any]]  # evaluations that ended: a line of metrics each
+    ended: int = 0  # number of evaluations that ended
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_prompt = msgspec.msgpack.Decoder(Prompt).decode
-_meta = msgspec.msgpack.Decoder(EvaluationMeta).decode
-_line = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_prompt = msgspec.msgpack.Decoder(Prompt).decode
+_decode_meta = msgspec.msgpack.Decoder(EvaluationMeta).decode
+_decode_line = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class EvaluationBook:
-    def __init__(self, config: Config, groups: Leasing) -> None:
-        self.config = config.evaluation
-        self.whole = config
-        self.groups = groups
+class PromptIndexes:
+    """Indexes over the prompts of the current evaluation. `size`: samples of a complete prompt."""
+
+    def __init__(self, judges: Judges, queue: ScoreQueue, size: int) -> None:
+        self.judges = judges
+        self.queue = queue
+        self.size = size
+        self.held: dict[str, set[int]] = {}  # by producer
+        self.named: dict[int, float] = {}  # leased prompt -> when its holder last named it
+        self.pending: set[int] = set()  # without a holder and not complete
+        self.over = 0  # prompts that are scored or failed
+
+    def add(self, prompt: Prompt) -> None:
+        """Put the prompt into the indexes that its state asks for."""
+        if prompt.failed or prompt.scored:
+            self.over += 1
+            return
+        if prompt.holder:
+            self.held.setdefault(prompt.holder, set()).add(prompt.id)
+        elif len(prompt.samples) < self.size:
+            self.pending.add(prompt.id)
+        judges = self.judges_for(prompt)
+        for index, sample in prompt.samples.items():
+            for judge in open_judges(sample, judges):
+                self.queue.offer((prompt.id, index, judge))
+
+    def remove(self, prompt: Prompt) -> None:
+        """Take the prompt out of every index."""
+        if prompt.failed or prompt.scored:
+            self.over -= 1
+        self.pending.discard(prompt.id)
+        self.named.pop(prompt.id, None)
+        if prompt.holder:
+            release(self.held, prompt.holder, prompt.id)
+
+    def judges_for(self, prompt: Prompt) -> tuple[str, ...]:
+        """The judges of the prompt's data source, which arrives with its first samples."""
+        return self.judges.judges_for("" if prompt.source == NO_SOURCE else prompt.source)
+
+
+class PromptTable:
+    """Prompts of the current evaluation by id, and a line per evaluation that ended."""
+
+    event_prefix = MARK
+
+    def __init__(self, tx: Transaction, workers: Workers, judges: Judges, *, samples: int) -> None:
+        self.tx = tx
+        self.workers = workers
+        self.judges = judges
+        self.samples = samples
+        self.queue = ScoreQueue()
+        self.indexes = PromptIndexes(judges, self.queue, samples)
         self.meta = EvaluationMeta()
         self.prompts: dict[int, Prompt] = {}
-        self.ended: list[dict[str, Any]] = []  # every evaluation that ended, in order
-        self.held: dict[str, set[int]] = {}
-        self.pending: set[int] = set()  # leased to nobody, not complete
-        self.scores_due = ScoreQueue()
-        self.named: dict[int, float] = {}  # leased prompt -> when its holder last named it
-        self.over = 0  # prompts scored or failed
-        self.generation = 0
-        self._dirty: dict[str, None] = {}
-        self._events: list[dict[str, Any]] = []
-        self._freed: list[Record] = []
-        self._samples: list[dict[str, Any]] = []
-        self._told = 0  # of `ended`, those that `take` gave
+        self.ended: list[dict[str, Any]] = []  # a line of metrics per evaluation that ended
 
     # ------------------------------------------------------------ rows
 
     def load(self, rows: Iterable[tuple[str, bytes]]) -> None:
-        """Take over persisted rows; others are left alone."""
+        """Take over persisted rows. Rows of other tables are ignored."""
         lines: dict[int, dict[str, Any]] = {}
         for key, value in rows:
             if key == "vmeta":
-                self.meta = _meta(value)
+                self.meta = _decode_meta(value)
             elif key[0] == "v" and key[1:].isdigit():
-                prompt = _prompt(value)
+                prompt = _decode_prompt(value)
                 self.prompts[prompt.id] = prompt
-                self._index(prompt)
+                self.indexes.add(prompt)
             elif key[0] == "w" and key[1:].isdigit():
-                lines[int(key[1:])] = _line(value)
+                lines[int(key[1:])] = _decode_line(value)
         self.ended = [line for _, line in sorted(lines.items())]
-        self._told = 0  # the metrics may lack the last ones: the service looks
 
     def rows(self) -> list[Change]:
-        """Everything as rows, for a store that lost its own."""
-        self._dirty = dict.fromkeys([*(f"v{number}" for number in self.prompts), "vmeta"])
-        self._dirty |= dict.fromkeys(f"w{place}" for place in range(len(self.ended)))
-        return self._changes()
+        """All rows, for a store that lost its own."""
+        keys = ["vmeta", *(f"v{number}" for number in self.prompts), *(f"w{at}" for at in range(len(self.ended)))]
+        return [Change(key, self.row(key)) for key in keys]
 
-    def take(self) -> EvaluationTaken:
-        """What happened since the last call."""
-        ended, self._told = self.ended[self._told :], len(self.ended)
-        taken = EvaluationTaken(self._changes(), self._events, self._freed, self._samples, ended)
-        self._events, self._freed, self._samples = [], [], []
-        return taken
-
-    def records(self) -> dict[Record, int]:
-        """The payloads that are needed, and whose they are."""
-        return {record: prompt.id for prompt in self.prompts.values() for record in prompt.records}
-
-    def _changes(self) -> list[Change]:
-        changes = [Change(key, self._row(key)) for key in self._dirty]
-        self._dirty = {}
-        return changes
-
-    def _row(self, key: str) -> bytes | None:
+    def row(self, key: str) -> bytes | None:
         if key == "vmeta":
             return _encode(self.meta)
         number = int(key[1:])
@@ -163,76 +166,90 @@ class EvaluationBook:
             return msgspec.json.encode(self.ended[number])
         return _encode(self.prompts[number]) if number in self.prompts else None
 
+    def row_key(self, prompt: Prompt) -> str:
+        return f"v{prompt.id}"
+
+    def put(self, key: str) -> None:
+        """Write a row with the transaction."""
+        self.tx.put(key, self)
+
     # ------------------------------------------------------------ edits
 
-    def _touch(self, key: str) -> None:
-        self._dirty[key] = None
-        self.generation += 1
+    def get(self, number: int) -> Prompt | None:
+        """The prompt, while it can still be scored."""
+        prompt = self.prompts.get(number)
+        return None if prompt is None or prompt.failed else prompt
 
-    def _event(self, now: float, name: str, **fields: Any) -> None:
-        self._events.append({"t": round(now + self.groups.wall_offset, 6), "e": MARK + name, **fields})
+    def edit(self, prompt: Prompt) -> Edit:
+        """A context in which the prompt may be edited."""
+        return self.tx.edit(self, prompt)
 
-    def _whole(self, prompt: Prompt) -> bool:
-        return len(prompt.samples) == self.config.samples
+    def add(self, prompt: Prompt) -> None:
+        """Add a prompt."""
+        self.prompts[prompt.id] = prompt
+        self.indexes.add(prompt)
+        self.put(self.row_key(prompt))
 
-    def _index(self, prompt: Prompt) -> None:
-        """Put it into the indexes."""
-        if prompt.failed or prompt.scored:
-            self.over += 1
-            return
+    def remove(self, prompt: Prompt) -> None:
+        """Remove a prompt: its evaluation has ended."""
+        self.cancel(prompt)
+        self.indexes.remove(prompt)
+        self.free(prompt)
+        del self.prompts[prompt.id]
+        self.put(self.row_key(prompt))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append a line to the history."""
+        self.tx.event(self.event_prefix + name, **fields)
+
+    def is_complete(self, prompt: Prompt) -> bool:
+        """Whether all samples of the prompt have arrived."""
+        return len(prompt.samples) == self.samples
+
+    def cancel(self, prompt: Prompt) -> None:
+        """Tell the holder of the prompt to stop."""
         if prompt.holder:
-            self.held.setdefault(prompt.holder, set()).add(prompt.id)
-        elif not self._whole(prompt):
-            self.pending.add(prompt.id)
-        judges = self.judges_of(prompt)
-        for index, sample in prompt.samples.items():
-            for judge in open_judges(sample, judges):
-                self.scores_due.offer((prompt.id, index, judge))
+            self.workers.cancel(prompt.holder, prompt.id, prompt.token, self.tx.now)
 
-    def judges_of(self, prompt: Prompt) -> tuple[str, ...]:
-        """Who is asked about its samples: by the data source of its row, which comes with the first of them."""
-        return self.groups.judges_of_source("" if prompt.source == NO_SOURCE else prompt.source)
-
-    def _out(self, prompt: Prompt) -> None:
-        """Take it out of the indexes, to be edited; `_in` puts it back."""
-        if prompt.failed or prompt.scored:
-            self.over -= 1
-        self.pending.discard(prompt.id)
-        self.named.pop(prompt.id, None)
-        if prompt.holder:
-            let_go(self.held, prompt.holder, prompt.id)
-
-    def _in(self, prompt: Prompt) -> None:
-        self._index(prompt)
-        self._touch(f"v{prompt.id}")
-
-    def _forget_samples(self, prompt: Prompt) -> None:
-        """Its payloads are free, its reward leases void. What was scored stays."""
-        self._withdraw(prompt)
-        self._freed.extend(prompt.records)
+    def free(self, prompt: Prompt) -> None:
+        """Free the prompt's payloads and end its reward leases. Scores stay."""
+        self.withdraw(prompt)
+        self.tx.free(prompt.records)
         prompt.records = []
 
-    def _withdraw(self, prompt: Prompt) -> None:
-        """None of its samples is to be scored, by anybody."""
+    def withdraw(self, prompt: Prompt) -> None:
+        """Take the prompt's samples out of the score queue."""
         for index in prompt.samples:
-            for judge in self.groups.judge_names():
-                self.scores_due.release((prompt.id, index, judge))
+            for judge in self.judges.names:
+                self.queue.remove((prompt.id, index, judge))
 
-    def _seen(self, role: str, name: str, now: float) -> Worker:
-        """The worker; after a restart of the service everybody starts anew."""
-        return self.groups.workers.get((role, name)) or self.groups.saw(role, name, now)
+    def fail(self, prompt: Prompt, reason: str, detail: str = "") -> None:
+        """The prompt will not be scored; its holder is told to stop."""
+        self.cancel(prompt)
+        with self.edit(prompt):
+            self.free(prompt)
+            prompt.failed, prompt.token = reason, 0
+            prompt.holder = ""
+        self.event("failed", g=prompt.id, reason=reason, detail=detail[:500])
+
+    # ------------------------------------------------------------ checks
+
+    def records(self) -> dict[Record, int]:
+        """The payloads that are needed, and their prompts."""
+        return {record: prompt.id for prompt in self.prompts.values() for record in prompt.records}
 
     def check(self) -> None:
-        """Every derived index against the rows. Raises `internal` where they disagree."""
-        fresh = EvaluationBook(self.whole, self.groups)
+        """Compare every index with the rows. Raises `internal` if they disagree."""
+        fresh = PromptIndexes(self.judges, ScoreQueue(), self.samples)
         for prompt in self.prompts.values():
-            fresh._index(prompt)
-        if fresh.scores_due.keys() != self.scores_due.keys():
+            fresh.add(prompt)
+        if fresh.queue.keys() != self.queue.keys():
             raise AsyncRLError("internal", "evaluation: the samples to score disagree with the rows")
         for name in ("pending", "over"):
-            if getattr(fresh, name) != getattr(self, name):
+            if getattr(fresh, name) != getattr(self.indexes, name):
                 raise AsyncRLError(
-                    "internal", f"evaluation: {name} is {getattr(self, name)}, the rows say {getattr(fresh, name)}"
+                    "internal",
+                    f"evaluation: {name} is {getattr(self.indexes, name)}, the rows say {getattr(fresh, name)}",
                 )
-        if {name: ids for name, ids in self.held.items() if ids} != fresh.held:
+        if {name: ids for name, ids in self.indexes.held.items() if ids} != fresh.held:
             raise AsyncRLError("internal", "evaluation: the lease holders disagree with the rows")

@@ -22,7 +22,7 @@ from asyncrl.config.mode import staleness_bound
 from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.errors import UNREADABLE, AsyncRLError
 from asyncrl.versions import Runs
-from buffers.groups.judgements import Judged
+from buffers.groups.judgements import Judgement, JudgeRule
 
 
 class State(enum.IntEnum):
@@ -40,14 +40,6 @@ class State(enum.IntEnum):
 
 #: States whose groups still compete for a place in a batch: `n(u)` of staleness.md counts them.
 COMPETING = (State.LEASED, State.UNSCORED, State.READY)
-
-
-class JudgeRule(msgspec.Struct, frozen=True):
-    """A judge: how often its failures are tried again, and the rows it is asked about (none named: all)."""
-
-    name: str
-    retries: int
-    data_sources: tuple[str, ...] = ()
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -80,9 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
     replay_order: Literal["deadline", "priority"] = "deadline"
     fresh_first: bool = True
     priority_exponent: float = 1.0
-    continues: bool = (
-        False  # samples under way are kept in pieces: another attempt goes on with the same random numbers
-    )
+    continues: bool = False  # partial samples are kept: another attempt continues them with the same random numbers
     judges: tuple[JudgeRule, ...] = ()  # none: the default judge alone, for all rows, with reward_retries
 
 
@@ -148,7 +138,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     parts: dict[str, float] = {}
     failures: int = 0  # in rows of before judges had names; now in `judged`
     failed_by: tuple[str, ...] = ()
-    judged: dict[str, Judged] = {}  # what judges said, until all have answered
+    judged: dict[str, Judgement] = {}  # answers of judges, until all have answered
     newest: int = -1  # largest version of its tokens; in rows of before it was told: no larger than `oldest`
 
 

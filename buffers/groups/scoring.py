@@ -1,33 +1,39 @@
-"""Reward workers' side of the state machine: samples to score, scores, failures.
+"""Samples that reward workers score: leases, scores and failures, for training groups and held-out prompts alike.
 
-Called through `buffers.groups.machine.Groups`. Guarantees:
-1. for each judge that is asked about a sample it is with one worker at a time, under a token of its own; the sample has
-   its reward when all of them have answered (`buffers.groups.judgements`);
-2. a judge's first score of a sample counts, also a late one whose lease has expired, and no other; a token of before
+Guarantees:
+1. for each judge that is asked about a sample, one worker at a time holds it, under its own token. The sample has its
+   reward when all of its judges have answered;
+2. a judge's first score of a sample counts, also a late one whose lease has expired, and no other; a token from before
    the sample arrived, or one that was never granted for it, is refused;
-3. a reward that fails is tried again, elsewhere where another worker of that judge lives, then the group is DEAD: never
-   a reward of 0. A failure under a lease that somebody else has now is refused, one that is told twice counts once;
-4. more than `max_failed_groups` dead groups by reward end the run with the function's own message;
+3. a reward that fails is retried, on another worker of that judge if one is alive; then the item has failed: never a
+   reward of 0. A failure under a lease that another worker has now is refused; one reported twice counts once;
+4. more than `max_failed_groups` groups that are dead by reward end the run with the function's own message;
 5. every answer is counted by judge: scored, late, failures, refused.
-A sample may be scored before its group is complete: scores then wait for the samples, not the other way round.
+A sample may be scored before its group is complete.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from asyncrl.config.judges import display_name
 from asyncrl.config.sections.judge import DEFAULT
-from asyncrl.wire import RewardFailure, Score, Scores, ScoresReply
-from buffers.groups.judgements import Judged, said_by, settle, take_answer, take_failure
-from buffers.groups.judging import TOO_MANY_PARTS
-from buffers.groups.pieces import Checkpointing
-from buffers.groups.records import Group, Sample, State
-from buffers.groups.score_queue import Key
+from asyncrl.wire import RewardFailure, Score, Scores
+from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
+from buffers.groups.group_table import GroupTable
+from buffers.groups.judgements import Judgement, Judges, Key, ScoreQueue, judgement, sum_up, take_answer, take_failure
+from buffers.groups.live_settings import LiveSettings
+from buffers.groups.records import Group, State
+from buffers.groups.sample_intake import GroupSamples
+from buffers.groups.transaction import Edit, Transaction
+from buffers.groups.workers import Workers
+
+LOST_REWARD_LEASE = "token: the reward lease was lost"
 
 
 class ToScore(msgspec.Struct, frozen=True):
@@ -43,179 +49,247 @@ class ToScore(msgspec.Struct, frozen=True):
 class Found(NamedTuple):
     """The sample that an answer is for; `late`: its lease had expired."""
 
-    group: Group
-    sample: Sample
+    item: Any
+    sample: Any
     late: bool
 
 
-class Scoring(Checkpointing):
-    """The layer below plus what reward workers do."""
+class Answer(NamedTuple):
+    """A judge's score of a sample. `answers`: those of all judges if this was the last one, else None."""
 
-    def reward_lease(
-        self, name: str, *, max_samples: int, request: int, now: float, judge: str = DEFAULT
-    ) -> list[ToScore]:
+    place: int  # of the sample in its item
+    score: Score
+    judgement: Judgement
+    message: Scores
+    answers: dict[str, Judgement] | None
+
+
+class ScoringTarget(Protocol):
+    """The items whose samples are scored."""
+
+    def get(self, number: int) -> Any:
+        """The item, or None if it needs no scores any more."""
+
+    def gone_reason(self, number: int) -> str:
+        """Why the item needs no scores."""
+
+    def judges_for(self, item: Any) -> tuple[str, ...]:
+        """The judges that score the item's samples."""
+
+    def edit(self, item: Any) -> Edit: ...
+
+    def unscored(self) -> Iterable[Any]:
+        """The items that may wait for scores."""
+
+    def settle_source(self, item: Any) -> bool:
+        """The service starts: decide on an item whose data source is unknown; whether it changed."""
+
+    def record(self, item: Any, answer: Answer) -> None:
+        """A judge has answered (the item is being edited)."""
+
+    def record_sum(self, item: Any, index: int) -> None:
+        """A sample has its reward because the judges that it waited for are no longer asked."""
+
+    def scored(self, item: Any) -> Any:
+        """A sample of the item, which is being edited, has its reward; a verdict for `finish` or None."""
+
+    def finish(self, item: Any, verdict: Any) -> None:
+        """After the edit in which `scored` gave the verdict."""
+
+    def fail(self, item: Any, detail: str) -> None:
+        """A reward failed for good."""
+
+
+class Scoring:
+    """The score queue of one kind of items. `counts`: (judge, what) -> number, since the service started."""
+
+    def __init__(
+        self,
+        tx: Transaction,
+        workers: Workers,
+        *,
+        live: LiveSettings,
+        judges: Judges,
+        budget: FailureBudget,
+        queue: ScoreQueue,
+        target: ScoringTarget,
+        counts: Counter[tuple[str, str]],
+    ) -> None:
+        self.tx = tx
+        self.workers = workers
+        self.live = live
+        self.judges = judges
+        self.budget = budget
+        self.queue = queue
+        self.target = target
+        self.counts = counts
+
+    # ------------------------------------------------------------ leases
+
+    def lease(self, name: str, *, max_samples: int, request: int, judge: str = DEFAULT) -> list[ToScore]:
         """Samples for this worker, oldest first. The same request again gets the same samples."""
-        worker = self.workers.get(("reward", name)) or self.saw("reward", name, now)
+        worker = self.workers.find("reward", name, self.tx.now)
         worker.judge = judge
-        again = self.scores_due.again(name, request)
+        again = self.queue.granted(name, request)
         if again or request <= worker.answered:
             return [self._item(key) for key in again]
-        if not self.scores_due.waits(judge):
+        if not self.queue.count_waiting(judge):
             return []
-        others = self.living_workers(judge, now) - {name}
+        others = self.living_workers(judge) - {name}
 
         def may(key: Key) -> bool:
-            failed_by = said_by(self.groups[key[0]].samples[key[1]], judge).failed_by
+            failed_by = judgement(self.target.get(key[0]).samples[key[1]], judge).failed_by
             return name not in failed_by or not others - set(failed_by)
 
-        taken = self.scores_due.grant(
-            name, judge, request=request, max_samples=max_samples, may=may, new_token=self._new_token
+        taken = self.queue.grant(
+            name, judge, request=request, max_samples=max_samples, may=may, new_token=self.tx.next_token
         )
         return [self._item(key) for key in taken]
 
     def _item(self, key: Key) -> ToScore:
         number, index, judge = key
-        tried = said_by(self.groups[number].samples[index], judge).failures
-        return ToScore(number, index, self.scores_due.leases[key].token, tried, judge)
+        failures = judgement(self.target.get(number).samples[index], judge).failures
+        return ToScore(number, index, self.queue.leases[key].token, failures, judge)
+
+    def living_workers(self, judge: str) -> set[str]:
+        """Reward workers of this judge that were heard from."""
+        limit = self.live.current.lease_timeout_s
+        return self.workers.alive("reward", judge=judge, now=self.tx.now, limit_s=limit)
+
+    def lose_all(self, worker: str) -> None:
+        """The worker holds nothing any more."""
+        self.queue.requeue(worker)
+        self.tx.generation += 1
+
+    def renew(self, worker: str, holds: Iterable[tuple[int, int]]) -> None:
+        """A heartbeat: the worker keeps only the leases that it names."""
+        limit = self.live.current.lease_timeout_s
+        self.tx.generation += self.queue.requeue_unnamed(worker, holds, now=self.tx.now, limit_s=limit)
+
+    def expire(self) -> None:
+        """Take the leases of workers that were silent for `lease_timeout_s`."""
+        now, limit = self.tx.now, self.live.current.lease_timeout_s
+        for name in self.queue.busy_workers():
+            if now - self.workers.find("reward", name, now).seen > limit:
+                self.lose_all(name)
 
     # ------------------------------------------------------------ answers
 
-    def scores(self, message: Scores, *, now: float) -> ScoresReply:
-        """Take scores and failures."""
-        self.saw("reward", message.worker, now).judge = message.judge
+    def take(self, message: Scores) -> tuple[int, dict[str, str]]:
+        """Take scores and failures: how many were accepted, and by `group:sample` why others were refused."""
         refused: dict[str, str] = {}
         accepted = 0
         items: list[Score | RewardFailure] = [*message.scores, *message.failures]
         for item in items:
-            why = self._score(item, message, now) if isinstance(item, Score) else self._failure(item, message, now)
+            why = self.score(item, message) if isinstance(item, Score) else self.fail(item, message)
             accepted += not why
             if why:
                 refused[f"{item.group}:{item.index}"] = why
-                self.judge_counts[message.judge, f"refused:{why.split(':')[0]}"] += 1
-        return ScoresReply(accepted, refused)
+                self.counts[message.judge, f"refused:{why.split(':')[0]}"] += 1
+        return accepted, refused
 
-    def _sample_for(self, item: Score | RewardFailure, judge: str) -> Found | str:
+    def find_sample(self, answer: Score | RewardFailure, judge: str) -> Found | str:
         """The sample that the answer is for, or why it is refused."""
-        group = self.groups.get(item.group)
-        sample = group.samples.get(item.index) if group else None
-        if group is None or sample is None:
-            return self._ended_reason(item.group) if group is None else "unknown sample"
-        said = said_by(sample, judge)
-        if sample.reward is not None or said.reward is not None:
+        item = self.target.get(answer.group)
+        sample = item.samples.get(answer.index) if item is not None else None
+        if item is None or sample is None:
+            return self.target.gone_reason(answer.group) if item is None else "unknown sample"
+        known = judgement(sample, judge)
+        if sample.reward is not None or known.reward is not None:
             return "already scored"
-        if judge not in self.judges_of(group):
+        if judge not in self.target.judges_for(item):
             return f"judge: {display_name(judge)} is not asked about this row"
-        # Tokens grow, and this sample came under a token of its own: an answer under a later one is of what is there
-        # now, whoever has the lease by then (it expired, or the service was restarted).
-        lease = self.scores_due.leases.get((item.group, item.index, judge))
-        newest = self._token if lease is None else lease.token
-        if not sample.token < item.token <= newest:
-            return "token: the reward lease was lost"
-        if isinstance(item, RewardFailure) and (lease is not None and item.token != lease.token):
-            return "token: the reward lease was lost"
-        if isinstance(item, RewardFailure) and item.token <= said.failed_token:
+        # Tokens grow, and the sample arrived under its own token: an answer under a later one is about the sample
+        # that is there now, whichever worker has the lease by then (it expired, or the service was restarted).
+        lease = self.queue.leases.get((answer.group, answer.index, judge))
+        newest = self.tx.newest_token if lease is None else lease.token
+        if not sample.token < answer.token <= newest:
+            return LOST_REWARD_LEASE
+        if isinstance(answer, RewardFailure) and (lease is not None and answer.token != lease.token):
+            return LOST_REWARD_LEASE
+        if isinstance(answer, RewardFailure) and answer.token <= known.failed_token:
             return "already counted"
-        return Found(group, sample, lease is None or lease.token != item.token)
+        return Found(item, sample, lease is None or lease.token != answer.token)
 
-    def _score(self, score: Score, message: Scores, now: float) -> str:
-        judge, worker = message.judge, message.worker
-        found = self._sample_for(score, judge)
-        if isinstance(found, str):
-            return found
-        if not (math.isfinite(score.reward) and all(math.isfinite(part) for part in score.parts.values())):
-            failure = RewardFailure(score.group, score.index, score.token, "not_finite", f"reward {score.reward}")
-            return self._failure(failure, message, now)
-        if not self.parts_known(score.parts):
-            failure = RewardFailure(score.group, score.index, score.token, "parts", TOO_MANY_PARTS)
-            return self._failure(failure, message, now)
-        group, sample, late = found
-        self.judge_counts[judge, "scored"] += 1
-        self.judge_counts[judge, "late"] += late
-        self.scores_due.release((score.group, score.index, judge))
-        self._out(group)
-        said = Judged(score.reward, dict(score.parts), version=message.reward_version)
-        answers = {**sample.judged, judge: said}
-        whole = take_answer(sample, self.judges_of(group), judge, said)
-        if not self.settings.judges:
-            self._say(now, "score", group, score.index, said, worker=worker)
-        else:
-            self._say(now, "judged", group, score.index, said, worker=worker, judge=judge)
-            if whole:
-                versions = {name: one.version for name, one in answers.items() if one.version}
-                self._say(
-                    now,
-                    "score",
-                    group,
-                    score.index,
-                    Judged(sample.reward, sample.parts),
-                    worker=worker,
-                    **({"versions": versions} if versions else {}),
-                )
-        verdict = self._ready_if_scored(group, now) if whole else None
-        self._in(group)
-        if verdict is not None:
-            self._end_by(group, verdict, now)
-        return ""
-
-    def _say(self, now: float, name: str, group: Group, index: int, said: Judged, **more: Any) -> None:
-        if said.parts:
-            more["parts"] = said.parts
-        if said.version:
-            more["version"] = said.version
-        self._event(now, name, g=group.id, i=index, reward=said.reward, **more)
-
-    def _failure(self, failure: RewardFailure, message: Scores, now: float) -> str:
+    def score(self, score: Score, message: Scores) -> str:
+        """Take a score; why it is refused, or the empty text."""
         judge = message.judge
-        found = self._sample_for(failure, judge)
+        found = self.find_sample(score, judge)
         if isinstance(found, str):
             return found
-        group, sample, _ = found
-        self.judge_counts[judge, "failures"] += 1
-        self.scores_due.release((failure.group, failure.index, judge))
-        if said_by(sample, judge).failures >= self.retries_of(judge):
-            detail = f"{failure.reason}: {failure.detail}" + (f" (judge {judge})" if judge else "")
-            self._end(group, State.DEAD, "reward_failed", now, detail)
-            self._count_failed("reward_failed", detail)
-            return ""
-        self._out(group)
-        take_failure(sample, judge, message.worker, failure.token)
-        self._in(group)
+        if not all(map(math.isfinite, (score.reward, *score.parts.values()))):
+            failure = RewardFailure(score.group, score.index, score.token, "not_finite", f"reward {score.reward}")
+            return self.fail(failure, message)
+        if not self.budget.accept_parts(score.parts):
+            return self.fail(RewardFailure(score.group, score.index, score.token, "parts", TOO_MANY_PARTS), message)
+        item, sample, late = found
+        self.counts[judge, "scored"] += 1
+        self.counts[judge, "late"] += late
+        self.queue.remove((score.group, score.index, judge))
+        answer = Judgement(score.reward, dict(score.parts), version=message.reward_version, answer=score.answer)
+        answers = {**sample.judged, judge: answer}
+        verdict = None
+        with self.target.edit(item):
+            complete = take_answer(sample, self.target.judges_for(item), judge, answer)
+            self.target.record(item, Answer(score.index, score, answer, message, answers if complete else None))
+            if complete:
+                verdict = self.target.scored(item)
+        if verdict is not None:
+            self.target.finish(item, verdict)
         return ""
 
-    # ------------------------------------------------------------ other settings than before
+    def fail(self, failure: RewardFailure, message: Scores) -> str:
+        """Take a failure; why it is refused, or the empty text."""
+        judge = message.judge
+        found = self.find_sample(failure, judge)
+        if isinstance(found, str):
+            return found
+        item, sample, _ = found
+        self.counts[judge, "failures"] += 1
+        self.queue.remove((failure.group, failure.index, judge))
+        if judgement(sample, judge).failures >= self.judges.retries(judge):
+            detail = f"{failure.reason}: {failure.detail}" + (f" (judge {judge})" if judge else "")
+            self.target.fail(item, detail)
+            return ""
+        with self.target.edit(item):
+            take_failure(sample, judge, message.worker, failure.token)
+        return ""
 
-    def settle_judges(self, now: float) -> None:
-        """The service starts, maybe with other judges than before: who is no longer asked is not waited for."""
-        for group in [group for group in self.groups.values() if group.state in (State.LEASED, State.UNSCORED)]:
-            self._out(group)
-            changed = bool(self.settings.judges) and group.source is None and group.state == State.UNSCORED
-            if changed:
-                group.source = ""  # its row came while nobody needed it
-            for index, sample in group.samples.items():
-                if settle(sample, self.judges_of(group)):
+    def settle_judges(self) -> None:
+        """The service starts, maybe with other judges: samples do not wait for judges that are no longer asked."""
+        for item in list(self.target.unscored()):
+            changed = self.target.settle_source(item)
+            for index, sample in item.samples.items():
+                if sum_up(sample, self.target.judges_for(item)):
                     changed = True
-                    self._say(now, "score", group, index, Judged(sample.reward, sample.parts), worker="")
-            verdict = self._ready_if_scored(group, now) if changed else None
-            (self._in if changed else self._index)(group)
+                    self.target.record_sum(item, index)
+            if not changed:
+                continue
+            with self.target.edit(item):
+                verdict = self.target.scored(item)
             if verdict is not None:
-                self._end_by(group, verdict, now)
+                self.target.finish(item, verdict)
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ status
 
-    def judges_now(self, now: float) -> list[dict[str, Any]]:
-        """The judges for the status: what waits, what is with workers, what came in since the service started."""
-        told = []
-        for judge in self.judge_names():
-            mine = [self.workers["reward", name] for name in sorted(self.living_workers(judge, now))]
+    def status(self, held_out: ScoreQueue | None = None) -> list[dict[str, Any]]:
+        """The judges: samples that wait, are with workers, and arrived since the service started.
+
+        `held_out`: the queue of an evaluation, whose samples are counted, too.
+        """
+        queues = [self.queue] if held_out is None else [self.queue, held_out]
+        lines = []
+        for judge in self.judges.names:
+            mine = [self.workers.known["reward", name] for name in sorted(self.living_workers(judge))]
             calls = [worker.stats["reward_call_s"] for worker in mine if "reward_call_s" in worker.stats]
-            counts = Counter({what: n for (name, what), n in self.judge_counts.items() if name == judge})
+            counts = Counter({what: n for (name, what), n in self.counts.items() if name == judge})
             refused = {what.partition(":")[2]: n for what, n in sorted(counts.items()) if what.startswith("refused:")}
-            told.append(
+            lines.append(
                 {
                     "judge": display_name(judge),
                     "workers": len(mine),
-                    "waiting": self.scores_due.waits(judge),
-                    "leased": self.scores_due.leased(judge),
+                    "waiting": sum(queue.count_waiting(judge) for queue in queues),
+                    "leased": sum(queue.count_leased(judge) for queue in queues),
                     "scored": counts["scored"],
                     "late": counts["late"],
                     "failures": counts["failures"],
@@ -223,4 +297,73 @@ class Scoring(Checkpointing):
                     "call_s": round(sum(calls) / len(calls), 6) if calls else None,
                 }
             )
-        return told
+        return lines
+
+
+class GroupScores:
+    """Scores of training groups."""
+
+    def __init__(
+        self, tx: Transaction, table: GroupTable, samples: GroupSamples, budget: FailureBudget, judges: Judges
+    ) -> None:
+        self.tx = tx
+        self.table = table
+        self.samples = samples
+        self.budget = budget
+        self.judges = judges
+
+    def get(self, number: int) -> Group | None:
+        return self.table.groups.get(number)
+
+    def gone_reason(self, number: int) -> str:
+        return self.samples.gone_reason(number)
+
+    def judges_for(self, group: Group) -> tuple[str, ...]:
+        return self.judges.judges_for(group.source)
+
+    def edit(self, group: Group) -> Edit:
+        return self.table.edit(group)
+
+    def unscored(self) -> Iterable[Group]:
+        return [group for group in self.table.groups.values() if group.state in (State.LEASED, State.UNSCORED)]
+
+    def settle_source(self, group: Group) -> bool:
+        if not self.judges.rules or group.source is not None or group.state != State.UNSCORED:
+            return False
+        group.source = ""  # its row came while no rule needed it
+        return True
+
+    def record(self, group: Group, answer: Answer) -> None:
+        worker = answer.message.worker
+        if not self.judges.rules:
+            self._event("score", group, answer.place, answer.judgement, worker=worker)
+            return
+        self._event("judged", group, answer.place, answer.judgement, worker=worker, judge=answer.message.judge)
+        if answer.answers is not None:
+            versions = {name: one.version for name, one in answer.answers.items() if one.version}
+            more = {"versions": versions} if versions else {}
+            self._event_sum(group, answer.place, worker=worker, **more)
+
+    def record_sum(self, group: Group, index: int) -> None:
+        self._event_sum(group, index, worker="")
+
+    def _event_sum(self, group: Group, index: int, **more: Any) -> None:
+        sample = group.samples[index]
+        self._event("score", group, index, Judgement(sample.reward, sample.parts), **more)
+
+    def _event(self, name: str, group: Group, index: int, answer: Judgement, **more: Any) -> None:
+        if answer.parts:
+            more["parts"] = answer.parts
+        if answer.version:
+            more["version"] = answer.version
+        self.tx.event(name, g=group.id, i=index, reward=answer.reward, **more)
+
+    def scored(self, group: Group) -> Verdict | None:
+        return self.samples.become_ready(group)
+
+    def finish(self, group: Group, verdict: Verdict) -> None:
+        self.budget.reject(group, verdict)
+
+    def fail(self, group: Group, detail: str) -> None:
+        self.table.end(group, State.DEAD, "reward_failed", detail)
+        self.budget.count_failed("reward_failed", detail)

@@ -1,10 +1,8 @@
-"""Tuning of a running system, as values: which settings, what is valid, what was changed, the depth that is found.
+"""The settings that `asyncrl tune` can change, their validation, and the controller of `pipeline_depth = "auto"`.
 
 Guarantees:
 1. a value is checked by the type of its configuration field and against the other settings in force (`tune.refused`);
-2. `Tuning` is the persisted row: the overrides in force, those after every earlier change, the plan of batch sizes;
-3. `DepthController` is pure: the same observations give the same depth.
-It changes nothing by itself, and it does not know what a learner does with `learner.algorithm`.
+2. `DepthController` is pure: the same observations give the same depth.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ KEPT_CHANGES = 256  # that can be undone
 
 
 class Tuning(msgspec.Struct, array_like=True):
-    """The row `tuning`: what was changed and is in force."""
+    """The row `tuning`: the overrides in force, those after every earlier change, and the plan of batch sizes."""
 
     number: int = 0  # of the last change
     values: dict[str, Any] = {}  # dotted key -> value in force instead of the configuration's
@@ -37,33 +35,33 @@ class Tuning(msgspec.Struct, array_like=True):
     past: dict[int, dict[str, Any]] = {}  # the overrides after each change, newest KEPT_CHANGES
     author: str = ""  # of the last change
 
-    def learner(self) -> str:
-        """The overrides that concern the learner, as the JSON that goes with a batch; empty without any."""
+    def learner_overrides(self) -> str:
+        """The learner's overrides as the JSON that goes with a batch; empty without any."""
         mine = {key: value for key, value in sorted(self.values.items()) if key.startswith(ALGORITHM)}
         return msgspec.json.encode(mine).decode() if mine else ""
 
 
-def refused(message: str) -> AsyncRLError:
+def refusal(message: str) -> AsyncRLError:
     """The error of a change that cannot be made."""
     return AsyncRLError("tune.refused", message)
 
 
-def dotted(key: str) -> str:
-    """The full key of a short form. Raises `tune.refused` for what cannot be changed while the system runs.
+def full_key(key: str) -> str:
+    """The full key of a short form. Raises `tune.refused` if the setting cannot be changed while the system runs.
 
-    >>> dotted("max_staleness"), dotted("learner.algorithm.tis_cap")
+    >>> full_key("max_staleness"), full_key("learner.algorithm.tis_cap")
     ('buffer.max_staleness', 'learner.algorithm.tis_cap')
     """
     full = SHORT.get(key, key)
     if full in SHORT.values() or (full.startswith(ALGORITHM) and _is_setting(full[len(ALGORITHM) :])):
         return full
-    raise refused(f"{key} cannot be changed while the system runs; what can: {', '.join(SHORT)}, {ALGORITHM}*")
+    raise refusal(f"{key} cannot be changed while the system runs; these can: {', '.join(SHORT)}, {ALGORITHM}*")
 
 
-def checked(key: str, value: Any) -> Any:
-    """The value of a dotted key, converted to the type of its field. Raises `tune.refused` where it does not fit.
+def convert_value(key: str, value: Any) -> Any:
+    """The value of a dotted key, converted to the type of its field. Raises `tune.refused` if it does not fit.
 
-    >>> checked("buffer.late_timeout_s", 5)
+    >>> convert_value("buffer.late_timeout_s", 5)
     5.0
     """
     if key.startswith(ALGORITHM):
@@ -74,7 +72,7 @@ def checked(key: str, value: Any) -> Any:
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        raise refused(f"{key} = {value!r}: {error}") from None
+        raise refusal(f"{key} = {value!r}: {error}") from None
 
 
 def _is_setting(key: str) -> bool:
@@ -99,10 +97,10 @@ def _hint(key: str) -> Any:
     raise KeyError(key)
 
 
-def flat(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the algorithm with those of its sections as `kl.coeff`; option tables as they are.
 
-    >>> flat({"loss": "ppo", "kl": {"coeff": 0.1}, "loss_options": {}})
+    >>> flatten({"loss": "ppo", "kl": {"coeff": 0.1}, "loss_options": {}})
     {'loss': 'ppo', 'kl.coeff': 0.1, 'loss_options': {}}
     """
     found: dict[str, Any] = {}
@@ -114,30 +112,30 @@ def flat(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def judged(values: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """Raise `tune.refused` where the settings of the algorithm then contradict each other.
+def check_algorithm(values: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Raise `tune.refused` if the settings of the algorithm would contradict each other.
 
-    `values`: dotted key -> value of all that is in force; `base`: the algorithm of the configuration.
+    `values`: dotted key -> value in force; `base`: the algorithm of the configuration.
     """
     mine = {key.removeprefix(ALGORITHM): value for key, value in values.items() if key.startswith(ALGORITHM)}
     try:
         apply_overrides(msgspec.convert(base, AlgorithmConfig), mine)
     except ValueError as error:
-        raise refused(str(error)) from None
+        raise refusal(str(error)) from None
 
 
-@functools.cache  # reading them takes longer than all the rest
+@functools.cache  # reading the hints takes longer than the rest of a change
 def _fields(kind: type[Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
 class DepthController:
-    """The smallest depth with which the learner waits for less than `target` of its time.
+    """Finds the smallest depth at which the learner waits for less than `target` of its time.
 
-    Fed with one observation per step; it changes the depth by one at a time, up when the share of the last steps is
-    above the target, down when it is below half of it. A depth that was found too small is not tried again for
-    `PATIENCE` steps, twice as long each time. Where no depth helps (the producers are too slow) it ends at the limit;
-    little is outstanding then anyway, so the lag stays small.
+    It takes one observation per step and changes the depth by one at a time: up when the share of the last steps is
+    above the target, down when it is below half of it. A depth that was too small is not tried again for `PATIENCE`
+    steps, twice as long each time. If no depth helps because the producers are too slow, it ends at the limit; the
+    lag stays small, because little is outstanding then.
 
     >>> control = DepthController(target=0.1)
     >>> depth = 1

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from asyncrl import wire
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.wire import Buffer
-from buffers.groups.machine import Groups
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record, Underway
 from buffers.payloads.record_format import checksum_of
 from buffers.payloads.segments import Segments
@@ -30,7 +30,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 _WANTED = {"response": "i4", "logprobs": "f4"}
 
 
-def checked(
+def check(
     head: wire.Pieces, payload: Buffer, *, group_size: int, max_tokens: int, newest_version: int
 ) -> tuple[Arrays, str]:
     """The arrays of some pieces (read-only views), and why they may not be kept; empty where they may."""
@@ -68,7 +68,7 @@ def _wrong_head(item: wire.Piece, group_size: int, max_tokens: int, newest_versi
     return ""
 
 
-def stored(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segments) -> Record:
+def store(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segments) -> Record:
     """Queue one piece for the segment file."""
     start = 0
     for other in head.samples:
@@ -81,8 +81,8 @@ def stored(head: wire.Pieces, item: wire.Piece, arrays: Arrays, segments: Segmen
     return segments.append(header, payload, checksum_of(header, payload), again=False)
 
 
-def begun_of(
-    leases: Sequence[wire.Lease], groups: Groups, segments: Segments, *, max_bytes: int
+def load(
+    leases: Sequence[wire.Lease], machine: GroupMachine, segments: Segments, *, max_bytes: int
 ) -> tuple[tuple[wire.Begun, ...], list[Buffer], set[Record]]:
     """What was begun of the missing samples of these leases, a payload for each, and the records that are damaged."""
     heads: list[wire.Begun] = []
@@ -90,7 +90,7 @@ def begun_of(
     damaged: set[Record] = set()
     room = max_bytes // 2  # the rest of the answer is small
     for lease in leases:
-        for index, found in sorted(groups.groups[lease.group].underway.items()):
+        for index, found in sorted(machine.table.groups[lease.group].underway.items()):
             if found.length * 8 > room:
                 continue
             try:

@@ -12,16 +12,18 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Batch, Buffer, GroupHead, Place, RewardItem, decode_samples, pack_arrays, unpack_arrays
-from buffers.groups.machine import Groups, waited_s
+from buffers.evaluation.evaluations import Evaluations
+from buffers.groups.batches import Claimed
+from buffers.groups.group_table import GroupTable, ledger_counts, reasons
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Group, State
 from buffers.groups.scoring import ToScore
-from buffers.groups.training import Claimed
 from buffers.payloads.segments import Segments
 
 
-def batch_by_place(claimed: Claimed, groups: Groups) -> Batch:
+def batch_by_place(claimed: Claimed, table: GroupTable) -> Batch:
     """The batch with places instead of payloads, for a learner that reads the segment files itself."""
-    members = [groups.groups[number] for number in claimed.batch.groups]
+    members = [table.groups[number] for number in claimed.batch.groups]
     heads = tuple(_group_head(group, [b""] * len(group.records), "") for group in members)
     places = tuple(
         Place(r.segment, r.offset, r.header_bytes, r.payload_bytes, r.checksum)
@@ -29,18 +31,16 @@ def batch_by_place(claimed: Claimed, groups: Groups) -> Batch:
         for r in group.records
     )
     batch = claimed.batch
-    return Batch(
-        batch.step, batch.version, heads, claimed.replayed, groups.ledger_counts(), places, tuning=batch.tuning
-    )
+    return Batch(batch.step, batch.version, heads, claimed.replayed, ledger_counts(table), places, tuning=batch.tuning)
 
 
-def batch_reply(claimed: Claimed, groups: Groups, segments: Segments) -> tuple[Batch, list[Buffer], list[int]]:
+def batch_reply(claimed: Claimed, table: GroupTable, segments: Segments) -> tuple[Batch, list[Buffer], list[int]]:
     """The batch with one payload per record, and the groups whose bytes are damaged: then it is not to be sent."""
     heads: list[GroupHead] = []
     payloads: list[Buffer] = []
     damaged: list[int] = []
     for number in claimed.batch.groups:
-        group = groups.groups[number]
+        group = table.groups[number]
         try:
             parts = [segments.read(record) for record in group.records]
         except AsyncRLError:
@@ -51,9 +51,7 @@ def batch_reply(claimed: Claimed, groups: Groups, segments: Segments) -> tuple[B
         heads.append(_group_head(group, headers, row))
         payloads.extend(payload for _, payload in parts)
     batch = claimed.batch
-    reply = Batch(
-        batch.step, batch.version, tuple(heads), claimed.replayed, groups.ledger_counts(), tuning=batch.tuning
-    )
+    reply = Batch(batch.step, batch.version, tuple(heads), claimed.replayed, ledger_counts(table), tuning=batch.tuning)
     return reply, payloads, damaged
 
 
@@ -113,30 +111,54 @@ def _row_of(group: Any, segments: Segments) -> str:
     return next((row for row in rows if row), "")
 
 
-def status_json(groups: Groups, now: float, extra: dict[str, Any]) -> str:
+def status_json(machine: GroupMachine, evaluations: Evaluations, extra: dict[str, Any]) -> str:
     """The status of the buffer as JSON text."""
-    name, pid, host = groups.meta.learner
-    learner = groups.workers.get(("learner", name))
-    counts = groups.ledger_counts()
+    table, now, workers = machine.table, machine.tx.now, machine.workers
+    counts = ledger_counts(table)
+    fault = machine.budget.fault
     status = {
-        "role": "buffer", "service_epoch": groups.service_epoch, "ledger": counts,
+        "role": "buffer",
+        "service_epoch": machine.service_epoch,
+        "ledger": counts,
         "by_state": {state.name: counts[state.name.lower()] for state in State},
-        "dropped": groups.reasons(State.DROPPED), "dead": groups.reasons(State.DEAD),
-        "version": groups.meta.version, "step": groups.meta.version, "outstanding": groups.outstanding,
-        "total_groups": groups.settings.total_groups, "done": groups.meta.done, "epoch": groups.meta.epoch,
-        "fault": None if groups.fault is None else {"code": groups.fault[0], "message": groups.fault[1]},
-        "learner": None if not name else {
-            "name": name, "pid": pid, "host": host, "age_s": round(now - learner.seen, 3) if learner else None,
-            "waiting_for": learner.waiting_for if learner else "",
-            "waiting_s": waited_s(learner, now) if learner else 0.0, "stats": learner.stats if learner else {},
-        },
+        "dropped": reasons(table, State.DROPPED),
+        "dead": reasons(table, State.DEAD),
+        "version": table.meta.version,
+        "step": table.meta.version,
+        "outstanding": table.outstanding,
+        "total_groups": machine.settings.total_groups,
+        "done": table.meta.done,
+        "epoch": table.meta.epoch,
+        "fault": None if fault is None else {"code": fault[0], "message": fault[1]},
+        "learner": _learner_status(machine),
         "tuning": {
-            "number": groups.tuning.number, "author": groups.tuning.author, "changed": groups.tuning.values,
-            "settings": groups.tuned(), "depth": groups.settings.depth,
-            "batch_groups": groups.plan.size(groups.frontier + 1),
+            "number": machine.live.tuning.number,
+            "author": machine.live.tuning.author,
+            "changed": machine.live.tuning.values,
+            "settings": machine.live.tunable(),
+            "depth": machine.settings.depth,
+            "batch_groups": machine.live.plan.size(table.frontier + 1),
         },
-        "producers": groups.workers_of("producer", now), "rewards": groups.workers_of("reward", now),
-        "judges": groups.judges_now(now),
-        "waiting_for": groups.diagnosis(now) if groups.asked_since else "", **extra,
-    }  # fmt: skip
+        "producers": workers.status("producer", now),
+        "rewards": workers.status("reward", now),
+        "judges": machine.scoring.status(evaluations.table.queue),
+        "waiting_for": machine.diagnosis(now) if machine.batches.asked_since else "",
+        **extra,
+    }
     return msgspec.json.encode(status).decode()
+
+
+def _learner_status(machine: GroupMachine) -> dict[str, Any] | None:
+    name, pid, host = machine.table.meta.learner
+    if not name:
+        return None
+    worker, now = machine.workers.get("learner", name), machine.tx.now
+    return {
+        "name": name,
+        "pid": pid,
+        "host": host,
+        "age_s": round(now - worker.seen, 3) if worker else None,
+        "waiting_for": worker.waiting_for if worker else "",
+        "waiting_s": worker.waited_s(now) if worker else 0.0,
+        "stats": worker.stats if worker else {},
+    }

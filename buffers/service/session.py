@@ -1,190 +1,150 @@
-"""The front desk of the buffer service: answers, refusals, and the messages that concern no group.
+"""Handshake, heartbeat, status and tuning requests; the logs metrics/roles.jsonl and metrics/buffer.jsonl.
 
-The base of `buffers.service.service.BufferService`. Hello, heartbeat, status; metrics/roles.jsonl and
-metrics/buffer.jsonl.
-Guarantees:
-1. an answer is queued here and leaves only with the flush of its drain;
-2. a process of another run, schema or model is refused at its hello (`handshake.mismatch`, `wire.schema`).
+Guarantee: a process of another run, schema or model is refused at its hello (`handshake.mismatch`, `wire.schema`).
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from asyncrl import wire
-from asyncrl.config import Config
-from asyncrl.errors import UNREADABLE, AsyncRLError, HandshakeError, WireError
+from asyncrl.errors import UNREADABLE, HandshakeError, WireError
 from asyncrl.metrics import CATALOGUE, MetricsLog
-from asyncrl.metrics.length_bias import LengthWatch
 from asyncrl.net.responder import Call
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_id
-from asyncrl.wire import Buffer, Message
-from buffers.evaluation.evaluations import Evaluations
-from buffers.groups.machine import Groups
-from buffers.service.clock import AwakeClock
+from buffers.groups.group_table import ledger_counts
+from buffers.payloads.record_format import GUEST_BYTES
+from buffers.service.context import Context
+from buffers.service.producer_requests import ProducerRequests
 from buffers.service.replies import status_json
-from buffers.stores.base import Store
+from buffers.service.reward_requests import RewardRequests
 
 ROLES = ("producer", "reward", "learner", "observer")
-TOLD_S = 5.0  # a shorter standstill is not worth a line
 
 
-class Poll(msgspec.Struct):
-    """A request that waits here."""
+class Session:
+    """Messages that concern a process instead of a group."""
 
-    call: Call
-    until: float
-
-
-class Desk:
-    def __init__(
-        self,
-        config: Config,
-        *,
-        groups: Groups,
-        store: Store,
-        evaluations: Evaluations,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self._clock = AwakeClock(clock, self._stood_still)  # the simulator injects a clock of its own
-        self.groups = groups
-        self.evaluations = evaluations
-        self.store = store
-        self.bad_frames = 0
-        self.counters: Counter[str] = Counter()
-        run = RunDir(config.run_dir)
+    def __init__(self, context: Context, producers: ProducerRequests, rewards: RewardRequests, *, store: str) -> None:
+        self.context = context
+        self.store = store  # its kind, for the status
+        self._polls = {"producer": producers.polls, "reward": rewards.polls}
+        run = RunDir(context.config.run_dir)
         self._roles_log = MetricsLog(run.metrics / "roles.jsonl")
         self._buffer_log = MetricsLog(run.metrics / "buffer.jsonl")
-        self._fingerprint = ("", "")  # of whom, which
         self._sessions = 0
-        self._replies: list[tuple[Call, Message, Sequence[Buffer]]] = []
-        self._lease_polls: dict[str, Poll] = {}
-        self._reward_polls: dict[str, Poll] = {}
-        self._lengths = LengthWatch()  # the bias alarm's running means
 
-    def _stood_still(self, seconds: float) -> None:
-        """What is told in wall time goes on with the wall's."""
-        self.groups.wall_offset += seconds
-        if seconds >= TOLD_S:
-            print(f"buffer: it stood still for {seconds:.1f} s, which count against nobody's lease", flush=True)
-
-    def _answer(self, call: Call, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        self._replies.append((call, message, payloads))
-
-    def _refuse(self, call: Call, error: AsyncRLError) -> None:
-        self.counters[f"refused:{error.code}"] += 1
-        self._answer(call, wire.Refused(error.code, error.message, error.where))
-
-    def _check_fingerprint(self, who: str, fingerprint: str) -> None:
-        owner, known = self._fingerprint
-        if not fingerprint:
-            return
-        if known and fingerprint != known:
-            raise HandshakeError("handshake.mismatch", f"{who} runs model {fingerprint}, {owner} runs {known}")
-        self._fingerprint = (owner or who, fingerprint)
-
-    def _hello(self, call: Call, now: float) -> None:
+    def hello(self, call: Call) -> None:
+        """A process introduces itself and holds nothing."""
         hello: wire.Hello = call.message
-        mine = run_id(self.config)
+        context, machine = self.context, self.context.machine
+        mine = run_id(context.config)
         if hello.schema != wire.SCHEMA:
-            raise HandshakeError(
-                "wire.schema", f"{hello.name} speaks schema {hello.schema}, this service {wire.SCHEMA}"
-            )
+            raise WireError("wire.schema", f"{hello.name} speaks schema {hello.schema}, this service {wire.SCHEMA}")
         if hello.run_id and hello.run_id != mine:
             raise HandshakeError("handshake.mismatch", f"{hello.name} belongs to run {hello.run_id}, this is {mine}")
         if hello.role not in ROLES:
             raise WireError("wire.unexpected", f"role {hello.role!r} is unknown")
-        self._check_fingerprint(hello.name, hello.fingerprint)
+        context.check_fingerprint(hello.name, hello.fingerprint)
         if hello.role == "producer":
-            self.evaluations.greet(hello.name, hello.evaluation_rows, now)
+            context.evaluations.greet(hello.name, hello.evaluation_rows)
         self._sessions += 1
-        shown = self._shown(hello)
-        if hello.role in ("producer", "reward"):
-            polls = self._lease_polls if hello.role == "producer" else self._reward_polls
-            polls.pop(hello.name, None)
-            self.groups.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=now)
-            self.evaluations.hello(hello.role, hello.name, now)
-        endpoints = {"weightsync": endpoint(self.config, "weightsync")}
-        self._answer(
-            call,
-            wire.Welcome(mine, self.groups.service_epoch, self._sessions, self.groups.meta.version, endpoints, *shown),
-        )
+        if hello.role in self._polls:
+            self._polls[hello.role].pop(hello.name, None)
+            machine.hello(hello.role, hello.name, pid=hello.pid, host=hello.host, now=context.now)
+            context.evaluations.hello(hello.role, hello.name)
+        files: tuple[str, str, int, int] = ("", "", 0, 0)
+        if hello.role == "producer":  # it may be on this host and write its samples into files of its own
+            buffer = context.config.buffer
+            files = (*context.segments.shown(), min(buffer.segment_bytes, GUEST_BYTES), buffer.place_bytes)
+        endpoints = {"weightsync": endpoint(context.config, "weightsync")}
+        version = machine.table.meta.version
+        welcome = wire.Welcome(mine, machine.service_epoch, self._sessions, version, endpoints, *files)
+        context.answer(call, welcome)
 
-    def _shown(self, hello: wire.Hello) -> tuple[str, str, int, int]:
-        """Folder, nonce, size of a file and of a payload for a producer that may be on this host."""
-        return "", "", 0, 0
-
-    def _heartbeat(self, call: Call, now: float) -> None:
+    def heartbeat(self, call: Call) -> None:
+        """A process is alive."""
         beat: wire.Heartbeat = call.message
-        self._check_beat(beat)
+        context, machine = self.context, self.context.machine
+        leads = beat.role == "learner" and machine.table.meta.learner == (beat.name, beat.pid, beat.host)
+        _check_beat(beat, leads=leads)
         if beat.role == "learner":
-            worker = self.groups.workers.get(("learner", beat.name))
-            if self.groups.meta.learner == (beat.name, beat.pid, beat.host) and worker is not None:
-                worker.seen, worker.stats = now, beat.stats
-                worker.waits(beat.waiting_for, now)
+            worker = machine.workers.get("learner", beat.name)
+            if leads and worker is not None:
+                worker.seen, worker.stats = context.now, beat.stats
+                worker.update_wait(beat.waiting_for, context.now)
         else:
-            self.groups.heartbeat(
+            machine.heartbeat(
                 beat.role,
                 beat.name,
                 pid=beat.pid,
                 host=beat.host,
-                now=now,
+                now=context.now,
                 waiting_for=beat.waiting_for,
                 stats=beat.stats,
                 holds=beat.holds,
             )
-            self.evaluations.heartbeat(beat.role, beat.name, pid=beat.pid, holds=beat.holds, now=now)
+            context.evaluations.heartbeat(beat.role, beat.name, pid=beat.pid, holds=beat.holds)
         self._roles_log.write(
             beat.stats, role=beat.role, name=beat.name, pid=beat.pid, host=beat.host, waiting_for=beat.waiting_for
         )
-        cancelled = self.groups.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
-        self._answer(call, wire.Ok(cancelled=cancelled))
+        cancelled = machine.workers.take_cancelled(beat.name, again=True) if beat.role == "producer" else ()
+        context.answer(call, wire.Ok(cancelled=cancelled))
 
-    def _check_beat(self, beat: wire.Heartbeat) -> None:
-        """Roles and metrics are those that are known; parts of the reward are named by the learner alone."""
-        if beat.role not in ROLES:
-            raise WireError("wire.unexpected", f"role {beat.role!r} is unknown")
-        leads = beat.role == "learner" and self.groups.meta.learner == (beat.name, beat.pid, beat.host)
-        unknown = [name for name in beat.stats if name not in CATALOGUE and not (leads and name.startswith("reward/"))]
-        if unknown:
-            raise WireError("wire.unexpected", f"metric {unknown[0][:200]!r} is not in the catalogue")
-
-    def _status(self, call: Call, now: float) -> None:
+    def status(self, call: Call) -> None:
+        """A `StatusRequest`."""
+        context = self.context
+        discarded = sorted(context.machine.partial.discarded.items())
         extra = {
-            "store": self.store.kind,
-            "run_id": run_id(self.config),
+            "store": self.store,
+            "run_id": run_id(context.config),
             "counters": {
-                **self.counters,
-                "bad_frames": self.bad_frames,
-                **{f"discarded_checkpoints:{why}": count for why, count in sorted(self.groups.discarded.items())},
+                **context.counters,
+                "bad_frames": context.bad_frames,
+                **{f"discarded_checkpoints:{why}": count for why, count in discarded},
             },
-            "endpoints": {name: endpoint(self.config, name) for name in ("buffer", "weightsync")},
-            "evaluation": self.evaluations.status(now),
+            "endpoints": {name: endpoint(context.config, name) for name in ("buffer", "weightsync")},
+            "evaluation": context.evaluations.status(),
         }
-        self._answer(call, wire.StatusReply(status_json(self.groups, now, extra)))
+        context.answer(call, wire.StatusReply(status_json(context.machine, context.evaluations, extra)))
 
-    def _tune(self, call: Call, now: float) -> None:
+    def tune(self, call: Call) -> None:
+        """A `Tune` message: change settings of the running system, or undo changes."""
         ask: wire.Tune = call.message
+        machine, now = self.context.machine, self.context.now
         if ask.undo_to >= 0:
-            number, changed, note = self.groups.undo_tune(ask.undo_to, author=ask.author, now=now)
+            number, changed, note = machine.undo_tune(ask.undo_to, author=ask.author, now=now)
         else:
             try:
                 changes = msgspec.json.decode(ask.changes, type=dict[str, Any])
             except UNREADABLE as error:
                 raise WireError("wire.decode", f"changes: {error}") from None
-            number, changed, note = self.groups.tune(changes, author=ask.author, now=now)
-        self._answer(call, wire.Tuned(number, msgspec.json.encode(changed).decode(), note))
+            number, changed, note = machine.tune(changes, author=ask.author, now=now)
+        self.context.answer(call, wire.Tuned(number, msgspec.json.encode(changed).decode(), note))
 
-    def _of_judges(self) -> dict[str, float]:
-        """The numbers of every judge."""
+    # ------------------------------------------------------------ metrics
+
+    def write_metrics(self, **labels: Any) -> None:
+        """Append a line to metrics/buffer.jsonl."""
+        context, machine = self.context, self.context.machine
+        values = {
+            **ledger_counts(machine.table),
+            "outstanding": machine.table.outstanding,
+            "version": machine.table.meta.version,
+            "ingest_bytes": context.counters["ingest_bytes"],
+            "duplicates": context.counters["duplicates"],
+            "bad_frames": context.bad_frames,
+            "discarded_checkpoints": sum(machine.partial.discarded.values()),
+            **context.lengths.values(),
+            **self._judge_metrics(),
+        }
+        self._buffer_log.write(values, **labels)
+
+    def _judge_metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for one in self.groups.judges_now(self._clock()):
+        for one in self.context.machine.scoring.status(self.context.evaluations.table.queue):
             family = f"judge/{one['judge']}"
             values |= {f"{family}/{name}": one[name] for name in ("waiting", "leased", "scored", "late", "failures")}
             values[f"{family}/refused"] = sum(one["refused"].values())
@@ -192,17 +152,15 @@ class Desk:
                 values[f"{family}/call_s"] = one["call_s"]
         return values
 
-    def write_metrics(self, **labels: Any) -> None:
-        """One line of metrics/buffer.jsonl."""
-        values = {
-            **self.groups.ledger_counts(),
-            "outstanding": self.groups.outstanding,
-            "version": self.groups.meta.version,
-            "ingest_bytes": self.counters["ingest_bytes"],
-            "duplicates": self.counters["duplicates"],
-            "bad_frames": self.bad_frames,
-            "discarded_checkpoints": sum(self.groups.discarded.values()),
-            **self._lengths.values(),
-            **self._of_judges(),
-        }
-        self._buffer_log.write(values, **labels)
+    def close(self) -> None:
+        self._roles_log.close()
+        self._buffer_log.close()
+
+
+def _check_beat(beat: wire.Heartbeat, *, leads: bool) -> None:
+    """Roles and metrics are known ones; only the registered learner reports parts of the reward."""
+    if beat.role not in ROLES:
+        raise WireError("wire.unexpected", f"role {beat.role!r} is unknown")
+    unknown = [name for name in beat.stats if name not in CATALOGUE and not (leads and name.startswith("reward/"))]
+    if unknown:
+        raise WireError("wire.unexpected", f"metric {unknown[0][:200]!r} is not in the catalogue")

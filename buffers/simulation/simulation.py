@@ -1,10 +1,9 @@
 """A whole run in virtual time: producers, the buffer's own state machine, reward workers, a learner, weights.
 
-Every decision about groups is that of `buffers.groups.machine.Groups`, as it
-is live: admission, the schedule, late groups, `pipeline_depth = "auto"`. Guarantees:
+Decisions about groups are those of the live state machine: admission, the schedule, late groups,
+`pipeline_depth = "auto"`. Guarantees:
 1. the same plant and scenario give the same forecast, whatever the machine and its load;
-2. requests wait and are answered as by `buffers.service.service`: the learner first, then producers in the order in
-   which they
+2. requests wait and are answered as by `buffers.service`: the learner first, then producers in the order in which they
    asked, then reward workers;
 3. a learner's step is claim, fetch, train, publish, commit, and a checkpoint every few steps; weights reach the engines
    a round later, which the learner does not wait for.
@@ -23,9 +22,11 @@ from asyncrl.config.sections.judge import DEFAULT
 from asyncrl.errors import AsyncRLError
 from asyncrl.planner.model import Forecast, Plant, Scenario
 from asyncrl.wire import Lease, SampleHead, Samples, Score, Scores
-from buffers.groups.machine import Groups
+from buffers.groups.batches import Claimed
+from buffers.groups.group_table import GroupTable, check_sums, reasons
+from buffers.groups.machine import GroupMachine, Parts
 from buffers.groups.records import Ledger, Record, Settings, State
-from buffers.groups.training import Claimed
+from buffers.groups.transaction import Rows, SampleEvent, Transaction
 from buffers.simulation.clock import Clock
 from buffers.simulation.engines import Decoding, Engine
 
@@ -34,23 +35,29 @@ SKIPPED = 5  # steps at the start in which the pipeline fills, at most a third o
 MOST_EVENTS = 40  # per sample of the run: beyond, it goes round in circles (everything is late, say)
 
 
-class Quiet(Groups):
-    """The state machine without its log and its rows: nobody reads them here."""
+class QuietTransaction(Transaction):
+    """A transaction that keeps neither rows nor history lines: nothing reads them here."""
 
-    def _event(self, now: float, name: str, **fields: Any) -> None: ...
-
-    def _touch(self, key: str) -> None:
+    def put(self, key: str, rows: Rows) -> None:
         self.generation += 1
 
-    def settle(self, now: float) -> None:
-        """The sums alone: the whole proof costs more than the step."""
-        self._add_up()
+    def put_quietly(self, key: str, rows: Rows) -> None: ...
 
-    def forget(self) -> None:
-        """Drop what a service would write."""
-        self._events.clear()
-        self._freed.clear()
-        self.cancelled.clear()  # an engine hears of it with its next sample
+    def event(self, name: str, **fields: Any) -> None: ...
+
+    def sample_event(self, event: SampleEvent) -> None: ...
+
+    def free(self, records: list[Record]) -> None: ...
+
+
+class QuietTable(GroupTable):
+    """A table that checks the sums alone: the full check costs more than the step."""
+
+    def verify(self) -> None:
+        check_sums(self)
+
+
+QUIET = Parts(transaction=QuietTransaction, table=QuietTable)
 
 
 class Step(msgspec.Struct):
@@ -66,14 +73,14 @@ class Step(msgspec.Struct):
 class Simulation:
     """One scenario. `run` gives the forecast."""
 
-    def __init__(self, plant: Plant, scenario: Scenario) -> None:
+    def __init__(self, plant: Plant, scenario: Scenario, *, parts: Parts = QUIET) -> None:
         self.plant = plant
         self.scenario = scenario
         self.clock = Clock(cores=plant.cores, demand=plant.other_demand)
-        self.groups = Quiet(settings_for(scenario))
+        self.machine = GroupMachine(settings_for(scenario), parts=parts)
         self.steps: list[Step] = []
         self._rng = random.Random(scenario.seed)
-        self._epoch = self.groups.register(
+        self._epoch = self.machine.register(
             name="learner", pid=1, host="here", step=0, ledger=Ledger(), takeover=False, now=0.0
         )
         self.engines = [self._engine(number) for number in range(scenario.producers)]
@@ -87,7 +94,7 @@ class Simulation:
 
     def _engine(self, number: int) -> Engine:
         name = f"producer-{number}"
-        self.groups.hello("producer", name, pid=1, host="here", now=0.0)
+        self.machine.hello("producer", name, pid=1, host="here", now=0.0)
         return Engine(
             self.clock,
             self.plant,
@@ -124,14 +131,14 @@ class Simulation:
             self._room = False
             for name in list(self._polls):
                 self._look_at_lease(name)
-        while self._idle_rewards and self.groups.scores_due.waits(DEFAULT):
+        while self._idle_rewards and self.machine.scoring.queue.count_waiting(DEFAULT):
             self._reward(self._idle_rewards.popleft())
-        self.groups.forget()
+        self.machine.workers.cancelled.clear()  # an engine hears of it with its next sample
 
     def _lease_request(self, name: str, number: int, version: int, groups: int) -> None:
         self._requests += 1
         request = self._requests
-        self.groups.saw("producer", name, self.clock.now)
+        self.machine.workers.see("producer", name, self.clock.now)
         self._polls[name] = (version, groups, self.clock.now + 0.25, request, self.engines[number])
         self._room = True
         self._soon()
@@ -144,25 +151,27 @@ class Simulation:
 
     def _look_at_lease(self, name: str) -> None:
         version, groups, _, request, _ = self._polls[name]
-        leases = self.groups.lease(name, engine_version=version, max_groups=groups, request=request, now=self.clock.now)
+        leases = self.machine.lease(
+            name, engine_version=version, max_groups=groups, request=request, now=self.clock.now
+        )
         if leases:
             self._answer(name, leases)
 
     def _answer(self, name: str, leases: tuple[Lease, ...]) -> None:
         *_, request, engine = self._polls.pop(name)
-        self.groups.workers["producer", name].answered = request
+        self.machine.workers.known["producer", name].answered = request
         engine.answered(leases)
 
     def _samples(self, name: str, sample: Decoding) -> bool:
         """A finished sample arrives; whether its lease still stands."""
         number, token = sample.lease.group, sample.lease.token
-        group = self.groups.groups.get(number)
+        group = self.machine.table.groups.get(number)
         if group is None or group.token != token:
             return False
         head = SampleHead(sample.index, sample.length, "stop", ((sample.oldest, sample.length),))
         self._requests += 1
         checksum = self._requests
-        self.groups.samples(
+        self.machine.samples(
             Samples(name, number, token, (head,), {}, (), "", 1),
             checksum=checksum,
             invalid=str,
@@ -170,12 +179,14 @@ class Simulation:
             now=self.clock.now,
         )
         self._soon()
-        return self.groups.groups[number].state == State.LEASED or len(group.samples) == len(sample.lease.missing)
+        return self.machine.table.groups[number].state == State.LEASED or len(group.samples) == len(
+            sample.lease.missing
+        )
 
     def _reward(self, name: str) -> None:
         self._requests += 1
         request = self._requests
-        items = self.groups.reward_lease(
+        items = self.machine.reward_lease(
             name, max_samples=self.scenario.reward_batch, request=request, now=self.clock.now
         )
         if not items:
@@ -184,8 +195,8 @@ class Simulation:
 
         def done() -> None:
             scores = tuple(Score(item.group, item.index, item.token, float(self._rng.random() < 0.5)) for item in items)
-            self.groups.scores(Scores(name, scores), now=self.clock.now)
-            self.groups.workers["reward", name].answered = request
+            self.machine.scores(Scores(name, scores), now=self.clock.now)
+            self.machine.workers.known["reward", name].answered = request
             self._idle_rewards.append(name)
             self._soon()
 
@@ -206,13 +217,13 @@ class Simulation:
 
     def _look_at_claim(self) -> None:
         step = len(self.steps) + 1
-        claimed = self.groups.claim(epoch=self._epoch, step=step, version=step - 1, now=self.clock.now)
+        claimed = self.machine.claim(epoch=self._epoch, step=step, version=step - 1, now=self.clock.now)
         if claimed is not None:
             self._train(step, claimed)
 
     def _train(self, step: int, claimed: Claimed) -> None:
         asked, self._wait_since, self._room = self._wait_since or 0.0, None, True
-        members = [self.groups.groups[number] for number in claimed.batch.groups]
+        members = [self.machine.table.groups[number] for number in claimed.batch.groups]
         tokens = sum(sample.length for group in members for sample in group.samples.values())
         lags = [step - 1 - min(sample.oldest for sample in group.samples.values()) for group in members]
         self.steps.append(Step(asked, self.clock.now, 0.0, tokens, lags))
@@ -235,10 +246,10 @@ class Simulation:
 
     def _commit(self, step: int) -> None:
         now = self.clock.now
-        self.groups.commit(epoch=self._epoch, step=step, version=step, digest="", now=now)
+        self.machine.commit(epoch=self._epoch, step=step, version=step, digest="", now=now)
         self.steps[-1].ended = now
-        self._dropped = sum(self.groups.reasons(State.DROPPED).values())
-        self.groups.checkpointed(epoch=self._epoch, step=step, now=now)
+        self._dropped = sum(reasons(self.machine.table, State.DROPPED).values())
+        self.machine.batches.checkpointed(epoch=self._epoch, step=step)
         self._room = True
         self._soon()
         every = self.scenario.checkpoint_every
@@ -258,7 +269,7 @@ class Simulation:
                 return self._forecast()
             if not self.clock.step():
                 break
-        why = f"{self._dropped} groups were late so far" if self._dropped else self.groups.diagnosis(self.clock.now)
+        why = f"{self._dropped} groups were late so far" if self._dropped else self.machine.diagnosis(self.clock.now)
         raise AsyncRLError("plan.stuck", f"step {len(self.steps) + 1} is not reached: {why}", where="plan")
 
     def _forecast(self) -> Forecast:

@@ -43,7 +43,7 @@ from learners.backends.megatron.mapping import Part
 from learners.backends.safetensors_writer import MAX_BYTES
 from learners.checkpoints import checkpoint
 from learners.gang.gang import Gang
-from weightsync.plan.layouts import whole
+from weightsync.plan.buckets import full_box
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Say = Callable[[str], None]
@@ -176,7 +176,7 @@ def _stream(
         place = folder / model.folder
         writer = FolderWriter(place, model.config, dtype=dtype, source=model.beside, max_bytes=max_bytes)
         for name, shape in model.shapes.items():
-            writer.add(name, store.read(model.kind, Part(name, shape, whole(shape), whole(shape))))
+            writer.add(name, store.read(model.kind, Part(name, shape, full_box(shape), full_box(shape))))
         written = writer.close(_generation(model.config))
         said = f"{writer.files.elements / 1e6:,.1f} million parameters in {size_text(writer.files.bytes)}"
         say(f"{model.folder or 'policy'}: {said}, {len(written)} file{'s' if len(written) > 1 else ''}")

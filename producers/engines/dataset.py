@@ -31,12 +31,9 @@ from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenReques
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.runtime.data_files import data_files
 from asyncrl.runtime.fingerprint import model_fingerprint
-from asyncrl.wire import Buffer, Lease, Leases, Manifest, Tensor
-from buffers.client.client import ProducerClient
+from asyncrl.wire import Buffer, Manifest, Tensor
 from producers.data.prompts import BadPrompt, Row, encode_prompt
 from producers.data.tokenizer import Tokenizer
-from producers.main import Producer
-from producers.support.retry import Patience
 
 DIGEST_BYTES = 16
 Tokens = npt.NDArray[np.int32]
@@ -113,66 +110,6 @@ class NoWeights:
     async def run(self, stop: asyncio.Event) -> None:
         """Until the end of the process."""
         await stop.wait()  # bounded: the life of the role
-
-
-class DatasetProducer(Producer):
-    """Answers each lease with its row."""
-
-    poll_s = 0.05  # nothing swaps here, so the version of a request is outdated by every step of the learner
-    engine: Any
-    receiver: Any
-
-    def __init__(
-        self, config: Config, *, client: ProducerClient, engine: DatasetEngine, receiver: NoWeights, patience: Patience
-    ) -> None:
-        super().__init__(config, client=client, engine=engine, receiver=receiver, patience=patience)  # type: ignore[arg-type]
-        row = self.prompts.row_of(0)
-        missing = [key for key in answer_keys(config) if key not in row]
-        if missing and (is_paired(config) or not isinstance(row.get(config.data.prompt_key), list)):
-            raise ConfigError(
-                "config.data",
-                f"a row has no column {missing[0]!r}; it has: {', '.join(sorted(row))}",
-                where=config.data.source or config.data.path,
-            )
-
-    def _heard(self, answer: Leases) -> None:
-        self.engine.version = answer.version
-
-    async def _group(self, lease: Lease) -> None:
-        version = self.engine.version
-        try:
-            row = self.prompts.row_of(lease.group)
-            prompt_ids, answers = encode_row(row, self.config, self.tokenizer)
-        except BadPrompt as problem:
-            reason = problem.reason
-            await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
-            return
-        made = [sample_of(lease, index, answers[index], version) for index in lease.missing]
-        sent = {key: value for key, value in row.items() if key not in answer_keys(self.config)}
-        reply = await self._patiently(
-            lambda: self.client.submit(
-                lease,
-                prompt_ids=prompt_ids,
-                samples=made,
-                row=sent,
-                digests={version: self.engine.digest},
-                rewards={index: reward_of(index, len(answers)) for index in lease.missing},
-            )
-        )
-        self.samples += len(made)
-        self.refused += len(reply.refused)
-        await self._stop_work(reply.cancelled, but=lease)
-
-
-def sample_of(lease: Lease, index: int, tokens: Tokens, version: int) -> GenDelta:
-    """One answer as a finished sample."""
-    logprobs = np.zeros(tokens.size, np.float32)
-    return GenDelta(f"{lease.group}:{lease.token}", index, tokens, logprobs, ((version, tokens.size),), "stop")
-
-
-def reward_of(index: int, answers: int) -> float:
-    """1 for the chosen answer of a pair, else 0."""
-    return float(answers == 2 and index == 0)
 
 
 def encode_row(row: Row, config: Config, tokenizer: Tokenizer) -> tuple[Tokens, list[Tokens]]:

@@ -95,10 +95,10 @@ class GroupSender:
 
     def _open(self) -> int:
         try:
-            from weightsync.transports.process_groups import Place, dist, group_of
+            from weightsync.transports.process_groups import Place, dist, group_maker
         except ImportError as error:
             raise ConfigError("config.extra", f"a process group needs torch: {error}", where=self.name) from None
-        group_of(self.backend)
+        group_maker(self.backend)
         self._place = Place(self.backend, device=self._device)
         try:
             family = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0][0]

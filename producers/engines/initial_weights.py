@@ -14,7 +14,7 @@ from asyncrl.engine import Engine
 from asyncrl.errors import ConfigError
 from asyncrl.wire import Manifest
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.digest import bucket_digest, version_digest
 
 BUCKET_BYTES = 64 << 20
 NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
@@ -36,7 +36,7 @@ async def commit_folder(engine: Engine, folder: str | Path, *, dtype: str) -> No
         bucket_digest([tensor for tensor in plan.tensors if tensor.bucket == number], bucket)
         for number, bucket in enumerate(buckets)
     )
-    manifest = Manifest(0, plan.digest, plan.bucket_bytes, digests, whole_digest(digests))
+    manifest = Manifest(0, plan.digest, plan.bucket_bytes, digests, version_digest(digests))
     await engine.begin_update(manifest, list(plan.tensors))
     for number, bucket in enumerate(buckets):
         await engine.apply_bucket(number, memoryview(bucket))

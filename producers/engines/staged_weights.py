@@ -33,7 +33,7 @@ from asyncrl.versions import Runs
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.copy_digest import copy_digest, digest_all
 from weightsync.mapped_file import map_new
-from weightsync.plan.buckets import bucket_starts, by_bucket
+from weightsync.plan.buckets import bucket_starts, group_by_bucket
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "asyncrl-engine-"
@@ -58,7 +58,7 @@ class StagedVersion:
         self.tensors = tuple(tensors)
         self.file = file
         self.starts = bucket_starts(manifest.bucket_bytes)[0]
-        self.groups = by_bucket(tensors, len(manifest.bucket_bytes))
+        self.groups = group_by_bucket(tensors, len(manifest.bucket_bytes))
         self.missing = set(range(len(manifest.bucket_bytes)))
 
     @property

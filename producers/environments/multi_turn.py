@@ -236,9 +236,7 @@ def environment_of(config: Config, tokenizer: Tokenizer) -> Environment:
     if config.environment.is_single_turn:
         return SingleTurn()
     if config.environment.name == AGENT:
-        from producers.agents.environment import Agents
-
-        agents: Environment = Agents(config, tokenizer)
+        agents: Environment = find("asyncrl.environments", AGENT)(config, tokenizer)
         return agents
     return Turns(config, tokenizer, rollout_of(config))
 

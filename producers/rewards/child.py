@@ -24,8 +24,9 @@ from typing import Any
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.role import die_with_parent
 from asyncrl.runtime.user_errors import format_user_error
-from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
+from producers.rewards.functions import RewardCall
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
+from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
 from producers.sandbox import ready_sandbox
 
 MOST_LETTERS = 500  # of a failure's text
@@ -96,7 +97,7 @@ class Scoring:
         try:
             if call.is_batch:
                 return call.values(_settle(call.batch([sample])), 1)[0]
-            return value_of(_settle(call.one(sample)))
+            return read_value(_settle(call.one(sample)))
         except Exception as error:  # the user's code may raise anything; it is a failure of this sample
             return failure_of(spec.label, error)
 
@@ -116,7 +117,7 @@ class Scoring:
     async def _gather(self, spec: FunctionSpec, call: RewardCall, samples: list[RewardSample]) -> list[Outcome]:
         async def guarded(sample: RewardSample) -> Outcome:
             try:
-                return value_of(await asyncio.wait_for(call.one(sample), self._timeout_s))
+                return read_value(await asyncio.wait_for(call.one(sample), self._timeout_s))
             except Exception as error:  # as in `_one`
                 return failure_of(spec.label, error)
 

@@ -33,8 +33,9 @@ from asyncrl.config.sections.reward import reward_label
 from asyncrl.errors import EXIT_FAILED, EXIT_OK, AsyncRLError
 from asyncrl.preflight.files import data_paths, prompt_column
 from producers.data.prompts import Prompts
-from producers.rewards.functions import RewardCall, RewardSample
+from producers.rewards.functions import RewardCall
 from producers.rewards.pipe import FunctionSpec, Result, SandboxSpec
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 KINDS = ("good", "bad", "empty", "huge", "odd", "cut")
@@ -142,7 +143,7 @@ def responses_of(row: dict[str, Any], *, response_key: str, prompt_key: str) -> 
     """Kinds of responses to a row, as samples. Tokens are characters here."""
     prompt = row.get(prompt_key)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-    bare = RewardSample.of(row, prompt="", response="", prompt_ids=[], response_ids=[], finish="stop")
+    bare = RewardSample.from_row(row, prompt="", response="", prompt_ids=[], response_ids=[], finish="stop")
     truth = row.get(response_key) if response_key else bare.ground_truth
     if isinstance(truth, list | tuple) and truth:
         truth = truth[0]
@@ -158,7 +159,7 @@ def responses_of(row: dict[str, Any], *, response_key: str, prompt_key: str) -> 
     return [
         (
             kind,
-            RewardSample.of(
+            RewardSample.from_row(
                 row,
                 prompt=text,
                 response=said,

@@ -18,79 +18,16 @@ import argparse
 import functools
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from asyncrl.errors import EXIT_CONFIG, ConfigError
 from producers.rewards.forms import recognise
-from producers.rewards.forms.base import short
 from producers.rewards.loading import load_reward
+from producers.rewards.sample import RewardSample, Value, read_value
 from producers.sandbox import ready_sandbox
-
-ANSWERS = ("pred", "answer", "extracted_answer")  # keys of a dict result: what the response answers
-
-
-class RewardSample(msgspec.Struct, frozen=True):
-    """What a reward function may look at. `prompt` and `response` are text without special tokens; `row` holds all
-    columns of the prompt's row; `finish` is stop | length. With several turns `response` is all that followed the
-    prompt, observations among it, and `turns` what the policy said, turn by turn."""
-
-    prompt: str
-    response: str
-    prompt_ids: list[int]
-    response_ids: list[int]
-    row: dict[str, Any]
-    ground_truth: Any = None
-    data_source: str = ""
-    extra_info: Any = {}  # an object, where the data set keeps verl's form
-    finish: str = "stop"
-    turns: list[str] = []
-
-    @staticmethod
-    def of(
-        row: dict[str, Any],
-        *,
-        prompt: str,
-        response: str,
-        prompt_ids: Sequence[int],
-        response_ids: Sequence[int],
-        finish: str,
-        turns: Sequence[str] = (),
-    ) -> RewardSample:
-        """With the columns of verl taken from the row; `ground_truth` or `answer` may also stand in the row itself."""
-        model = row.get("reward_model")
-        truth = model.get("ground_truth") if isinstance(model, dict) else None
-        for name in ("ground_truth", "answer"):
-            truth = row.get(name) if truth is None else truth
-        return RewardSample(
-            prompt,
-            response,
-            list(prompt_ids),
-            list(response_ids),
-            row,
-            truth,
-            str(row.get("data_source") or ""),
-            row.get("extra_info") or {},
-            finish,
-            list(turns),
-        )
-
-
-class Value(NamedTuple):
-    """A reward, None where the function does not apply, its further parts, and the answer that it found."""
-
-    value: float | None
-    parts: dict[str, float]
-    answer: str = ""
-
-
-class NotFinite(ValueError):
-    """The function gave NaN or an infinity."""
 
 
 class RewardCall:
@@ -125,7 +62,7 @@ class RewardCall:
 
     def values(self, raw: Any, count: int) -> list[Value]:
         """The values of a batch result. Raises where it is not one number (or None) per sample."""
-        return [Value(None, {}) if item is None else value_of(item) for item in self._form.items(raw, count)]
+        return [Value(None, {}) if item is None else read_value(item) for item in self._form.items(raw, count)]
 
     def source(self) -> bytes:
         """The text of the file that the function stands in; empty where it stands in none."""
@@ -141,44 +78,6 @@ class RewardCall:
 def bound(function: Callable[..., Any]) -> Mapping[str, Any]:
     """The arguments that a function already has: those of the configuration."""
     return function.keywords if isinstance(function, functools.partial) else {}
-
-
-def validate_reward(function: Callable[..., Any], *, name: str = "") -> str:
-    """The name of a function's form. Raises `config.reward` where its parameters fit none."""
-    return recognise(function, name=name, args=bound(function)).name
-
-
-def value_of(raw: Any) -> Value:
-    """The value of one result. Raises TypeError for what is no number, NotFinite for NaN and infinities."""
-    parts: dict[str, float] = {}
-    answer = ""
-    if isinstance(raw, dict):
-        answer = next((str(raw[name]) for name in ANSWERS if raw.get(name) is not None), "")
-        key = next((name for name in ("score", "reward") if name in raw), None)
-        if key is None:
-            raise TypeError(f"a dict result needs 'score' or 'reward', it has {', '.join(map(str, raw)) or 'nothing'}")
-        for name, item in raw.items():
-            number = _number(item)
-            if name != key and number is not None and math.isfinite(number):
-                parts[str(name)] = number
-        raw = raw[key]
-    value = _number(raw)
-    if value is None:
-        raise TypeError(f"the result is not a number: {short(raw)}")
-    if not math.isfinite(value):
-        raise NotFinite(f"the result is {value}")
-    return Value(value, parts, answer)
-
-
-def _number(raw: Any) -> float | None:
-    if isinstance(raw, bool | int | float):
-        return float(raw)
-    if hasattr(raw, "__float__"):
-        try:
-            return float(raw)  # numpy, torch, Decimal, Fraction
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,8 +35,8 @@ from asyncrl.wire import RewardFailure, RewardItem, Score
 from buffers.client.client import RewardClient, RewardTask
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.build import scorer_of
-from producers.rewards.functions import RewardSample
 from producers.rewards.pipe import Result
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 from producers.support.retry import Bell, Patience
 
@@ -54,7 +54,7 @@ def sample_of(task: RewardTask, tokenizer: Tokenizer, *, prompt_key: str) -> Rew
         shown = np.delete(ids, np.concatenate([np.arange(0), *(np.arange(at, at + n) for at, n in task.item.rows)]))
         edges = np.flatnonzero(np.diff(task.mask, prepend=0, append=0) % 2)  # u1: from 0 to 1, and back
         turns = [tokenizer.decode(ids[start:stop].tolist()) for start, stop in edges.reshape(-1, 2)]
-    return RewardSample.of(
+    return RewardSample.from_row(
         task.row,
         prompt=prompt if isinstance(prompt, str) else tokenizer.decode(task.prompt_ids.tolist()),
         response=tokenizer.decode(shown.tolist()),

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import AsyncRLError
-from producers.rewards.functions import RewardSample
+from producers.rewards.sample import RewardSample
 
 
 class Verdict(NamedTuple):

@@ -17,8 +17,8 @@ from typing import Any, Union
 
 import msgspec
 
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Asked
+from producers.rewards.sample import RewardSample
 from producers.sandbox import SandboxLimits
 
 LENGTH = struct.Struct("<Q")

@@ -33,9 +33,9 @@ from asyncrl.wire.batch_arrays import decode_batch
 from buffers.client.client import RewardTask
 from producers.data.tokenizer import Tokenizer
 from producers.rewards.build import scorer_of
-from producers.rewards.functions import RewardSample
 from producers.rewards.main import sample_of
 from producers.rewards.pipe import Result
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 Place = tuple[int, int]  # group, sample

@@ -25,7 +25,6 @@ from pathlib import Path
 from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.process_plan.interpreters import python_with
 from asyncrl.runtime.host_facts import group_members
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Asked
 from producers.rewards.pipe import (
     WHOLE_BATCH,
@@ -41,6 +40,7 @@ from producers.rewards.pipe import (
     Setup,
     Silence,
 )
+from producers.rewards.sample import RewardSample
 
 IMPORT_LIMIT_S = 120.0  # for the user's modules
 LOAD_LIMIT_S = 1800.0  # for a judge's model

@@ -17,7 +17,7 @@ def open_sandbox(kind: str = "bubblewrap", limits: SandboxLimits | None = None, 
     It is started by its first program. Raises `config.type` for another name.
     """
     if kind == "bubblewrap":
-        from producers.sandbox.local import Bubblewrap
+        from producers.sandbox.bubblewrap import Bubblewrap
 
         return Bubblewrap(limits, workers=workers)
     if kind == "none":

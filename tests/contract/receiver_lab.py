@@ -16,14 +16,14 @@ from test_weightsync_service import Member as PlainMember
 from asyncrl.config import Config, DataConfig, ModelConfig, RewardFunctionConfig, WeightSyncConfig
 from asyncrl.wire import Hop, Manifest
 from weightsync.encoding import delta
-from weightsync.plan.buckets import by_bucket
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import group_by_bucket
+from weightsync.plan.digest import bucket_digest, version_digest
 
 _spec = importlib.util.spec_from_file_location("toy_engine", Path(__file__).parents[1] / "faults" / "toy_engine.py")
 assert _spec is not None and _spec.loader is not None
 _toy = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_toy)
-GROUPS = by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))
+GROUPS = group_by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))
 
 
 def toy_config(**sync: Any) -> Config:
@@ -106,7 +106,7 @@ def buckets_of(version: int) -> list[bytes]:
 
 def manifest_of(version: int) -> Manifest:
     digests = tuple(bucket_digest(*pair) for pair in zip(GROUPS, buckets_of(version), strict=True))
-    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests))
+    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, version_digest(digests))
 
 
 def hop_of(old: int, new: int) -> tuple[Hop, list[bytes]]:

@@ -132,7 +132,7 @@ def test_a_base_that_nobody_offers_is_said(make_world: Callable[..., World]) -> 
     publisher = world.publisher()
     member = Member(world, "a", BaseEngine())
     adapter(publisher, 1, "ba5e" * 8)
-    until(lambda: "which nobody offers" in world.status()["members"].get("a", {"why": ""})["why"], "the reason")
+    until(lambda: "the base is not offered" in world.status()["members"].get("a", {"why": ""})["why"], "the reason")
     assert member.engine.taken == [] and "ba5eba5eba5e" in world.status()["members"]["a"]["why"]
     other = publisher.stage_base(0, PLAN, weights(0)).digest
     adapter(publisher, 2, other)

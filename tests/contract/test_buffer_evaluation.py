@@ -232,7 +232,7 @@ def test_a_producer_with_another_file_is_refused(make: Make) -> None:
 
     async def whole() -> None:
         first = await greet(service.address, rows=3)
-        with pytest.raises(HandshakeError, match="they see other files"):
+        with pytest.raises(HandshakeError, match="they read different files"):
             await greet(service.address, rows=4, name="p1")
         first.client.close()
 

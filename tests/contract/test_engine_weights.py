@@ -38,7 +38,7 @@ from producers.engines.hf.engine import HFEngine
 from producers.engines.hf.weights import ModelWeights
 from weightsync.encoding.adapter import AdapterConfig, config_text
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import digest_tensors, whole_digest
+from weightsync.plan.digest import digest_tensors, version_digest
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +397,7 @@ def packed(pairs: dict[str, torch.Tensor], version: int, base: str, **more: Any)
     words = config_text(AdapterConfig(RANK, ALPHA, TARGETS))
     if more:
         words = json.dumps(json.loads(words) | more)
-    whole = whole_digest(digests, base=base, adapter=words)
+    whole = version_digest(digests, base=base, adapter=words)
     manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole, "adapter", base, words)
     return plan.tensors, manifest, [bytes(bucket) for bucket in buckets]
 

@@ -44,12 +44,12 @@ def test_no_hop_is_encoded_while_all_are_local_and_the_first_remote_one_gets_the
     assert staged_slots(publisher) == 2, "and they cost no memory"
     far = Member(world, "far", Engine(), transports={"stream": built_in_transports()["stream"]})
     until(lambda: far.receiver.version == 3, "the remote one has the whole weights")
-    until(lambda: publisher._reply.hops_wanted, "the publisher was told")
+    until(lambda: publisher._offers.reply.hops_wanted, "the publisher was told")
     assert 0 < publish(4, 2) < PLAN.nbytes / 20
     ways = next(line["ways"] for line in world.lines() if line["version"] == 4)
     assert ways["far"]["encoding"] == "delta" and ways["near"]["encoding"] == "full"
     far.close()
-    until(lambda: not publisher._reply.hops_wanted, "it is missed")
+    until(lambda: not publisher._offers.reply.hops_wanted, "it is missed")
     assert publish(5, 1) == 0 and near.receiver.version == 5
 
 

@@ -12,9 +12,9 @@ from test_reward_worker import Buffer, prepare, start
 from asyncrl.config import load
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigError
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Asked
 from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 LIMIT_S = 60.0
@@ -99,7 +99,7 @@ def test_a_classifier_in_a_process_of_its_own(tmp_path: Path) -> None:
     specs = [FunctionSpec("", "scorer", 2.0), FunctionSpec("", "math_only", 1.0, ("math",))]
     scorer = Scorer(specs, prompt_key="prompt", timeout_s=60.0, judge=asked)
     samples = [
-        RewardSample.of(row, prompt="", response="", prompt_ids=[5, 6], response_ids=ids, finish="stop")
+        RewardSample.from_row(row, prompt="", response="", prompt_ids=[5, 6], response_ids=ids, finish="stop")
         for row, ids in (({"data_source": "math"}, [7]), ({}, [7]), ({}, list(range(3, 20))))
     ]
     found: dict[int, Result] = {}

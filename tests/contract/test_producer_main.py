@@ -23,7 +23,7 @@ from asyncrl.net.addresses import ipc_address
 from asyncrl.net.responder import Call, Responder
 from asyncrl.runtime import role
 from asyncrl.wire import Manifest
-from producers import main
+from producers import main, worker
 from producers.rollout.capacity import Capacity
 from producers.support.retry import Patience
 from weightsync.plan.buckets import TensorSpec, plan_buckets
@@ -342,7 +342,7 @@ def test_bad_data_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.M
 
 def test_nothing_is_leased_while_the_engine_is_of_no_version() -> None:
     """An update in place: a lease now would only wait, and lapse."""
-    producer: Any = object.__new__(main.Producer)
+    producer: Any = object.__new__(worker.Producer)
     producer.engine = SimpleNamespace(health=lambda: SimpleNamespace(version=-1))
     waits: list[int] = []
 
@@ -386,7 +386,7 @@ def test_a_request_that_waits_is_made_anew_when_the_version_changes(crossed: boo
             started.append(lease.group)
 
         health = SimpleNamespace(version=3)
-        producer: Any = object.__new__(main.Producer)
+        producer: Any = object.__new__(worker.Producer)
         producer.poll_s, producer.work, producer.waiting_for = 20.0, {}, ""
         producer.engine = SimpleNamespace(health=lambda: health)
         producer.receiver = SimpleNamespace(version=3, wait_newer=wait_newer, waiting_for="")

@@ -16,8 +16,8 @@ from asyncrl.metrics import read_lines
 from asyncrl.runtime import role
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from weightsync.main import serve
-from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import TensorSpec, group_by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.publisher import delta_chain as hops
 from weightsync.publisher.outboxes import Outboxes
 from weightsync.publisher.publisher import Publisher
@@ -45,7 +45,7 @@ class ArrayEngine:
 
     async def apply_bucket(self, number: int, data: Any) -> str:
         self._new[number] = bytes(data)
-        return bucket_digest(by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))[number], self._new[number])
+        return bucket_digest(group_by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))[number], self._new[number])
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
         into[:] = self.model[number]
@@ -53,8 +53,8 @@ class ArrayEngine:
 
     async def commit_update(self) -> str:
         self.model = self._new
-        groups = by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))
-        return whole_digest([bucket_digest(groups[number], self.model[number]) for number in sorted(self.model)])
+        groups = group_by_bucket(PLAN.tensors, len(PLAN.bucket_bytes))
+        return version_digest([bucket_digest(groups[number], self.model[number]) for number in sorted(self.model)])
 
     async def abort_update(self) -> None:
         self._new = {}
@@ -230,4 +230,4 @@ def test_versions_that_come_while_one_is_sent_supersede_it(
     go_on.set()
     world.committed(7)
     assert sent and all(sent)
-    assert world.receiver._relay is None, "nobody pulls here, so no copy is kept for others"
+    assert world.receiver._relay.outbox is None, "nobody pulls here, so no copy is kept for others"

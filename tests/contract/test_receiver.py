@@ -16,8 +16,8 @@ from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import WorkError
 from asyncrl.wire import Hop, Instruction
 from weightsync.receiver.receiver import Receiver
-from weightsync.receiver.relay_copy import HeldVersion
-from weightsync.receiver.transfer import HopsUseless, Intake
+from weightsync.receiver.relay_copy import RelayCopy
+from weightsync.receiver.transfer import HopsUseless, Transfer
 from weightsync.transports.base import TransportError
 
 
@@ -40,12 +40,12 @@ async def load(engine: Engine, version: int) -> None:
 def test_one_blob_is_read_ahead_by_one_thread() -> None:
     engine, inbox = Engine(bucket_s=0.02), FakeInbox(buckets_of(1), blob_s=0.02)
 
-    async def main() -> HeldVersion | None:
+    async def main() -> RelayCopy | None:
         await engine.begin_update(manifest_of(1), PLAN.tensors)
-        intake = Intake(engine, instruction(1), PLAN.tensors, inbox, keep=True)
-        await intake.run()
-        assert intake.waited_s > 0
-        return intake.taken
+        transfer = Transfer(engine, instruction(1), PLAN.tensors, inbox, keep=True)
+        await transfer.run()
+        assert transfer.waited_s > 0
+        return transfer.copy
 
     taken = asyncio.run(main())
     assert len(inbox.threads) == 1 and threading.get_ident() not in inbox.threads and inbox.closed == 1
@@ -65,13 +65,13 @@ def test_hops_lead_from_what_the_engine_holds() -> None:
     inbox = FakeInbox([*first[1], *second[1]])
     engine = Engine()
 
-    async def main() -> HeldVersion | None:
+    async def main() -> RelayCopy | None:
         await load(engine, 0)
         await engine.begin_update(manifest_of(2), PLAN.tensors)
-        intake = Intake(engine, instruction(2, (first[0], second[0])), PLAN.tensors, inbox, keep=True)
-        await intake.run()
+        transfer = Transfer(engine, instruction(2, (first[0], second[0])), PLAN.tensors, inbox, keep=True)
+        await transfer.run()
         assert await engine.commit_update() == manifest_of(2).digest
-        return intake.taken
+        return transfer.copy
 
     taken = asyncio.run(main())
     assert [bytes(engine.held[n]) for n in range(len(GROUPS))] == buckets_of(2)
@@ -97,7 +97,7 @@ def test_useless_hops_are_told_apart(fault: str) -> None:
         if fault == "base":
             engine.held[1][17] ^= 4
         await engine.begin_update(manifest_of(1), PLAN.tensors)
-        await Intake(engine, instruction(1, (hop,)), PLAN.tensors, FakeInbox(blobs)).run()
+        await Transfer(engine, instruction(1, (hop,)), PLAN.tensors, FakeInbox(blobs)).run()
 
     words = {"unreadable": "cannot say", "base": "bucket 1 of version 1 has another digest", "blob": "bucket 2"}[fault]
     with pytest.raises(HopsUseless, match=words):
@@ -124,11 +124,11 @@ class Alone:
 
     async def receive(self, version: int, inbox: FakeInbox, hops: Sequence[Hop] = (), **more: Any) -> bool:
         self.inbox = inbox
-        await self.receiver._obey(instruction(version, hops, **more))
+        await self.receiver._execute(instruction(version, hops, **more))
         return self.receiver._pending is not None
 
     async def commit(self, version: int) -> None:
-        await self.receiver._obey(Instruction("commit", round=1, version=version))
+        await self.receiver._execute(Instruction("commit", round=1, version=version))
 
 
 @pytest.mark.parametrize("fault", ["error", "wrong", "stuck", "cancelled"])

@@ -14,7 +14,7 @@ from receiver_lab import GROUPS, Engine, Lends, Member, buckets_of
 from test_weightsync_service import PLAN, World, until, weights
 
 from asyncrl.wire import Instruction, Manifest
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.receiver.receiver import built_in_transports
 from weightsync.transports.base import TransportError
 
@@ -53,7 +53,7 @@ def test_deltas_are_taken_and_a_spoilt_base_is_healed(make_world: Callable[..., 
     publisher.wait_committed(102, members=1, timeout_s=15)
     held = b"".join(bytes(member.engine.held[n]) for n in range(len(GROUPS)))
     assert (
-        whole_digest([bucket_digest(g, member.engine.held[n]) for n, g in enumerate(GROUPS)])
+        version_digest([bucket_digest(g, member.engine.held[n]) for n, g in enumerate(GROUPS)])
         == (publisher.digests[102])
     )
     assert held and "delta" in member.receiver.encodings
@@ -158,13 +158,13 @@ def test_versions_are_passed_on_from_where_the_engine_holds_them(make_world: Cal
     for version in range(4):
         publisher.publish(version, PLAN, weights(version))
         publisher.wait_committed(version, members=1, timeout_s=15)
-        until(lambda: first.receiver._relay_address, "it is offered")
-        held = first.receiver._passed_on
+        until(lambda: first.receiver._relay.address, "it is offered")
+        held = first.receiver._relay.copies
         assert [item.manifest.version for item in held] == list(range(max(0, version - 1), version + 1))
         with held[-1].blobs(()) as blobs:
             assert blobs is not None and [bytes(blob) for blob in blobs] == buckets_of(version)
             assert all(blob.obj is first.engine.held[number] for number, blob in enumerate(blobs))
-        assert [item.gone() for item in ended] == [True] * max(0, version - 1)
+        assert [item.is_gone() for item in ended] == [True] * max(0, version - 1)
         ended.append(held[0]) if version else None
     until(lambda: world.status()["members"]["first"]["relay"], "the service knows the relay")
     publisher.close()

@@ -18,7 +18,7 @@ from sandbox_lab import needs_bubblewrap, served
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.host_facts import child_pids, descendants, is_alive
-from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, local, open_sandbox
+from producers.sandbox import Sandbox, SandboxJob, SandboxLimits, SandboxResult, open_sandbox, process
 
 LIMITS = SandboxLimits(timeout_s=60.0, output_bytes=20_000)
 
@@ -184,7 +184,7 @@ def test_a_sandbox_outlives_the_thread_that_started_it(own: Sandbox, started: Ca
 def test_a_sandbox_that_reads_nothing_is_given_up(
     own: Sandbox, started: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "GRACE_S", 3.0)
+    monkeypatch.setattr(process, "GRACE_S", 3.0)
     assert own.run("print(1)").ok
     (first,) = started()
     for pid in (first, *descendants(first)):

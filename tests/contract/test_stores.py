@@ -15,11 +15,12 @@ import pytest
 import redis
 
 from asyncrl.config import BufferConfig
+from asyncrl.config.redis_url import hide_password
 from asyncrl.errors import AsyncRLError, ConfigError, Fenced, Unavailable
 from buffers.groups.records import Change
 from buffers.stores.base import Store, StoreLost
 from buffers.stores.private_server import PrivateServer, find_server, major_version
-from buffers.stores.redis import RedisStore, open_redis, without_password
+from buffers.stores.redis import RedisStore, open_redis
 from buffers.stores.sqlite import SqliteStore
 
 Open = Callable[[], Store]
@@ -241,7 +242,7 @@ def test_no_server_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_passwords_are_not_printed() -> None:
     for url in ("redis://u:topsecret@h:1/0", "rediss://:topsecret@h", "redis://h:1/0?password=topsecret"):
-        assert "topsecret" not in without_password(url) and "h" in without_password(url)
+        assert "topsecret" not in hide_password(url) and "h" in hide_password(url)
 
 
 def test_two_runs_on_one_server_do_not_meet(server: PrivateServer) -> None:

@@ -124,7 +124,7 @@ KILLED = """
 import sys
 sys.path.insert(0, "tests/contract")
 from pathlib import Path
-from asyncrl import failpoints
+from asyncrl.runtime import failpoints
 from transport_rigs import DiskRig
 rig = DiskRig(Path(sys.argv[1]), hops=True)
 print(rig.address, flush=True)

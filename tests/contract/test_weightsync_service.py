@@ -312,7 +312,7 @@ def test_flipped_byte_is_not_served(local: World) -> None:
 
     def flip(number: int) -> None:
         if number == 1:
-            publisher._offers[-1].slot.view[-100] ^= 0xFF  # in the last bucket, while the transfer runs
+            publisher._offers.versions[-1].slot.view[-100] ^= 0xFF  # in the last bucket, while the transfer runs
             engine.after_bucket = lambda number: None
 
     engine.after_bucket = flip
@@ -320,7 +320,7 @@ def test_flipped_byte_is_not_served(local: World) -> None:
     until(lambda: engine.aborts >= 2, "the update is aborted, and again")
     assert member.receiver.version == 0 and 1 not in member.receiver.digests
     assert local.status()["members"]["a"]["version"] == 0
-    publisher._offers[-1].slot.view[-100] ^= 0xFF
+    publisher._offers.versions[-1].slot.view[-100] ^= 0xFF
     publisher.wait_committed(1, members=1, timeout_s=15)
     assert member.holds(1)
     failed = [line for line in local.lines() if line["version"] == 1 and line["state"] == "failed"]
@@ -509,7 +509,7 @@ def test_files_are_removed_and_strangers_refused(local: World) -> None:
     publisher = local.publisher()
     publisher.publish(0, PLAN, weights(0))
     publisher.publish(1, PLAN, weights(1))
-    paths = [offer.slot.path for offer in publisher._offers]
+    paths = [offer.slot.path for offer in publisher._offers.versions]
     assert len(set(paths)) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in paths)
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     left = paths[0].with_name(paths[0].name.replace(f"-{os.getpid()}-", f"-{int(ended.stdout)}-"))

@@ -17,8 +17,8 @@ import numpy as np
 
 from asyncrl.net.keys import Keys
 from asyncrl.wire import Hop, Instruction, Manifest, RoundReply
-from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import Plan, TensorSpec, group_by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.staging import Slot, Staging
 from weightsync.transports.base import Inbox, Outbox, blob_sizes
 
@@ -55,7 +55,7 @@ class Held:
         self._staging, self._slot, self._order = staging, slot, slot.order
         self.ended = False
 
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         return self.ended
 
     @contextmanager
@@ -69,7 +69,7 @@ class Held:
                 first = (len(self.hops) - len(hops)) * len(self.manifest.bucket_bytes)
                 yield [memoryview(step) for step in self.steps[first:]] if known else None
             else:
-                with self._staging.sending(self._slot, self._order) as intact:
+                with self._staging.hold(self._slot, self._order) as intact:
                     yield self._slot.buckets(self.manifest.bucket_bytes) if intact else None
         finally:
             self.closed += 1
@@ -100,7 +100,7 @@ class Rig:
         random = np.random.default_rng(self.version)
         chunks = [(tensor.name, random.integers(0, 256, tensor.nbytes, dtype=np.uint8)) for tensor in self.plan.tensors]
         self.slot, digests = self.staging.fill(self.plan, chunks)
-        manifest = Manifest(self.version, self.plan.digest, self.plan.bucket_bytes, digests, whole_digest(digests))
+        manifest = Manifest(self.version, self.plan.digest, self.plan.bucket_bytes, digests, version_digest(digests))
         self.held = Held(self.staging, self.slot, self.plan, manifest, self.version)
         if self.outbox is not None:
             self.address = self.outbox.offer(self.held)
@@ -234,10 +234,10 @@ KIND_NAMES = [f"{name}-{'hops' if hops else 'full'}" for name, hops in KINDS]
 
 def make_inbox(instruction: Instruction, keys: Keys | None = None) -> Inbox:
     from asyncrl.config import WeightSyncConfig
-    from weightsync.transports.catalogue import inboxes
+    from weightsync.transports.catalogue import make_inboxes
 
     config = WeightSyncConfig(stream_chunk_bytes=CHUNK if sum(instruction.manifest.bucket_bytes) < 1 << 20 else 1 << 20)
-    return inboxes(config, keys=keys)[instruction.transport](instruction)
+    return make_inboxes(config, keys=keys)[instruction.transport](instruction)
 
 
 def reply_of(ranks: int, generation: int, hops: Sequence[Hop] = ()) -> RoundReply:
@@ -251,7 +251,7 @@ def digest_of(rig: Any, number: int, blob: memoryview) -> str:
         from blake3 import blake3
 
         return blake3(blob).hexdigest()
-    return bucket_digest(by_bucket(rig.plan.tensors, len(rig.plan.bucket_bytes))[number], blob)
+    return bucket_digest(group_by_bucket(rig.plan.tensors, len(rig.plan.bucket_bytes))[number], blob)
 
 
 def digests_from(rig: Any, inbox: Inbox, each: Callable[[int], None] = lambda number: None) -> list[str]:

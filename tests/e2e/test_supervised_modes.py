@@ -105,9 +105,9 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     """What the exported model says of these answers, as `[[judge]]` with kind = "classifier"."""
     from asyncrl.config.sections.judge import JudgeConfig
     from producers.data.tokenizer import Tokenizer
-    from producers.rewards.functions import RewardSample
     from producers.rewards.judges.classifier import Classifier
     from producers.rewards.outcome import Asked, Verdict
+    from producers.rewards.sample import RewardSample
 
     folder = str(run.dir / "export")
     tokenizer = Tokenizer(folder)
@@ -117,7 +117,7 @@ def judged(run: Any, answers: list[str]) -> list[float]:
     for number, text in enumerate(answers):
         prompt = f"{number + 10}+{number % 7}="
         samples.append(
-            RewardSample.of(
+            RewardSample.from_row(
                 {},
                 prompt=prompt,
                 response=text,

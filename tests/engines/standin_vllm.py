@@ -24,7 +24,7 @@ from standin_group import GroupMember
 
 from weightsync.copy_digest import digest_all
 from weightsync.plan.buckets import bucket_starts
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -283,7 +283,7 @@ class VLLM:
                 parts.append(part.numpy())
                 self.core.put(name, part.clone().view(DTYPES[dtype]).view(shape))
             digests.append(digest_all(parts))
-        self.digest = whole_digest(digests)
+        self.digest = version_digest(digests)
         return web.json_response({"message": "Weights updated"})
 
     async def _bucket(self, path: str, start: int, size: int, whole: int) -> torch.Tensor:

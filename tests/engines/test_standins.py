@@ -18,7 +18,7 @@ from asyncrl.errors import WorkError
 from producers.engines.group_sender import GroupSender, pieces
 from producers.engines.http import HttpClient, Refused
 from producers.engines.sglang.control_api import SGLangServer
-from weightsync.plan.buckets import bucket_starts, by_bucket
+from weightsync.plan.buckets import bucket_starts, group_by_bucket
 
 HERE = Path(__file__).parent
 PROMPT = [3, 4, 5, 6, 7]
@@ -96,7 +96,7 @@ def test_sglang_takes_weights_in_a_session_and_names_the_tokens(sglang: Served) 
         with pytest.raises(Refused, match="already open"):
             await server.begin()
         tensors, manifest, buckets = layout(1)
-        groups = by_bucket(tensors, len(manifest.bucket_bytes))
+        groups = group_by_bucket(tensors, len(manifest.bucket_bytes))
         for number, group in enumerate(groups):
             for part in pieces(group):
                 last = number == len(groups) - 1 and part[-1] is group[-1]

@@ -14,10 +14,10 @@ from rigs import lacks
 from vllm_served import Server
 
 from asyncrl.config.sections.judge import JudgeConfig
-from producers.rewards.functions import RewardSample
 from producers.rewards.judges.remote import Remote
 from producers.rewards.outcome import Asked, Outcome, Verdict
 from producers.rewards.pipe import FunctionSpec
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorer import Scorer
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(lacks("vllm", "vllm")()), reason="no vLLM here")]
@@ -43,7 +43,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 def sample(ids: list[int]) -> RewardSample:
     text = " ".join(f"t{token}" for token in ids)
-    return RewardSample.of({}, prompt="t4", response=text, prompt_ids=[4], response_ids=ids, finish="stop")
+    return RewardSample.from_row({}, prompt="t4", response=text, prompt_ids=[4], response_ids=ids, finish="stop")
 
 
 @torch.inference_mode()

@@ -174,7 +174,7 @@ class Lab:
             assert time.monotonic() < deadline, f"{made} of {wanted} groups\n{self.tail()}"
             leases = await client.lease(engine_version=version, max_groups=B, wait_s=1.0)
             for lease in leases.leases:
-                prompt, samples = group_of(lease.group, version)
+                prompt, samples = make_group(lease.group, version)
                 reply = await client.submit(
                     lease,
                     prompt_ids=prompt,
@@ -277,7 +277,7 @@ class Lab:
         assert {name: getattr(audit, name) for name in expected} == expected
 
 
-def group_of(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
+def make_group(number: int, version: int = 0) -> tuple[Any, list[GenDelta]]:
     """The prompt and the samples of a group; made from its number."""
     rng = np.random.default_rng(number)
     prompt = rng.integers(3, 20, int(rng.integers(2, 6))).astype(np.int32)

@@ -28,8 +28,8 @@ from asyncrl.runtime import failpoints, role
 from asyncrl.runtime.run_dir import RunDir, endpoint
 from asyncrl.wire import Buffer, Manifest, Tensor
 from weightsync.main import serve
-from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import Plan, TensorSpec, group_by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, version_digest
 from weightsync.publisher.publisher import Publisher
 from weightsync.receiver.receiver import Receiver
 
@@ -130,7 +130,7 @@ class GatedEngine:
         manifest, held = self.manifest, self.held
         if manifest is None:
             return ""
-        return whole_digest([bucket_digest(group, held[number]) for number, group in enumerate(self._groups)])
+        return version_digest([bucket_digest(group, held[number]) for number, group in enumerate(self._groups)])
 
     def fingerprint(self) -> str:
         return "model"
@@ -141,7 +141,7 @@ class GatedEngine:
         )
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        self._groups = by_bucket(tensors, len(manifest.bucket_bytes))
+        self._groups = group_by_bucket(tensors, len(manifest.bucket_bytes))
         self._update, self._staged = manifest, {}
         if self.in_place:
             self.manifest, self._staged = None, self.held

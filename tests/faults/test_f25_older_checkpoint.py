@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_lab import Lab, Recorded, group_of
+from learner_lab import Lab, Recorded, make_group
 
 from asyncrl.audit.prove import audit_file
 from asyncrl.engine import EngineCapabilities
@@ -102,7 +102,7 @@ class Generator:
         leases = await client.lease(engine_version=receiver.version, max_groups=2, wait_s=0.2)
         for lease in leases.leases:
             version = receiver.version
-            prompt, samples = group_of(lease.group, version)
+            prompt, samples = make_group(lease.group, version)
             await client.submit(
                 lease,
                 prompt_ids=prompt,

@@ -19,8 +19,8 @@ from asyncrl.config import Config
 from asyncrl.engine import EngineCapabilities, EngineHealth, GenDelta, GenRequest
 from asyncrl.runtime.fingerprint import model_fingerprint
 from asyncrl.wire import Buffer, Manifest, Tensor
-from weightsync.plan.buckets import by_bucket
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import group_by_bucket
+from weightsync.plan.digest import bucket_digest, version_digest
 
 STILL_S = 0.005  # between two looks whether a halted engine may go on
 
@@ -116,7 +116,7 @@ class ToyEngine:
         return EngineCapabilities("toy", slots, longest, encodings=("full", "adapter"), in_place=self.in_place)
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        groups = by_bucket(tensors, len(manifest.bucket_bytes))
+        groups = group_by_bucket(tensors, len(manifest.bucket_bytes))
         self._update, self._missing = (manifest, groups), set(range(len(groups)))
         self._staged = {}
         if self.in_place:
@@ -139,7 +139,7 @@ class ToyEngine:
             return ""
         manifest, groups = self._now
         digests = [bucket_digest(group, self.held[number]) for number, group in enumerate(groups)]
-        return whole_digest(digests, base=manifest.base, adapter=manifest.adapter)
+        return version_digest(digests, base=manifest.base, adapter=manifest.adapter)
 
     async def commit_update(self) -> str:
         assert self._update is not None and not self._missing

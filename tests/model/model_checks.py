@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Lease, Samples
-from buffers.groups.machine import Groups
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import COMPETING, Batch, Group, State
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Violation(Exception):
     """A promise is broken."""
 
 
-def check_state(world: World, node: Node, book: Groups) -> None:
+def check_state(world: World, node: Node, book: GroupMachine) -> None:
     """Conservation, (F), the depth, bounds that stay, for a state that was just reached."""
     try:
         book.check()
@@ -28,9 +28,9 @@ def check_state(world: World, node: Node, book: Groups) -> None:
         raise Violation(f"conservation: {error}") from None
     if world.only:
         return
-    case, size, v = world.case, world.case.batch, book.frontier
+    case, size, v = world.case, world.case.batch, book.table.frontier
     due = []
-    for number, group in book.groups.items():
+    for number, group in book.table.groups.items():
         if group.bound != node.bounds.get(number, group.bound):
             raise Violation(f"group {number} was leased with bound {node.bounds[number]}, now it has {group.bound}")
         if group.underway:
@@ -39,7 +39,7 @@ def check_state(world: World, node: Node, book: Groups) -> None:
             due.append(group.deadline)
             if group.samples and group.deadline > min(s.oldest for s in group.samples.values()) + group.bound:
                 raise Violation(f"group {number} has older tokens than its deadline {group.deadline} says")
-    if world.exact and not case.late and any(ended.reason == "late" for ended in book.ended.values()):
+    if world.exact and not case.late and any(ended.reason == "late" for ended in book.table.ended.values()):
         raise Violation("a group was dropped as late though everybody was waited for")
     if world.exact:
         for u in set(due):
@@ -62,27 +62,27 @@ def check_underway(world: World, group: Group) -> None:
         raise Violation(f"group {group.id} is due at {group.deadline}, later than its checkpoints allow")
 
 
-def outstanding_of(book: Groups, *, waiting: bool = True) -> int:
+def outstanding_of(book: GroupMachine, *, waiting: bool = True) -> int:
     """Groups that compete, and those of the newest batch that is not committed; without `waiting` only those that hold
     a sample or a lease.
     """
-    competing = [group for group in book.groups.values() if group.state in COMPETING]
-    newest = max(book.batches, default=0)
-    training = len(book.batches[newest].groups) if newest > book.meta.version else 0
+    competing = [group for group in book.table.groups.values() if group.state in COMPETING]
+    newest = max(book.table.batches, default=0)
+    training = len(book.table.batches[newest].groups) if newest > book.table.meta.version else 0
     return training + sum(waiting or group.deadline is not None for group in competing)
 
 
 def check_grant(
-    world: World, node: Node, book: Groups, lease: Lease, *, version: int, outstanding: int, fresh: bool
+    world: World, node: Node, book: GroupMachine, lease: Lease, *, version: int, outstanding: int, fresh: bool
 ) -> None:
     """A lease that was just granted. `outstanding` is of before, without groups that wait to be leased at all."""
     if world.only:
         return
-    group = book.groups[lease.group]
+    group = book.table.groups[lease.group]
     bound = book.settings.max_staleness if fresh else node.bounds[lease.group]
     if lease.deadline_version > version + bound:
         raise Violation(f"group {group.id} gets deadline {lease.deadline_version} at version {version}, bound {bound}")
-    training = max(book.meta.version, book.frontier - 1)
+    training = max(book.table.meta.version, book.table.frontier - 1)
     lag = max(0, training - version)
     limit = (book.settings.depth + 1 - lag) * world.case.batch
     if len(lease.missing) == world.case.size and outstanding >= limit:
@@ -90,17 +90,17 @@ def check_grant(
             f"(D): group {group.id} is leased at lag {lag} beside {outstanding} others, {limit} is the limit"
         )
     if group.token <= node.epoch << 24 or any(
-        other.token == group.token for other in book.groups.values() if other.id != group.id
+        other.token == group.token for other in book.table.groups.values() if other.id != group.id
     ):
         raise Violation(f"the token of group {group.id} was in use before")
     if any(index in group.samples for index in lease.missing):
         raise Violation(f"group {group.id}: samples that are there are asked for again")
 
 
-def check_loss(before: Groups, after: Groups, numbers: list[int]) -> None:
+def check_loss(before: GroupMachine, after: GroupMachine, numbers: list[int]) -> None:
     """These leases were lost: what had arrived stays, and an answer under the old token is refused."""
     for number in numbers:
-        old, new = before.groups[number], after.groups.get(number)
+        old, new = before.table.groups[number], after.table.groups.get(number)
         if new is None:
             continue
         if new.samples.keys() != old.samples.keys():
@@ -111,7 +111,7 @@ def check_loss(before: Groups, after: Groups, numbers: list[int]) -> None:
             raise Violation(f"group {number} has deadline {new.deadline} and {len(new.samples)} samples")
 
 
-def check_tokens(book: Groups, message: Samples, number: int) -> None:
+def check_tokens(book: GroupMachine, message: Samples, number: int) -> None:
     """Answers under another token than that of the lease change nothing."""
     for token in (message.token - 1, 0):
         other = Samples(message.producer, number, token, message.samples, {}, (), "", 1, rewards=message.rewards)
@@ -123,15 +123,15 @@ def _never() -> None:  # type: ignore[return]
     raise Violation("bytes of a refused sample were kept")
 
 
-def check_batch(world: World, node: Node, book: Groups, batch: Batch) -> int:
+def check_batch(world: World, node: Node, book: GroupMachine, batch: Batch) -> int:
     """A batch that was just claimed; the largest lag in it."""
     version, largest = batch.version, 0
     left = (world.case.total or 1 << 30) - version * world.case.batch
     if len(batch.groups) != min(world.case.batch, left) or len(set(batch.groups)) != len(batch.groups):
         raise Violation(f"the batch of step {batch.step} is {batch.groups}")
-    elsewhere = [number for step, other in book.batches.items() if step != batch.step for number in other.groups]
+    elsewhere = [number for step, other in book.table.batches.items() if step != batch.step for number in other.groups]
     for number in batch.groups:
-        group, bound = book.groups[number], node.bounds[number]
+        group, bound = book.table.groups[number], node.bounds[number]
         oldest = min(sample.oldest for sample in group.samples.values())
         largest = max(largest, version - oldest)
         if version - oldest > bound and world.case.on_late != "train":
@@ -140,7 +140,7 @@ def check_batch(world: World, node: Node, book: Groups, batch: Batch) -> int:
             raise Violation(f"group {number} is trained and not complete")
         if world.case.judges > 1 and any(s.reward != 3.0 for s in group.samples.values()):
             raise Violation(f"group {number} is trained without the sum of its judges")
-        if group.state != State.CLAIMED or number in book.retired:
+        if group.state != State.CLAIMED or number in book.table.retired:
             raise Violation(f"group {number} is in a batch as {State(group.state).name}")
         if world.case.reuse == 1 and number in elsewhere:
             raise Violation(f"group {number} is in two batches")

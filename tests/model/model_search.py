@@ -21,7 +21,7 @@ from model_checks import Violation
 from model_world import Case, Node, World
 
 from asyncrl.errors import AsyncRLError
-from buffers.groups.machine import Groups
+from buffers.groups.machine import DEFAULT_PARTS, Parts
 
 
 class Found(msgspec.Struct):
@@ -50,8 +50,8 @@ class Found(msgspec.Struct):
 class Search:
     """The search of one case."""
 
-    def __init__(self, case: Case, *, kind: type[Groups] = Groups, limit: int = 1 << 40, only: bool = False) -> None:
-        self.world = World(case, kind, only=only)
+    def __init__(self, case: Case, *, parts: Parts = DEFAULT_PARTS, limit: int = 1 << 40, only: bool = False) -> None:
+        self.world = World(case, parts, only=only)
         self.limit = limit
         self.found = Found(str(case))
         self.number: dict[bytes, int] = {}
@@ -134,9 +134,9 @@ class Search:
         return tuple(reversed(labels))
 
 
-def search(case: Case, *, kind: type[Groups] = Groups, limit: int = 1 << 40, only: bool = False) -> Found:
+def search(case: Case, *, parts: Parts = DEFAULT_PARTS, limit: int = 1 << 40, only: bool = False) -> Found:
     """Search one case; `only`: for what the theorem says, not for the conditions that it is proved from."""
-    return Search(case, kind=kind, limit=limit, only=only).run()
+    return Search(case, parts=parts, limit=limit, only=only).run()
 
 
 def main(cases: Iterable[Case]) -> int:

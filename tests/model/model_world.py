@@ -1,11 +1,10 @@
 """One step of every party, from any state of the real state machine: what the exhaustive search explores.
 
-A state is the rows that the store holds, and what the parties outside know: the version of
-each engine, the version that each lease was begun with, the newest durable checkpoint. A transition loads the rows into
-a new `buffers.groups.machine.Groups` (so the buffer service is restarted between any two of them), makes one call,
-and applies
-the changes. Guarantees:
-1. decisions are those of the class that is handed in, normally `Groups` itself: nothing of it is written again here;
+A state is the rows that the store holds, and what the parties outside know: the version of each engine, the version
+that each lease was begun with, the newest durable checkpoint. A transition loads the rows into a new
+`buffers.groups.machine.GroupMachine` (so the buffer service is restarted between any two of them), makes one call, and
+applies the changes. Guarantees:
+1. decisions are those of the real `GroupMachine`, with the parts that are passed in: nothing of it is repeated here;
 2. `moves` yields every call that a party can make, except those that provably change nothing;
 3. two states with the same `key` have the same future: the key leaves out time, the values of tokens and request
    numbers, what became of groups that are done, and which of two producers that know the same is which;
@@ -30,9 +29,9 @@ from model_checks import (
 )
 
 from asyncrl.wire import LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups.judgements import said_by
-from buffers.groups.machine import Groups
-from buffers.groups.records import Group, JudgeRule, Ledger, Record, Settings, State
+from buffers.groups.judgements import JudgeRule, judgement
+from buffers.groups.machine import DEFAULT_PARTS, GroupMachine, Parts
+from buffers.groups.records import Group, Ledger, Record, Settings, State
 
 #: Without an end: far from version 0, so that older versions than any in use exist.
 START = 100
@@ -138,10 +137,10 @@ def drop_seven(*, rewards: list[float], **_: Any) -> str:
 class World:
     """The transitions of one case."""
 
-    def __init__(self, case: Case, kind: type[Groups] = Groups, *, only: bool = False) -> None:
+    def __init__(self, case: Case, parts: Parts = DEFAULT_PARTS, *, only: bool = False) -> None:
         self.case = case
         self.only = only  # check what the theorem says, not the conditions that it is proved from
-        self.kind = kind
+        self.parts = parts
         self.settings = case.settings()
         self.seen: Container[bytes] = ()  # keys of states that were checked already
         self.names = [f"p{index}" for index in range(case.producers)]
@@ -155,33 +154,37 @@ class World:
 
     def start(self) -> tuple[Node, bytes]:
         """A registered learner, nothing issued."""
-        book = self.kind(self.settings, epoch=1, filters=self.filters)
+        book = GroupMachine(self.settings, epoch=1, filters=self.filters, parts=self.parts)
         step = 0 if self.case.total else START
         book.register(name="l", pid=1, host="h", step=step, ledger=Ledger(step=step), takeover=True, now=0.0)
         node = Node({}, (step,) * self.case.producers, {}, {}, (step, Ledger(step=step)), 1)
         return self._child(node, book)
 
-    def load(self, node: Node) -> Groups:
+    def load(self, node: Node) -> GroupMachine:
         """The service starts with these rows."""
-        book = self.kind(self.settings, epoch=node.epoch + 1, filters=self.filters)
+        book = GroupMachine(self.settings, epoch=node.epoch + 1, filters=self.filters, parts=self.parts)
         book.load(node.rows.items())
         for name in self.names if self.case.shared else ():
-            book.saw("producer", name, 0.0).capacity = 2
+            book.workers.see("producer", name, 0.0).capacity = 2
         return book
 
-    def _child(self, node: Node, book: Groups, **changes: Any) -> tuple[Node, bytes]:
+    def _child(self, node: Node, book: GroupMachine, **changes: Any) -> tuple[Node, bytes]:
         """The state after a call on `book`, which was loaded from `node`; checked."""
         rows = dict(node.rows)
-        for change in book.take().changes:
+        for change in book.take().rows:
             if change.value is None:
                 rows.pop(change.key, None)
             else:
                 rows[change.key] = change.value
         begun, bounds = changes.get("begun", node.begun), changes.get("bounds", node.bounds)
         if len(begun) > 0:
-            begun = {number: w for number, w in begun.items() if number in book.groups and book.groups[number].token}
-        if len(bounds) > len(book.groups):
-            bounds = {number: bound for number, bound in bounds.items() if number in book.groups}
+            begun = {
+                number: w
+                for number, w in begun.items()
+                if number in book.table.groups and book.table.groups[number].token
+            }
+        if len(bounds) > len(book.table.groups):
+            bounds = {number: bound for number, bound in bounds.items() if number in book.table.groups}
         changes |= {"rows": rows, "begun": begun, "bounds": bounds, "epoch": node.epoch + 1}
         child = node._replace(**changes)
         key = self.key(child, book)
@@ -189,16 +192,16 @@ class World:
             check_state(self, child, book)
         return child, key
 
-    def key(self, node: Node, book: Groups) -> bytes:
+    def key(self, node: Node, book: GroupMachine) -> bytes:
         """The same for states with the same future."""
         case = self.case
-        base = 0 if case.total else book.meta.version
-        places = {entry[2]: place for place, entry in enumerate(book.ready_order)}
-        places |= {entry[2]: place for place, entry in enumerate(book.used_order)}
-        numbers = [number for number, group in sorted(book.groups.items()) if self._matters(group)]
+        base = 0 if case.total else book.table.meta.version
+        places = {entry[2]: place for place, entry in enumerate(book.table.indexes.ready)}
+        places |= {entry[2]: place for place, entry in enumerate(book.table.indexes.used)}
+        numbers = [number for number, group in sorted(book.table.groups.items()) if self._matters(group)]
         rank = {number: place for place, number in enumerate(numbers)}
-        floor = book.frontier - self.deepest - 2 - case.unsaved
-        held = [sorted(rank[number] for number in book.held.get(name, ())) for name in self.names]
+        floor = book.table.frontier - self.deepest - 2 - case.unsaved
+        held = [sorted(rank[number] for number in book.table.indexes.held.get(name, ())) for name in self.names]
         parties = sorted(
             (place >= self.deaf, w - base if mine else max(w, floor) - base, mine, place)
             for place, (w, mine) in enumerate(zip(node.engines, held, strict=True))
@@ -206,7 +209,7 @@ class World:
         seats = {self.names[place]: seat for seat, (*_, place) in enumerate(parties)}
         groups = []
         for number in numbers:
-            group = book.groups[number]
+            group = book.table.groups[number]
             deadline = None if group.deadline is None else group.deadline - base
             uses = [step - base for step in group.uses]
             if group.state >= State.CLAIMED:
@@ -236,12 +239,12 @@ class World:
                     kept,
                 )
             )
-        batches = [(step - base, len(batch.groups)) for step, batch in sorted(book.batches.items())]
+        batches = [(step - base, len(batch.groups)) for step, batch in sorted(book.table.batches.items())]
         settings = (book.settings.max_staleness, book.settings.depth) if case.tunes else ()
-        ended = min(len(book.ended), case.counted)
+        ended = min(len(book.table.ended), case.counted)
         return _encode(
             (
-                book.meta.version - base,
+                book.table.meta.version - base,
                 [party[:3] for party in parties],
                 groups,
                 batches,
@@ -257,9 +260,9 @@ class World:
             return True
         return self.case.reuse > 1 and self.case.restarts
 
-    def complete(self, book: Groups) -> bool:
+    def complete(self, book: GroupMachine) -> bool:
         """Every place of the run's total is in a committed step."""
-        return 0 < self.case.total <= book.meta.version * self.case.batch
+        return 0 < self.case.total <= book.table.meta.version * self.case.batch
 
     # ------------------------------------------------------------ transitions
 
@@ -268,7 +271,7 @@ class World:
         book = self.load(node)
         idle: set[int] = set()
         for place, name in enumerate(self.names[: self.deaf]):
-            version, holds = node.engines[place], sorted(book.held.get(name, ()))
+            version, holds = node.engines[place], sorted(book.table.indexes.held.get(name, ()))
             if not holds and version in idle:
                 continue  # another producer is in the same position
             if not holds:
@@ -283,7 +286,7 @@ class World:
                 other.tune({"max_staleness": eta, "pipeline_depth": depth}, author="t", now=0.0)
                 yield self._move(f"tune max_staleness={eta} pipeline_depth={depth}", node, other, good=False)
 
-    def _move(self, label: str, node: Node, book: Groups, *, good: bool = True, **changes: Any) -> Move:
+    def _move(self, label: str, node: Node, book: GroupMachine, *, good: bool = True, **changes: Any) -> Move:
         goal, lag = changes.pop("goal", False), changes.pop("lag", -1)
         try:
             child, key = self._child(node, book, **changes)
@@ -291,8 +294,8 @@ class World:
             raise Violation(f"{label}: {error}") from None
         return Move(label, child, key, good, goal, lag)
 
-    def _producer(self, node: Node, book: Groups, place: int, holds: list[int]) -> Iterator[Move]:
-        name, version, newest = self.names[place], node.engines[place], book.meta.version
+    def _producer(self, node: Node, book: GroupMachine, place: int, holds: list[int]) -> Iterator[Move]:
+        name, version, newest = self.names[place], node.engines[place], book.table.meta.version
         if version != newest and (self.case.inflight or not holds):
             engines = (*node.engines[:place], newest, *node.engines[place + 1 :])
             yield self._move(f"{name} takes version {newest}", node, self.load(node), engines=engines)
@@ -305,10 +308,10 @@ class World:
             return
         if self.case.losses:
             other = self.load(node)
-            other.saw("producer", name, -LATE)
+            other.workers.see("producer", name, -LATE)
             for awake in self.names:
                 if awake != name:
-                    other.saw("producer", awake, 0.0)
+                    other.workers.see("producer", awake, 0.0)
             other.tick(0.0)
             check_loss(book, other, holds)
             yield self._move(f"{name} is silent", node, other, good=False)
@@ -316,21 +319,21 @@ class World:
             for number in holds:
                 for reason in ("stop", "crash"):
                     other = self.load(node)
-                    other.give_back(LeaseReturn(name, ((number, book.groups[number].token),), reason), now=0.0)
+                    other.give_back(LeaseReturn(name, ((number, book.table.groups[number].token),), reason), now=0.0)
                     yield self._move(f"{name} returns {number} ({reason})", node, other, good=False)
 
     def _lease(self, node: Node, place: int) -> Iterator[Move]:
         name, version = self.names[place], node.engines[place]
         other = self.load(node)
-        before = set(other.groups)
+        before = set(other.table.groups)
         outstanding, active = outstanding_of(other), outstanding_of(other, waiting=False)
         request = node.epoch
-        may = other._next_for(version) is not None
+        may = other.schedule.next_group(version) is not None
         leases = other.lease(name, engine_version=version, max_groups=1, request=request, now=0.0)
         if not leases:
             if not other.lease_blocked(version, name) and not self.only:
                 raise Violation(f"{name} at version {version} gets nothing and no reason is given")
-            if may and not other.held.get(name) and not self.only:
+            if may and not other.table.indexes.held.get(name) and not self.only:
                 raise Violation(f"{name} at version {version} holds nothing and gets nothing of what is ready")
             return
         lease = leases[0]
@@ -345,9 +348,9 @@ class World:
         label = f"{name} at version {version} leases {lease.group} (deadline {lease.deadline_version})"
         yield self._move(label, node, other, begun=begun, bounds=bounds)
 
-    def _samples(self, node: Node, book: Groups, place: int, number: int) -> Iterator[Move]:
+    def _samples(self, node: Node, book: GroupMachine, place: int, number: int) -> Iterator[Move]:
         """The next sample of a held group, by each version that can have made it."""
-        name, group = self.names[place], book.groups[number]
+        name, group = self.names[place], book.table.groups[number]
         index = next(index for index in range(self.case.size) if index not in group.samples)
         begun = node.begun[number]
         versions = {node.engines[place]: True, begun: True}
@@ -373,9 +376,9 @@ class World:
                 label = f"{name} sends sample {index} of group {number}, made by version {version}{word}"
                 yield self._move(label, node, other, good=good and not word)
 
-    def _pieces(self, node: Node, book: Groups, place: int, number: int) -> Iterator[Move]:
+    def _pieces(self, node: Node, book: GroupMachine, place: int, number: int) -> Iterator[Move]:
         """A checkpoint of the next sample: its first tokens, or one more behind those that another producer made."""
-        name, group = self.names[place], book.groups[number]
+        name, group = self.names[place], book.table.groups[number]
         index = next(index for index in range(self.case.size) if index not in group.samples)
         found = group.underway.get(index)
         if found is not None and found.token == group.token:
@@ -387,18 +390,18 @@ class World:
                 message = Pieces(name, number, group.token, (piece,), {}, ())
                 if other.pieces(message, invalid=str, keep=_record, now=0.0).kept != {index: start + 1}:
                     raise Violation(f"the piece of sample {index} of group {number} was not kept")
-                rows = other.groups[number].underway[index]
+                rows = other.table.groups[number].underway[index]
                 again = other.pieces(message, invalid=str, keep=_never, now=0.0)
                 stale = msgspec.structs.replace(message, token=group.token - 1)
                 late = other.pieces(stale, invalid=str, keep=_never, now=0.0)
-                if again.kept != {index: start + 1} or late.kept or other.groups[number].underway[index] != rows:
+                if again.kept != {index: start + 1} or late.kept or other.table.groups[number].underway[index] != rows:
                     raise Violation(f"the piece of sample {index} of group {number} was taken twice")
                 label = f"{name} sends token {start} of sample {index} of group {number}, made by version {version}"
                 yield self._move(label, node, other)
 
-    def _rewards(self, node: Node, book: Groups) -> Iterator[Move]:
-        for number, index, judge in sorted(book.scores_due.keys()):
-            group = book.groups[number]
+    def _rewards(self, node: Node, book: GroupMachine) -> Iterator[Move]:
+        for number, index, judge in sorted(book.scoring.queue.keys()):
+            group = book.table.groups[number]
             last = sum(sample.reward is None for sample in group.samples.values()) == 1
             for reward in (REWARDS[judge], 7.0) if self.case.filtered and last else (REWARDS[judge],):
                 other = self.load(node)
@@ -412,11 +415,11 @@ class World:
             if self.case.judges > 1:
                 yield self._fails(node, number, index, judge)
 
-    def _two_leases(self, book: Groups, number: int, index: int, judge: str) -> tuple[int, int]:
+    def _two_leases(self, book: GroupMachine, number: int, index: int, judge: str) -> tuple[int, int]:
         """The token of a reward lease that expires, and of the one that follows."""
         tokens = []
         for name in ("r", "s"):
-            book.saw("reward", name, 0.0)
+            book.workers.see("reward", name, 0.0)
             leases = book.reward_lease(name, max_samples=99, request=1, now=0.0, judge=judge)
             tokens += [item.token for item in leases if (item.group, item.index) == (number, index)]
             if name == "r":
@@ -428,56 +431,56 @@ class World:
     def _fails(self, node: Node, number: int, index: int, judge: str) -> Move:
         other = self.load(node)
         token, later = self._two_leases(other, number, index, judge)
-        before = said_by(other.groups[number].samples[index], judge).failures
+        before = judgement(other.table.groups[number].samples[index], judge).failures
         for name, number_of, taken in (("r", token, 0), ("s", later, 1), ("s", later, 0)):
             failure = RewardFailure(number, index, number_of, "raised", "")
             if other.scores(Scores(name, (), (failure,), judge=judge), now=0.0).accepted != taken:
                 raise Violation(f"the failure of sample {index} of group {number} was not counted once")
-        dead = number not in other.groups
+        dead = number not in other.table.groups
         if dead != (before >= next(rule.retries for rule in JUDGES if rule.name == judge)):
             raise Violation(f"group {number} {'died' if dead else 'lives'} at failure {before + 1} of {judge!r}")
         return self._move(f"group {number} sample {index} fails with {judge!r}", node, other, good=False)
 
     # ------------------------------------------------------------ the learner
 
-    def _learner(self, node: Node, book: Groups) -> Iterator[Move]:
-        version = book.meta.version
+    def _learner(self, node: Node, book: GroupMachine) -> Iterator[Move]:
+        version = book.table.meta.version
         step = version + 1
-        if step in book.batches:
+        if step in book.table.batches:
             if not self.case.unsaved or version - node.saved[0] < self.case.unsaved:
                 yield self._commit(node, step)
-        elif book.batch_size(step) > 0:
+        elif book.schedule.batch_size(step) > 0:
             yield from self._claim(node, step)
-        told = min(book.batches, default=step) > node.saved[0]
+        told = min(book.table.batches, default=step) > node.saved[0]
         if self.case.unsaved and node.saved[0] < version and told:
             other = self.load(node)
-            ledger = other.ledger(epoch=other.meta.epoch, step=version)
+            ledger = other.batches.ledger(epoch=other.table.meta.epoch, step=version)
             yield self._move(f"checkpoint of step {version}", node, other, saved=(version, ledger))
         if self.case.unsaved and not told:
             other = self.load(node)
-            other.checkpointed(epoch=other.meta.epoch, step=node.saved[0], now=0.0)
+            other.batches.checkpointed(epoch=other.table.meta.epoch, step=node.saved[0])
             yield self._move(f"the buffer hears of the checkpoint of step {node.saved[0]}", node, other)
         if self.case.restarts:
             yield self._restart(node)
 
     def _claim(self, node: Node, step: int) -> Iterator[Move]:
         other = self.load(node)
-        epoch = other.meta.epoch
+        epoch = other.table.meta.epoch
         claimed = other.claim(epoch=epoch, step=step, version=step - 1, now=0.0)
         if claimed is None and not other.diagnosis(0.0):
             raise Violation(f"step {step} waits and nobody is named")
         yield self._claimed(node, other, step, "", claimed)
-        if claimed is None and self.case.late and other.late_since is not None:
+        if claimed is None and self.case.late and other.batches.late_since is not None:
             other = self.load(node)
             other.claim(epoch=epoch, step=step, version=step - 1, now=0.0)
             claimed = other.claim(epoch=epoch, step=step, version=step - 1, now=LATE)
             yield self._claimed(node, other, step, ", its patience is over", claimed)
 
-    def _claimed(self, node: Node, other: Groups, step: int, word: str, claimed: Any) -> Move:
+    def _claimed(self, node: Node, other: GroupMachine, step: int, word: str, claimed: Any) -> Move:
         if claimed is None:
             return self._move(f"step {step} is claimed{word}: not yet", node, other, good=not word)
         lag = check_batch(self, node, other, claimed.batch)
-        again = other.claim(epoch=other.meta.epoch, step=step, version=step - 1, now=0.0)
+        again = other.claim(epoch=other.table.meta.epoch, step=step, version=step - 1, now=0.0)
         if again is None or again.batch.groups != claimed.batch.groups:
             raise Violation(f"step {step} claimed again gets other groups")
         label = f"step {step} is claimed{word}: groups {claimed.batch.groups}, lag {lag}"
@@ -485,7 +488,7 @@ class World:
 
     def _commit(self, node: Node, step: int) -> Move:
         other = self.load(node)
-        epoch, recorded = other.meta.epoch, list(other.batches[step].groups)
+        epoch, recorded = other.table.meta.epoch, list(other.table.batches[step].groups)
         again = other.claim(epoch=epoch, step=step, version=step - 1, now=0.0)
         if again is None or again.batch.groups != recorded:
             raise Violation(f"the recorded batch of step {step} comes back as {again}")
@@ -493,20 +496,20 @@ class World:
         saved = node.saved
         if not self.case.unsaved:
             saved = (step, Ledger(step=step))
-            other.checkpointed(epoch=epoch, step=step, now=0.0)
+            other.batches.checkpointed(epoch=epoch, step=step)
         goal = self.complete(other) if self.case.total else True
         return self._move(f"step {step} is committed", node, other, saved=saved, goal=goal)
 
     def _restart(self, node: Node) -> Move:
         other = self.load(node)
         step, ledger = node.saved
-        old = other.meta.epoch
-        recorded = {number: list(batch.groups) for number, batch in other.batches.items() if number > step}
+        old = other.table.meta.epoch
+        recorded = {number: list(batch.groups) for number, batch in other.table.batches.items() if number > step}
         if not self.case.unsaved:
-            ledger = other.ledger(epoch=old, step=step)
+            ledger = other.batches.ledger(epoch=old, step=step)
         other.register(name="l", pid=node.epoch + 9, host="h", step=step, ledger=ledger, takeover=True, now=0.0)
-        if other.meta.epoch <= old:
+        if other.table.meta.epoch <= old:
             raise Violation("a new learner did not get a new epoch")
-        if {number: list(batch.groups) for number, batch in other.batches.items()} != recorded:
-            raise Violation(f"recorded were {recorded}, after the restart these are {other.batches}")
+        if {number: list(batch.groups) for number, batch in other.table.batches.items()} != recorded:
+            raise Violation(f"recorded were {recorded}, after the restart these are {other.table.batches}")
         return self._move(f"the learner comes back from step {step}", node, other, good=False)

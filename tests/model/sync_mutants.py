@@ -1,206 +1,181 @@
-"""Wrong rules of weight sync, each a small change of the real code: the search must find every one of them.
+"""Wrong rules of weight sync: each replaces one part of `Rounds` by a slightly wrong one. The search must find all.
 
-A mutant names the case in which the search finds it, and words
-of what it sees.
+A mutant names the case in which the search finds it, and words of the violation.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from sync_world import Case
 
-import weightsync.coordinator.routing
 from asyncrl.wire import Hop, Instruction, MemberPoll
-from weightsync.coordinator.records import Member, Part, State
-from weightsync.coordinator.rounds import Rounds
-from weightsync.coordinator.routing import Scene, Source
+from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.queries import Queries
+from weightsync.coordinator.records import Member, Part, State, Target
+from weightsync.coordinator.rounds import Parts
+from weightsync.coordinator.routing import Router, Scene, Source
+from weightsync.coordinator.transfers import Transfers
 
 
-class VersionIsEnough(Rounds):
+class VersionIsEnough(Queries):
     """SERVING without a look at the digest."""
 
-    def state_of(self, member: Member) -> State:
-        state, target = super().state_of(member), self.target
+    def state_for(self, member: Member) -> State:
+        state, target = super().state_for(member), self.state.target
         same = target is not None and member.version == target.manifest.version
         return State.SERVING if state is State.STALE and same else state
 
 
-class AnyDigestIsCommitted(Rounds):
+class AnyDigestIsCommitted(Transfers):
     """What arrived is committed whatever its digest."""
 
-    def _after_receipt(self, member: Member, now: float) -> Instruction:
+    def confirm(self, member: Member, now: float) -> Instruction | None:
         if member.part is not None:
             member.received_digest = member.part.round.target.manifest.digest
-        return super()._after_receipt(member, now)
+        return super().confirm(member, now)
 
 
-class LateIsCommitted(Rounds):
-    """Who was left out of a round may commit what it received in it."""
+class LateIsCommitted(Transfers):
+    """A member that was left out of a round may commit what it received in it."""
 
-    def _after_receipt(self, member: Member, now: float) -> Instruction:
-        if member.part is None and self.target is not None:
-            return Instruction("commit", member.round_reported, version=self.target.manifest.version)
-        return super()._after_receipt(member, now)
+    def confirm(self, member: Member, now: float) -> Instruction | None:
+        target = self.state.target
+        if member.part is None and target is not None:
+            return Instruction("commit", member.round_reported, version=target.manifest.version)
+        return super().confirm(member, now)
 
 
-class OlderLearnersVersionIsCommitted(Rounds):
+class OlderLearnersVersionIsCommitted(Transfers):
     """A learner that went back does not stop what the one before had begun."""
 
-    def _after_receipt(self, member: Member, now: float) -> Instruction:
-        epoch, part = self.epoch, member.part
+    def confirm(self, member: Member, now: float) -> Instruction | None:
+        epoch, part = self.state.epoch, member.part
         if part is not None:
-            self.epoch = part.round.target.epoch
-        answer = super()._after_receipt(member, now)
-        self.epoch = epoch
+            self.state.epoch = part.round.target.epoch
+        answer = super().confirm(member, now)
+        self.state.epoch = epoch
         return answer
 
 
-class NoDeadline(Rounds):
+class NoDeadline(Transfers):
     """A round waits for everybody."""
 
-    def _begin(self, *args: Any) -> Part:
-        part = super()._begin(*args)
-        part.deadline = self.config.timeout_s * 1000 + part.deadline
+    def begin(self, *args: Any) -> Part:
+        part = super().begin(*args)
+        part.deadline = self.state.config.timeout_s * 1000 + part.deadline
         return part
 
-    def tick(self, *, now: float) -> None:
-        for member in self.members.values():
-            member.dead |= now - member.last_seen > self.config.member_timeout_s
+    def expire(self, now: float) -> None: ...
 
 
-class SureAfterReceive(Rounds):
-    """What a member held before it was told to receive is believed until it says something else."""
+class SureAfterReceive(Transfers):
+    """What a member held before the instruction to receive is believed until its next report."""
 
-    def instruct(self, name: str, *, now: float) -> Instruction | None:
-        answer = super().instruct(name, now=now)
-        if answer is not None and answer.action == "receive":
-            self.members[name].unsure = False
+    def receive(self, member: Member, now: float) -> Instruction | None:
+        answer = super().receive(member, now)
+        if answer is not None:
+            member.unsure = False
         return answer
 
 
-class SureAfterCommit(Rounds):
-    """What a member held before it was told to commit is believed until it says something else."""
+class SureAfterCommit(Transfers):
+    """What a member held before the instruction to commit is believed until its next report."""
 
-    def _after_receipt(self, member: Member, now: float) -> Instruction:
-        answer = super()._after_receipt(member, now)
+    def confirm(self, member: Member, now: float) -> Instruction | None:
+        answer = super().confirm(member, now)
         member.unsure = False
         return answer
 
 
-class EveryWordCounts(Rounds):
-    """A copy of an older question counts as the member's last word."""
+class EveryWordCounts(Queries):
+    """A copy of an older poll counts as the member's last report."""
 
     def is_late(self, message: MemberPoll) -> bool:
         return False
 
 
-class OverwrittenIsHeld(Rounds):
+class OverwrittenIsHeld(Membership):
     """An engine that overwrites in place still counts as holding what it held, once it is prepared."""
 
-    def _take_word(self, member: Member, message: MemberPoll, now: float) -> None:
+    def report(self, member: Member, message: MemberPoll, now: float) -> None:
         version, digest = member.version, member.digest
-        super()._take_word(member, message, now)
+        super().report(member, message, now)
         if message.state == "prepared":
             member.version, member.digest = version, digest
 
 
-class FailedOnceFailedForEver(Rounds):
+class FailedOnceFailedForEver(Queries):
     """A member that failed is not tried again."""
 
-    def _needs(self, member: Member, now: float) -> bool:
-        return super()._needs(member, now) and not member.failures
+    def needs_target(self, member: Member, now: float) -> bool:
+        return super().needs_target(member, now) and not member.failures
 
 
-class PreparedForNothing(Rounds):
-    """A member that is prepared for a round that is over is told nothing."""
+class PreparedForNothing(Transfers):
+    """A member that is prepared for a round that is over gets no instruction."""
 
-    def instruct(self, name: str, *, now: float) -> Instruction | None:
-        member = self.members[name]
-        if member.reported == "prepared" and member.part is None:
-            return None
-        return super().instruct(name, now=now)
+    def confirm(self, member: Member, now: float) -> Instruction | None:
+        return None if member.part is None else super().confirm(member, now)
 
 
-class RelayChosenAgain(Rounds):
+class RelayChosenAgain(Transfers):
     """A relay that failed a reader is its source again."""
 
-    def _fail(self, member: Member, why: str, now: float) -> None:
-        super()._fail(member, why, now)
-        member.shunned.clear()
+    def fail(self, member: Member, why: str, now: float) -> None:
+        super().fail(member, why, now)
+        member.failed_sources.clear()
 
 
-class RelayWithoutLimit(Rounds):
+class RelayWithoutLimit(Queries):
     """Pulls are not counted."""
 
     def scene(self, now: float) -> Scene:
-        scene = super().scene(now)
-        return Scene(
-            scene.config,
-            scene.target,
-            scene.offers,
-            scene.hops,
-            scene.members,
-            scene.together,
-            {},
-            scene.publisher_silent,
-            now,
-        )
+        return replace(super().scene(now), loads={}, base=None)
 
 
-class PublisherGivenUp(Rounds):
-    """The publisher, too, is not asked again by who failed with it."""
+class PublisherGivenUp(Queries):
+    """A member does not ask the publisher again after a failure."""
 
-    def _needs(self, member: Member, now: float) -> bool:
-        return super()._needs(member, now) and "learner" not in member.shunned
-
-
-def _any_member_relays(member: Member, scene: Scene) -> list[Source]:
-    return [
-        Source(other.name, other.relay, (), scene.loads.get(other.name, 0), False, publisher=False)
-        for other in scene.members.values()
-        if other.relay and other is not member and other.name not in member.shunned
-    ]
+    def needs_target(self, member: Member, now: float) -> bool:
+        return super().needs_target(member, now) and "learner" not in member.failed_sources
 
 
-class AnyMemberRelays(Rounds):
-    """Who serves an older version relays the target."""
+class AnyMemberRelays(Router):
+    """A member that serves an older version relays the target."""
 
-    def instruct(self, name: str, *, now: float) -> Instruction | None:
-        with patch.object(weightsync.coordinator.routing, "_relays", _any_member_relays):
-            return super().instruct(name, now=now)
-
-
-def _hops_by_version(member: Member, scene: Scene) -> tuple[Hop, ...]:
-    for number, hop in enumerate(scene.hops):
-        if hop.base == member.version and "delta" in member.encodings:
-            return scene.hops[number:]
-    return ()
+    def relays(self, member: Member, scene: Scene) -> list[Source]:
+        return [
+            Source(other.name, other.relay, (), scene.loads.get(other.name, 0), False, publisher=False)
+            for other in scene.members.values()
+            if other.relay and other is not member and other.name not in member.failed_sources
+        ]
 
 
-class HopsByVersion(Rounds):
-    """Hops go to who holds the version of their base, whatever its digest."""
+class HopsByVersion(Router):
+    """Hops go to a member that holds the version of their base, whatever its digest."""
 
-    def instruct(self, name: str, *, now: float) -> Instruction | None:
-        with patch.object(weightsync.coordinator.routing, "hops_for", _hops_by_version):
-            return super().instruct(name, now=now)
-
-
-class AdapterWithoutBase(Rounds):
-    """Nobody is asked for the base."""
-
-    def instruct(self, name: str, *, now: float) -> Instruction | None:
-        with patch.object(weightsync.coordinator.routing, "lacks_base", lambda member, target: False):
-            return super().instruct(name, now=now)
+    def hops_for(self, member: Member, scene: Scene) -> tuple[Hop, ...]:
+        for number, hop in enumerate(scene.hops):
+            if hop.base == member.version and "delta" in member.encodings:
+                return scene.hops[number:]
+        return ()
 
 
-class BaseOfTheProcessBefore(Rounds):
-    """Who held the base once is believed to hold it, also after a restart."""
+class AdapterWithoutBase(Router):
+    """The base is never sent."""
 
-    def _seen(self, message: MemberPoll, now: float) -> Member:
-        before = self.members.get(message.member)
-        member = super()._seen(message, now)
+    def lacks_base(self, member: Member, target: Target | None) -> bool:
+        return False
+
+
+class BaseOfTheProcessBefore(Membership):
+    """A member that held the base once is believed to hold it, also after a restart."""
+
+    def register(self, message: MemberPoll, now: float) -> Member:
+        before = self.state.members.get(message.member)
+        member = super().register(message, now)
         member.base = member.base or (before.base if before is not None else "")
         return member
 
@@ -208,9 +183,19 @@ class BaseOfTheProcessBefore(Rounds):
 class Mutant(NamedTuple):
     """A wrong rule, a case in which it shows, words of the violation."""
 
-    kind: type[Rounds]
+    kind: type[Any]
     case: Case
     words: str
+
+    @property
+    def parts(self) -> Parts:
+        return parts_with(self.kind)
+
+
+def parts_with(kind: type[Any]) -> Parts:
+    """The real parts, with this one in the place of its base class."""
+    names = {Router: "router", Queries: "queries", Transfers: "transfers", Membership: "membership"}
+    return replace(Parts(), **{names[kind.__bases__[0]]: kind})
 
 
 ONE = Case(members=1, versions=1)

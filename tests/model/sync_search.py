@@ -21,7 +21,7 @@ from unittest.mock import patch
 import msgspec
 from sync_world import EXPECTED, Case, Node, World, key
 
-from weightsync.coordinator.rounds import Rounds
+from weightsync.coordinator.rounds import Parts
 
 HEALED_S = 20
 
@@ -52,8 +52,8 @@ class Found(msgspec.Struct):
 class Search:
     """The search of one case."""
 
-    def __init__(self, case: Case, *, kind: type[Rounds] = Rounds, limit: int = 1 << 40, every: int = 29) -> None:
-        self.world = World(case, kind)
+    def __init__(self, case: Case, *, parts: Parts | None = None, limit: int = 1 << 40, every: int = 29) -> None:
+        self.world = World(case, parts)
         self.limit, self.every = limit, every
         self.found = Found(str(case))
         self.number: dict[object, int] = {}
@@ -68,7 +68,7 @@ class Search:
         gc.disable()  # nothing here is in a cycle that grows, and the graph of states is large
         try:
             with (
-                patch.multiple("weightsync.coordinator.rounds", **pauses),
+                patch.multiple("weightsync.coordinator.transfers", **pauses),
                 patch("weightsync.coordinator.queries.FORM_S", 1.0),
             ):
                 self._run()
@@ -144,9 +144,9 @@ class Search:
         return tuple(reversed(labels))
 
 
-def search(case: Case, *, kind: type[Rounds] = Rounds, limit: int = 1 << 40, every: int = 29) -> Found:
+def search(case: Case, *, parts: Parts | None = None, limit: int = 1 << 40, every: int = 29) -> Found:
     """Search one case."""
-    return Search(case, kind=kind, limit=limit, every=every).run()
+    return Search(case, parts=parts, limit=limit, every=every).run()
 
 
 def main(cases: Iterable[Case]) -> int:

@@ -12,15 +12,16 @@ against what the processes really hold, which the service never sees.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundRequest
-from weightsync.coordinator.records import Choice, Formation, Member, Part, Publisher, Round, State
-from weightsync.coordinator.rounds import Rounds
+from weightsync.coordinator.records import Formation, Member, Part, Publisher, Round, Route, State, SyncState
+from weightsync.coordinator.rounds import Parts, Rounds
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 
 PLAN = plan_buckets([TensorSpec("w", "F32", (100,))], bucket_bytes=400)
 HOLD = ("local", "stream", "collective", "disk")
@@ -104,33 +105,34 @@ class Move(NamedTuple):
 
 def manifest_of(version: int, epoch: int, *, base: str = "") -> Manifest:
     digests = (f"v{version}e{epoch}",)
-    whole = whole_digest(digests, base=base)
+    whole = version_digest(digests, base=base)
     return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole, "adapter" if base else "full", base)
 
 
 BASE = manifest_of(0, 0)
 
 
-def watched(kind: type[Rounds]) -> type[Rounds]:
-    """The same, and at the moment at which a relay is chosen it must serve the target."""
+def watched(parts: Parts) -> Parts:
+    """The same parts; at the moment at which a relay is chosen it must serve the target."""
 
-    class Watched(kind):  # type: ignore[misc, valid-type]
-        def _begin(self, member: Member, round_: Round, way: Choice, now: float) -> Part:
-            source = self.members.get(way.source)
-            if source is not None and self.state_of(source) is not State.SERVING:
-                raise Violation(f"{source.name} relays, but is {self.state_of(source)}")
-            part: Part = super()._begin(member, round_, way, now)
+    class Watched(parts.transfers):  # type: ignore[misc, name-defined]
+        def begin(self, member: Member, round_: Round, route: Route, now: float) -> Part:
+            source = self.state.members.get(route.source)
+            queries = parts.queries(self.state, parts.router())
+            if source is not None and queries.state_for(source) is not State.SERVING:
+                raise Violation(f"{source.name} relays, but is {queries.state_for(source)}")
+            part: Part = super().begin(member, round_, route, now)
             return part
 
-    return Watched
+    return replace(parts, transfers=Watched)
 
 
 class World:
     """The moves of one case with one kind of state machine."""
 
-    def __init__(self, case: Case, kind: type[Rounds] = Rounds) -> None:
+    def __init__(self, case: Case, parts: Parts | None = None) -> None:
         self.case = case
-        self.kind = watched(kind)
+        self.parts = watched(parts or Parts())
         self.config = WeightSyncConfig(
             transport=case.transport, timeout_s=TIMEOUT_S, member_timeout_s=SILENT_S, relay_fanout=case.fanout
         )
@@ -138,7 +140,7 @@ class World:
         self.finished: list[tuple[int, str]] = []
 
     def start(self) -> Node:
-        rounds = self.kind(self.config, generation=100)
+        rounds = Rounds(self.config, generation=100, parts=self.parts)
         return Node(rounds, dict.fromkeys(self.names, Process()), Learner(), (), 100.0, self.case.faults)
 
     def host(self, name: str) -> str:
@@ -177,7 +179,7 @@ class World:
                 yield Move(f"{name} commits wrong bytes", self.hear(node, name, spoil=True), False)
         elif process.job is not None:
             yield from self._job_moves(node, name, process)
-        elif not process.held or node.rounds.members[name].last_seen < node.now:
+        elif not process.held or node.rounds.state.members[name].last_seen < node.now:
             yield from self._poll_moves(node, name, process)
 
     def _poll_moves(self, node: Node, name: str, process: Process) -> Iterator[Move]:
@@ -242,7 +244,7 @@ class World:
         return node if lost else self._deliver(node, message)
 
     def _message(self, node: Node, name: str, process: Process) -> MemberPoll:
-        known = node.rounds.members.get(name)
+        known = node.rounds.state.members.get(name)
         orders = [copy.order for copy in node.copies if copy.member == name]
         orders += [process.poll.order] if process.poll is not None else []
         orders += [known.order] if known is not None else []
@@ -275,14 +277,14 @@ class World:
     def _deliver(self, node: Node, message: MemberPoll) -> Node:
         """What `Service._hold_poll` does with a question."""
         name, rounds = message.member, node.rounds
-        if rounds.is_late(message):
+        if rounds.queries.is_late(message):
             return self.advance(node)
         process = node.processes[name]
         asked = process.poll
         theirs = process.alive and asked is not None and (asked.order, asked.pid) == (message.order, message.pid)
         if process.held and not theirs:
             node.processes[name] = process._replace(held=False, answer=Instruction("wait"))
-        known = rounds.members.get(name)
+        known = rounds.state.members.get(name)
         newest = known.order if known is not None and not known.dead else 0
         answer = rounds.poll(message, now=node.now)
         if message.order < newest:
@@ -308,10 +310,10 @@ class World:
                     assert process.poll is not None
                     self.check_instruction(node, name, answer, process.poll)
                     node.processes[name] = process._replace(held=False, answer=answer)
-        for round_, _ in rounds.finished:
+        for round_, _ in rounds.state.finished:
             self.check_finished(round_)
-        rounds.finished.clear()
-        rounds.complaints.clear()
+        rounds.state.finished.clear()
+        rounds.state.complaints.clear()
         return node
 
     def hear(self, node: Node, name: str, *, spoil: bool = False) -> Node:
@@ -394,7 +396,10 @@ class World:
             base = learner.staged[0]
             hops = (Hop(base.version, base.digest, (8,)),)
         rounds.hello("learner", Publisher("host", "f"))
-        if rounds.target is None or (rounds.target.epoch, rounds.target.manifest) != (learner.epoch, newest):
+        if rounds.state.target is None or (rounds.state.target.epoch, rounds.state.target.manifest) != (
+            learner.epoch,
+            newest,
+        ):
             node = node._replace(failed=frozenset())  # another version: another chance
         ways = dict.fromkeys(HOLD, f"learner-{learner.epoch}")
         base = BaseOffer(BASE, ways, PLAN.tensors) if self.case.adapter else None
@@ -419,15 +424,15 @@ class World:
 
     def _kill_service(self, node: Node) -> Node:
         """The next one knows nothing; what was on the way to or from the old one is gone with its connections."""
-        generation = int(node.rounds._generation) + 100
+        generation = int(node.rounds.state.generation) + 100
         processes = {name: one._replace(held=False, answer=None) for name, one in node.processes.items()}
-        rounds = self.kind(self.config, generation=generation)
-        rounds._numbers = node.rounds._numbers
+        rounds = Rounds(self.config, generation=generation, parts=self.parts)
+        rounds.state.last_round = node.rounds.state.last_round
         return node._replace(rounds=rounds, processes=processes, copies=(), faults=node.faults - 1, failed=frozenset())
 
     def tick(self, node: Node) -> Node:
         node = self._fork(node)._replace(now=node.now + 1.0)
-        late = {name for name, one in node.rounds.members.items() if node.now - one.last_seen > SILENT_S}
+        late = {name for name, one in node.rounds.state.members.items() if node.now - one.last_seen > SILENT_S}
         node = node._replace(copies=tuple(copy for copy in node.copies if copy.member not in late))
         if node.learner.alive and node.learner.told and self.case.transport not in ("collective", "auto"):
             return self.ask(node)  # it asks all the time
@@ -437,16 +442,16 @@ class World:
 
     def check_instruction(self, node: Node, name: str, answer: Instruction, message: MemberPoll) -> None:
         rounds, process = node.rounds, node.processes[name]
-        target = rounds.target
+        target = rounds.state.target
         if answer.action == "commit":
-            part = rounds.members[name].part
+            part = rounds.state.members[name].part
             if part is None:
                 raise Violation(f"{name} is told to commit, it has no part in a round")
             manifest = part.round.target.manifest
             right = (message.state, message.round, message.digest) == ("prepared", answer.round, manifest.digest)
             if not right or answer.version != manifest.version:
                 raise Violation(f"{name} is told to commit what it has not reported prepared with the digest")
-            if part.round.target.epoch != rounds.epoch:
+            if part.round.target.epoch != rounds.state.epoch:
                 raise Violation(f"{name} is told to commit a version of an older learner")
         if answer.action != "receive":
             return
@@ -467,10 +472,10 @@ class World:
         rounds = node.rounds
         pulls = [
             member.name
-            for member in rounds.members.values()
+            for member in rounds.state.members.values()
             if member.part is not None
             and not member.part.whole
-            and (member.part.way.transport, member.part.way.source) == ("stream", answer.source)
+            and (member.part.route.transport, member.part.route.source) == ("stream", answer.source)
         ]
         if self.case.fanout and len(pulls) > self.case.fanout:
             raise Violation(f"{answer.source} serves {pulls} at once")
@@ -478,7 +483,7 @@ class World:
             return
         assert answer.manifest is not None
         key = (f"{name}-{node.processes[name].pid}", answer.source, answer.manifest.digest)
-        member = rounds.members[name]
+        member = rounds.state.members[name]
         fresh = member.part is not None and member.part.deadline == node.now + TIMEOUT_S
         if fresh and key in node.failed:
             raise Violation(f"{name} is sent to {answer.source} again, which failed it for this version")
@@ -486,24 +491,24 @@ class World:
     def check_state(self, node: Node) -> None:
         """Promises about every state."""
         rounds = node.rounds
-        for name, member in rounds.members.items():
+        for name, member in rounds.state.members.items():
             self._check_member(node, name, member)
-        for number, round_ in rounds.rounds.items():
+        for number, round_ in rounds.state.rounds.items():
             if number != round_.number or (round_.parts and all(part.result for part in round_.parts.values())):
                 raise Violation(f"round {number} is over and not decided")
             if round_.parts and node.now >= round_.until + TIMEOUT_S:
                 raise Violation(f"round {number} is open for twice its time")
-        if rounds.target is not None and rounds.committed > rounds.target.manifest.version:
+        if rounds.state.target is not None and rounds.state.committed > rounds.state.target.manifest.version:
             raise Violation("committed above the target")
 
     def _check_member(self, node: Node, name: str, member: Member) -> None:
         rounds, process = node.rounds, node.processes[name]
         if member.part is not None and (member.part.result or node.now >= member.part.deadline):
             raise Violation(f"the part of {name} is open beyond its deadline")
-        if rounds.state_of(member) is not State.SERVING:
+        if rounds.queries.state_for(member) is not State.SERVING:
             return
-        assert rounds.target is not None
-        proved = (rounds.target.manifest.version, rounds.target.manifest.digest)
+        assert rounds.state.target is not None
+        proved = (rounds.state.target.manifest.version, rounds.state.target.manifest.digest)
         if (member.version, member.digest) != proved:
             raise Violation(f"{name} is SERVING with {member.version} {member.digest}")
         if process.alive and member.pid == process.pid and (process.version, process.digest) != proved:
@@ -518,7 +523,7 @@ class World:
 
     def complete(self, node: Node, *, learner: bool = True) -> bool:
         """Everybody lives and serves the newest version."""
-        rounds, target = node.rounds, node.rounds.target
+        rounds, target = node.rounds, node.rounds.state.target
         if target is None or (learner and not self._learner_done(node)):
             return False
         proved = (target.manifest.version, target.manifest.digest)
@@ -526,13 +531,13 @@ class World:
             one.alive
             and (one.version, one.digest) == proved
             and one.job is None
-            and name in rounds.members
-            and rounds.state_of(rounds.members[name]) is State.SERVING
+            and name in rounds.state.members
+            and rounds.queries.state_for(rounds.state.members[name]) is State.SERVING
             for name, one in node.processes.items()
         )
 
     def _learner_done(self, node: Node) -> bool:
-        learner, target = node.learner, node.rounds.target
+        learner, target = node.learner, node.rounds.state.target
         return learner.alive and learner.told and target is not None and target.manifest == learner.staged[-1]
 
     def heal(self, node: Node, *, limit: int, learner: bool = True) -> tuple[int, Node]:
@@ -569,30 +574,31 @@ class World:
 
 def clone(rounds: Rounds) -> Rounds:
     """A copy that shares nothing that changes."""
-    new = object.__new__(type(rounds))
-    new.__dict__.update(rounds.__dict__)
+    old = rounds.state
+    new = object.__new__(SyncState)
+    new.__dict__.update(old.__dict__)
     copies: dict[int, Round] = {}
-    for member in rounds.members.values():
+    for member in old.members.values():
         if member.part is not None:
             _round(copies, member.part.round)
-    new.rounds = {number: _round(copies, round_) for number, round_ in rounds.rounds.items()}
-    new.current = _round(copies, rounds.current) if rounds.current is not None else None
-    new.members = {name: _member(copies, member) for name, member in rounds.members.items()}
-    new.finished, new.complaints = list(rounds.finished), list(rounds.complaints)
-    new._publishers = dict(rounds._publishers)
-    new._together = dict(rounds._together)
-    formation = rounds._formation
+    new.rounds = {number: _round(copies, round_) for number, round_ in old.rounds.items()}
+    new.current = _round(copies, old.current) if old.current is not None else None
+    new.members = {name: _member(copies, member) for name, member in old.members.items()}
+    new.finished, new.complaints = list(old.finished), list(old.complaints)
+    new.publishers = dict(old.publishers)
+    new.grouping = dict(old.grouping)
+    formation = old.formation
     if formation is not None:
-        new._formation = Formation(
+        new.formation = Formation(
             _round(copies, formation.round), formation.generation, formation.ranks, formation.hops
         )
-    return new
+    return Rounds(old.config, generation=old.generation, parts=rounds.parts, state=new)
 
 
 def _member(copies: dict[int, Round], member: Member) -> Member:
     new = object.__new__(Member)
     new.__dict__.update(member.__dict__)
-    new.unusable, new.shunned, new.last = dict(member.unusable), set(member.shunned), None
+    new.unusable, new.failed_sources, new.last = dict(member.unusable), set(member.failed_sources), None
     if member.part is not None:
         new.part = _round(copies, member.part.round).parts[member.name]
     return new
@@ -615,7 +621,12 @@ def _round(copies: dict[int, Round], round_: Round) -> Round:
 def key(node: Node) -> tuple[Any, ...]:
     """What makes two states different: times relative to now, rounds and groups by their order."""
     rounds, now = node.rounds, node.now
-    numbers = {0, *rounds.rounds, rounds.current.number if rounds.current is not None else 0, node.learner.round}
+    numbers = {
+        0,
+        *rounds.state.rounds,
+        rounds.state.current.number if rounds.state.current is not None else 0,
+        node.learner.round,
+    }
     groups = {0, node.learner.leading, node.learner.sent}
     for process in node.processes.values():
         numbers.add(process.round)
@@ -627,11 +638,11 @@ def key(node: Node) -> tuple[Any, ...]:
             numbers.add(process.poll.round)
     for copy in node.copies:
         numbers.add(copy.round)
-    for member in rounds.members.values():
+    for member in rounds.state.members.values():
         numbers.add(member.round_reported)
         if member.part is not None:
             groups.add(member.part.generation)
-    formation = rounds._formation
+    formation = rounds.state.formation
     if formation is not None:
         groups.add(formation.generation)
         numbers.add(formation.round.number)
@@ -648,15 +659,17 @@ def key(node: Node) -> tuple[Any, ...]:
                 max(0.0, round_.until - now),
                 tuple(sorted((name, bool(part.result), part.committed) for name, part in round_.parts.items())),
             )
-            for number, round_ in rounds.rounds.items()
+            for number, round_ in rounds.state.rounds.items()
         ),
-        (rank[rounds.current.number], rounds.current.state, tuple(rounds.current.parts)) if rounds.current else None,
-        rounds.target.manifest.digest if rounds.target else None,
-        rounds.epoch,
-        rounds.committed,
-        tuple(sorted((name, until - now) for name, until in rounds._together.items())),
+        (rank[rounds.state.current.number], rounds.state.current.state, tuple(rounds.state.current.parts))
+        if rounds.state.current
+        else None,
+        rounds.state.target.manifest.digest if rounds.state.target else None,
+        rounds.state.epoch,
+        rounds.state.committed,
+        tuple(sorted((name, until - now) for name, until in rounds.state.grouping.items())),
         (rank[formation.round.number], group[formation.generation]) if formation is not None else None,
-        min(now - rounds._heard, SILENT_S + 1),
+        min(now - rounds.state.publisher_seen, SILENT_S + 1),
         (
             node.learner.alive,
             node.learner.epoch,
@@ -679,7 +692,7 @@ def _poll_key(poll: MemberPoll, rank: dict[int, int]) -> tuple[Any, ...]:
 def _member_key(
     name: str, node: Node, rank: dict[int, int], group: dict[int, int], orders: dict[str, list[int]]
 ) -> tuple[Any, ...]:
-    process, member = node.processes[name], node.rounds.members.get(name)
+    process, member = node.processes[name], node.rounds.state.members.get(name)
     seen = {copy.order for copy in node.copies if copy.member == name}
     if process.poll is not None:
         seen.add(process.poll.order)
@@ -710,16 +723,16 @@ def _member_key(
         member.has_plan,
         min(now - member.last_seen, SILENT_S + 1),
         member.dead,
-        tuple(sorted(member.shunned)),
-        member.whole_only,
+        tuple(sorted(member.failed_sources)),
+        member.full_only,
         bool(member.error),
         max(0.0, member.retry_at - now),
         member.relay,
         (
             rank[part.round.number],
-            part.way.transport,
-            part.way.source,
-            part.way.hops,
+            part.route.transport,
+            part.route.source,
+            part.route.hops,
             part.deadline - now,
             part.whole,
             part.committing,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from model_mutants import MUTANTS, PAIRS, Mutant, paired
+from model_mutants import MUTANTS, PAIRS, Mutant, combine
 from model_search import Found, search
+
+from buffers.groups.machine import Parts
 
 
 def caught(found: Found) -> str:
@@ -16,19 +18,25 @@ def caught(found: Found) -> str:
     return f"{found.stuck} states from which no completion is reachable" if found.stuck else ""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.kind.__name__)
+def name_pair(pair: tuple[dict[str, tuple[type, ...]], object]) -> str:
+    return "+".join(kind.__name__ for kinds in pair[0].values() for kind in kinds)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_wrong_rule_is_caught(mutant: Mutant, figure: Callable[[str], None]) -> None:
-    found = search(mutant.case, kind=mutant.kind, limit=20_000)
+    found = search(mutant.case, parts=Parts(**mutant.parts), limit=20_000)
     how = caught(found)
-    assert how, f"{mutant.kind.__name__} survived {found.line()}"
+    assert how, f"{mutant.name} survived {found.line()}"
     assert mutant.words in how
     figure(f"caught after {found.states} states, {len(found.trace)} transitions: {how}")
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "+".join(kind.__name__ for kind in pair[0]))
+@pytest.mark.parametrize(
+    "pair", PAIRS, ids=lambda pair: "+".join(kind.__name__ for kinds in pair[0].values() for kind in kinds)
+)
 def test_two_wrong_rules_do_not_hide_each_other(pair: tuple, figure: Callable[[str], None]) -> None:  # type: ignore[type-arg]
-    kinds, case = pair
-    found = search(case, kind=paired(*kinds), limit=20_000)
+    wrong, case = pair
+    found = search(case, parts=combine(wrong), limit=20_000)
     assert caught(found)
     figure(f"caught after {found.states} states: {caught(found)}")
 

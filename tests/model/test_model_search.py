@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from model_cases import LONG, SHORT
-from model_mutants import FeasibleIgnored, Naive, NaiveButFresh
+from model_mutants import NAIVE, NAIVE_BUT_FRESH, FeasibleIgnored
 from model_search import Found, search
 from model_world import Case
+
+from buffers.groups.machine import Parts
 
 
 def proved(found: Found) -> None:
@@ -48,10 +50,10 @@ def test_the_counter_example_of_the_naive_rule_is_found(figure: Callable[[str], 
     engines get work only while they hold the newest weights.
     """
     case = Case(batch=1, size=1, eta=2, depth=2, producers=2, losses=False)
-    for kind in (Naive, NaiveButFresh):
-        found = search(case, kind=kind, only=True)
+    for parts in (NAIVE, NAIVE_BUT_FRESH):
+        found = search(case, parts=parts, only=True)
         assert "its bound is 2" in found.violation
-        figure("\n".join([f"{kind.__name__}: {found.violation}", *found.trace]))
+        figure("\n".join([f"{parts.schedule.__name__}: {found.violation}", *found.trace]))
     proved(search(case))
 
 
@@ -73,6 +75,6 @@ def test_synchronous_and_one_step_off_are_settings(eta: int) -> None:
 
 def test_the_depth_implies_feasibility_for_new_prompts_under_one_bound() -> None:
     """(F) decides only where bounds differ or a group with samples is resumed: elsewhere (D) is enough."""
-    proved(search(Case(batch=1, size=1, eta=2, depth=2, producers=1), kind=FeasibleIgnored))
+    proved(search(Case(batch=1, size=1, eta=2, depth=2, producers=1), parts=Parts(schedule=FeasibleIgnored)))
     tuned = Case(batch=1, size=1, eta=1, depth=1, producers=1, tunes=((1, 1), (2, 2)))
-    assert "(F)" in search(tuned, kind=FeasibleIgnored).violation
+    assert "(F)" in search(tuned, parts=Parts(schedule=FeasibleIgnored)).violation

@@ -27,8 +27,10 @@ from model_mutants import BoundOfTheMoment, OlderTokensIgnored, RequiredIgnored
 
 from asyncrl.errors import AsyncRLError, Fenced
 from asyncrl.wire import Lease, LeaseReturn, Piece, Pieces, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups.machine import Groups
-from buffers.groups.records import COMPETING, Group, JudgeRule, Ledger, Record, Settings, State, Underway
+from buffers.groups.group_table import ledger_counts
+from buffers.groups.judgements import JudgeRule
+from buffers.groups.machine import DEFAULT_PARTS, GroupMachine, Parts
+from buffers.groups.records import COMPETING, Group, Ledger, Record, Settings, State, Underway
 
 PRODUCERS = ("p0", "p1", "p2", "p3")
 WHO = st.sampled_from(PRODUCERS)
@@ -44,7 +46,7 @@ def no_sevens(*, rewards: list[float], **_: Any) -> str:
 class System(RuleBasedStateMachine):
     """A run of 24 groups or so."""
 
-    kind: type[Groups] = Groups
+    parts = DEFAULT_PARTS
 
     @initialize(
         eta=st.integers(0, 4),
@@ -91,15 +93,15 @@ class System(RuleBasedStateMachine):
         self.epoch = 0
         self.register(0)
 
-    def fresh(self, epoch: int) -> Groups:
-        return self.kind(self.base, epoch=epoch, filters=(("sevens", no_sevens),))
+    def fresh(self, epoch: int) -> GroupMachine:
+        return GroupMachine(self.base, epoch=epoch, filters=(("sevens", no_sevens),), parts=self.parts)
 
     def number(self) -> int:
         self.numbers += 1
         return self.numbers
 
     def persist(self) -> None:
-        for change in self.book.take().changes:
+        for change in self.book.take().rows:
             if change.value is None:
                 self.rows.pop(change.key, None)
             else:
@@ -117,12 +119,12 @@ class System(RuleBasedStateMachine):
 
     @rule(name=WHO)
     def sync(self, name: str) -> None:
-        self.engines[name] = self.book.meta.version
+        self.engines[name] = self.book.table.meta.version
 
     @rule(name=WHO, count=st.integers(1, 5))
     def lease(self, name: str, count: int) -> None:
-        self.book.saw("producer", name, self.now)
-        request, before = self.number(), set(self.book.groups)
+        self.book.workers.see("producer", name, self.now)
+        request, before = self.number(), set(self.book.table.groups)
         version = self.engines[name]
         leases = self.book.lease(name, engine_version=version, max_groups=count, request=request, now=self.now)
         assert leases or self.book.lease_blocked(version, name)
@@ -132,7 +134,7 @@ class System(RuleBasedStateMachine):
             if lease.group not in before:
                 self.bounds[lease.group] = self.book.settings.max_staleness
             assert lease.deadline_version <= version + self.bounds[lease.group]
-            begun = self.book.groups[lease.group].underway
+            begun = self.book.table.groups[lease.group].underway
             assert all(lease.deadline_version <= one.oldest + self.bounds[lease.group] for one in begun.values())
             assert begun.keys() <= set(lease.missing)
             SEEN["continued"] += len(begun)
@@ -157,7 +159,7 @@ class System(RuleBasedStateMachine):
             self.submit(name, lease, tuple(order), max(0, self.engines[name] - age), reward)
 
     def begun(self, lease: Lease) -> dict[int, Underway]:
-        group = self.book.groups.get(lease.group)
+        group = self.book.table.groups.get(lease.group)
         return group.underway if group is not None and group.token == lease.token else {}
 
     @precondition(lambda self: any(self.held.values()))
@@ -172,7 +174,7 @@ class System(RuleBasedStateMachine):
         piece = Piece(index, known + gap, 1, ((version, 1),))
         record = Record(2, self.number(), 1, 1, 0)
         message = Pieces(name, lease.group, lease.token, (piece,), {}, ())
-        group = self.book.groups.get(lease.group)
+        group = self.book.table.groups.get(lease.group)
         before = None if group is None else dict(group.underway)
         reply = self.book.pieces(message, invalid=str, keep=lambda _: record, now=self.now)
         if gap or not reply.kept:
@@ -192,7 +194,7 @@ class System(RuleBasedStateMachine):
         for lease in sorted(self.held[name], key=lambda lease: lease.group)[slow:]:
             self.submit(name, lease, lease.missing, max(0, self.engines[name] - age), 1.0)
         self.claim(0.0)
-        if self.book.meta.version + 1 in self.book.batches:
+        if self.book.table.meta.version + 1 in self.book.table.batches:
             self.commit(False)
 
     def submit(self, name: str, lease: Lease, order: tuple[int, ...], version: int, reward: float | None) -> None:
@@ -213,7 +215,7 @@ class System(RuleBasedStateMachine):
     def send_again(self, data: st.DataObject) -> None:
         """Twice, late, out of order: it changes nothing, unless the group was begun anew since."""
         message, checksum = data.draw(st.sampled_from(self.sent))
-        group = self.book.groups.get(message.group)
+        group = self.book.table.groups.get(message.group)
         known = group is not None and group.token == message.token and bool(group.token)
         taken = self.book.samples(
             message, checksum=checksum, invalid=str, keep=lambda: Record(1, checksum, 1, 1, checksum), now=self.now
@@ -227,7 +229,7 @@ class System(RuleBasedStateMachine):
     @rule(data=st.data())
     def answer_under_a_lost_lease(self, data: st.DataObject) -> None:
         name, lease = data.draw(st.sampled_from(self.zombies[-10:]))
-        group = self.book.groups.get(lease.group)
+        group = self.book.table.groups.get(lease.group)
         if group is None or group.token != lease.token:
             before = len(self.made)
             self.submit(name, lease, lease.missing[:1], max(0, self.engines[name]), 1.0)
@@ -266,7 +268,7 @@ class System(RuleBasedStateMachine):
         name=st.sampled_from(["r0", "r1"]), reward=st.sampled_from([0.0, 1.0, 1.0, 7.0, None]), count=st.integers(1, 6)
     )
     def score(self, name: str, reward: float | None, count: int) -> None:
-        self.book.saw("reward", name, self.now)
+        self.book.workers.see("reward", name, self.now)
         judge = "deep" if name == "r1" and self.base.judges else ""
         items = self.book.reward_lease(name, max_samples=count, request=self.number(), now=self.now, judge=judge)
         SEEN["judged"] += len(items) * bool(judge)
@@ -282,12 +284,12 @@ class System(RuleBasedStateMachine):
 
     @rule(wait=st.sampled_from([0.0, 0.0, 25.0]))
     def claim(self, wait: float) -> None:
-        version = self.book.meta.version
+        version = self.book.table.meta.version
         step = version + 1
-        recorded = self.book.batches.get(step)
+        recorded = self.book.table.batches.get(step)
         known = None if recorded is None else list(recorded.groups)
         found = self.book.claim(epoch=self.epoch, step=step, version=version, now=self.now)
-        if found is None and wait and self.book.late_since is not None:
+        if found is None and wait and self.book.batches.late_since is not None:
             self.now += wait
             for name in PRODUCERS:
                 self.book.heartbeat("producer", name, pid=0, host="h", now=self.now)
@@ -299,7 +301,7 @@ class System(RuleBasedStateMachine):
         again = self.book.claim(epoch=self.epoch, step=step, version=version, now=self.now)
         assert again is not None and again.batch.groups == found.batch.groups
         for number in found.batch.groups:
-            self.judge(self.book.groups[number], version)
+            self.judge(self.book.table.groups[number], version)
         SEEN["claim"] += 1
 
     def judge(self, group: Group, version: int) -> None:
@@ -309,11 +311,11 @@ class System(RuleBasedStateMachine):
         assert len(group.samples) == self.base.group_size and group.bound == self.bounds[group.id]
         SEEN[f"lag {version - oldest}"] += 1
 
-    @precondition(lambda self: self.book.meta.version + 1 in self.book.batches)
+    @precondition(lambda self: self.book.table.meta.version + 1 in self.book.table.batches)
     @rule(save=st.booleans())
     def commit(self, save: bool) -> None:
-        step = self.book.meta.version + 1
-        groups = list(self.book.batches[step].groups)
+        step = self.book.table.meta.version + 1
+        groups = list(self.book.table.batches[step].groups)
         for _ in range(2):
             self.book.commit(epoch=self.epoch, step=step, version=step, digest="", now=self.now, groups=groups)
         self.trained[step] = groups
@@ -322,16 +324,16 @@ class System(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        step = self.book.meta.version
-        self.saves.append((step, self.book.ledger(epoch=self.epoch, step=step)))
-        self.book.checkpointed(epoch=self.epoch, step=step, now=self.now)
+        step = self.book.table.meta.version
+        self.saves.append((step, self.book.batches.ledger(epoch=self.epoch, step=step)))
+        self.book.batches.checkpointed(epoch=self.epoch, step=step)
 
     @rule(which=st.sampled_from([0, 0, 0, 1, 2]))
     def learner_returns(self, which: int) -> None:
-        old, version = self.epoch, self.book.meta.version
+        old, version = self.epoch, self.book.table.meta.version
         self.register(which)
         for name in PRODUCERS:  # engines follow the version that is published now
-            self.engines[name] = min(self.engines[name], self.book.meta.version)
+            self.engines[name] = min(self.engines[name], self.book.table.meta.version)
         with pytest.raises(Fenced):
             self.book.claim(epoch=old, step=version + 1, version=version, now=self.now)
         SEEN["register"] += 1
@@ -344,9 +346,16 @@ class System(RuleBasedStateMachine):
         self.persist()
         before, other = self.book, self.fresh(self.book.service_epoch + 1)
         other.load(self.rows.items())
-        assert +other.counts == +before.counts and +other.due == +before.due and other.plan == before.plan
-        assert (other.ready_order, other.used_order) == (before.ready_order, before.used_order)
-        assert other.ledger_counts() == before.ledger_counts() and other.settings == before.settings
+        assert (
+            +other.table.indexes.counts == +before.table.indexes.counts
+            and +other.table.indexes.due == +before.table.indexes.due
+            and other.live.plan == before.live.plan
+        )
+        assert (other.table.indexes.ready, other.table.indexes.used) == (
+            before.table.indexes.ready,
+            before.table.indexes.used,
+        )
+        assert ledger_counts(other.table) == ledger_counts(before.table) and other.settings == before.settings
         assert {change.key: change.value for change in other.rows()} == {
             change.key: change.value for change in before.rows()
         }
@@ -379,7 +388,7 @@ class System(RuleBasedStateMachine):
             self.persist()
             uses = Counter(number for groups in self.trained.values() for number in groups)
             for number, count in uses.items():
-                group = self.book.groups.get(number)
+                group = self.book.table.groups.get(number)
                 assert count <= (group.max_uses if group else 2), f"group {number} was trained {count} times"
                 assert self.base.max_reuse > 1 or count == 1
 
@@ -391,7 +400,7 @@ class System(RuleBasedStateMachine):
         """Liveness: from wherever the schedule ended, healthy parties complete the run."""
         for _ in range(400):
             book = self.book
-            if book.unclaimed <= 0 and book.frontier == book.meta.version:
+            if book.schedule.unclaimed <= 0 and book.table.frontier == book.table.meta.version:
                 SEEN["completed"] += 1
                 return
             self.now += 1.0
@@ -402,7 +411,7 @@ class System(RuleBasedStateMachine):
                 self.book.heartbeat("producer", name, pid=0, host="h", now=self.now, holds=holds)
                 self.lease(name, 3)
                 for lease in self.held[name]:
-                    group = book.groups.get(lease.group)
+                    group = book.table.groups.get(lease.group)
                     if group is not None and group.token == lease.token and group.state == State.LEASED:
                         left = tuple(index for index in lease.missing if index not in group.samples)
                         self.submit(name, lease, left, self.engines[name], None if self.base.judges else 1.0)
@@ -410,10 +419,10 @@ class System(RuleBasedStateMachine):
             for name in ("r0", "r1"):
                 self.score(name, 1.0, 99)
             self.claim(0.0)
-            if book.meta.version + 1 in book.batches:
+            if book.table.meta.version + 1 in book.table.batches:
                 self.commit(True)
-        left = [group for group in self.book.groups.values() if group.state in COMPETING]
-        raise AssertionError(f"no end: {self.book.diagnosis(self.now)} {self.book.ledger_counts()} {left}")
+        left = [group for group in self.book.table.groups.values() if group.state in COMPETING]
+        raise AssertionError(f"no end: {self.book.diagnosis(self.now)} {ledger_counts(self.book.table)} {left}")
 
 
 def profile(examples: int, steps: int, *, fixed: bool) -> settings:
@@ -448,10 +457,12 @@ def test_larger_systems_for_longer(figure: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [RequiredIgnored, OlderTokensIgnored, BoundOfTheMoment], ids=lambda kind: kind.__name__
+    "wrong",
+    [{"batches": RequiredIgnored}, {"samples": OlderTokensIgnored}, {"group_leases": BoundOfTheMoment}],
+    ids=str,
 )
-def test_the_properties_can_fail(kind: type[Groups]) -> None:
+def test_the_properties_can_fail(wrong: dict[str, type]) -> None:
     """With a wrong rule the same machine finds a group above its bound."""
-    wrong = type("Wrong", (System,), {"kind": kind})
+    system = type("Wrong", (System,), {"parts": Parts(**wrong)})
     with pytest.raises((AssertionError, AsyncRLError)):
-        run_state_machine_as_test(wrong, settings=profile(900, 30, fixed=True))
+        run_state_machine_as_test(system, settings=profile(900, 30, fixed=True))

@@ -11,7 +11,7 @@ from sync_search import search
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.kind.__name__)
 def test_a_wrong_rule_is_caught(mutant: Mutant, figure: Callable[[str], None]) -> None:
-    found = search(mutant.case, kind=mutant.kind, limit=20_000, every=7)
+    found = search(mutant.case, parts=mutant.parts, limit=20_000, every=7)
     how = found.violation or (f"{found.stuck} states from which nobody is served" if found.stuck else "")
     assert how, f"{mutant.kind.__name__} survived {found.line()}"
     assert mutant.words in how

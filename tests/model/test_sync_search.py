@@ -62,7 +62,10 @@ def test_who_serves_relays_where_the_learner_is_dead() -> None:
     world = World(Case(versions=1))
     node = next(move for move in world.moves(world.start()) if move.label == "publish 0").node
     node = world.announce(node)
-    while "a" not in node.rounds.members or node.rounds.state_of(node.rounds.members["a"]) != "serving":
+    while (
+        "a" not in node.rounds.state.members
+        or node.rounds.queries.state_for(node.rounds.state.members["a"]) != "serving"
+    ):
         node = next(move for move in world._process_moves(node, "a") if move.good).node
     killed = next(move for move in world.moves(node._replace(faults=1)) if move.label == "learner killed")
     seconds, later = world.heal(killed.node, limit=12, learner=False)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from sync_mutants import AnyDigestIsCommitted, AnyMemberRelays, EveryWordCounts
+from sync_mutants import AnyDigestIsCommitted, AnyMemberRelays, EveryWordCounts, parts_with
 from sync_world import EXPECTED, Case, World
 
-from weightsync.coordinator.rounds import Rounds
+from weightsync.coordinator.rounds import Parts
 
 HEALED_S = 40
 SEEN: Counter[str] = Counter()
@@ -28,7 +29,7 @@ FAILURES = ("killed", "is lost", "wrong bytes", "wrong bytes", "fails", "fails",
 class System(RuleBasedStateMachine):
     """A run of a minute or so."""
 
-    kind: type[Rounds] = Rounds
+    parts: Parts = Parts()
 
     @initialize(
         transport=st.sampled_from(["stream", "stream", "auto", "collective", "local"]),
@@ -54,7 +55,7 @@ class System(RuleBasedStateMachine):
             spread,
             carries == "adapter",
         )
-        self.world = World(case, self.kind)
+        self.world = World(case, self.parts)
         self.node = self.world.start()
 
     def step(self, pick: int, *, good: bool, words: str = "") -> None:
@@ -119,8 +120,8 @@ class System(RuleBasedStateMachine):
             self.everybody_serves()
 
 
-def schedules(kind: type[Rounds], *, examples: int) -> None:
-    machine = type("System", (System,), {"kind": kind})
+def schedules(parts: Parts, *, examples: int) -> None:
+    machine = type("System", (System,), {"parts": parts})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
@@ -139,7 +140,7 @@ def schedules(kind: type[Rounds], *, examples: int) -> None:
 def test_schedules_of_larger_systems(figure: Callable[[str], None]) -> None:
     SEEN.clear()
     with patch("weightsync.coordinator.queries.FORM_S", 1.0):
-        schedules(Rounds, examples=100)
+        schedules(Parts(), examples=100)
     figure(", ".join(f"{name} {count}" for name, count in SEEN.most_common()))
     assert SEEN["healed"] > 90
 
@@ -148,11 +149,11 @@ def test_schedules_of_larger_systems(figure: Callable[[str], None]) -> None:
 @pytest.mark.timeout(3600)
 def test_more_schedules(figure: Callable[[str], None]) -> None:
     SEEN.clear()
-    schedules(Rounds, examples=3000)
+    schedules(Parts(), examples=3000)
     figure(", ".join(f"{name} {count}" for name, count in SEEN.most_common()))
 
 
 @pytest.mark.parametrize("kind", [AnyDigestIsCommitted, AnyMemberRelays, EveryWordCounts])
-def test_schedules_see_wrong_rules(kind: type[Rounds]) -> None:
+def test_schedules_see_wrong_rules(kind: type[Any]) -> None:
     with pytest.raises(EXPECTED):
-        schedules(kind, examples=100)
+        schedules(parts_with(kind), examples=100)

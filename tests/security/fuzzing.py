@@ -325,7 +325,7 @@ class Inside:
         found: dict[str, Any] = {"producer": "producer-0", "worker": "reward-0", "fingerprint": "fp"}
         if self.service is None:
             return found
-        groups, meta = list(self.service.groups.groups.values()), self.service.groups.meta
+        groups, meta = list(self.service.machine.table.groups.values()), self.service.machine.table.meta
         if groups:
             group = dice.choice(groups)
             found |= {"group": group.id, "token": getattr(group, "token", 0)}

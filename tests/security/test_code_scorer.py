@@ -11,7 +11,8 @@ import pytest
 from sandbox_lab import needs_bubblewrap
 
 from asyncrl.errors import Unavailable
-from producers.rewards.functions import RewardCall, RewardSample, value_of
+from producers.rewards.functions import RewardCall
+from producers.rewards.sample import RewardSample, read_value
 from producers.sandbox import Sandbox, SandboxLimits, open_sandbox
 
 PROGRAMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7\n"]}
@@ -69,8 +70,8 @@ def sandbox() -> Iterator[Sandbox]:
 
 def passed(sandbox: Sandbox, response: str, truth: Any, **args: Any) -> float:
     row = {"prompt": "p", "reward_model": {"ground_truth": truth}}
-    sample = RewardSample.of(row, prompt="p", response=response, prompt_ids=[1], response_ids=[1], finish="stop")
-    found = value_of(RewardCall("builtin:code", args=args, make_sandbox=lambda: sandbox).one(sample))
+    sample = RewardSample.from_row(row, prompt="p", response=response, prompt_ids=[1], response_ids=[1], finish="stop")
+    found = read_value(RewardCall("builtin:code", args=args, make_sandbox=lambda: sandbox).one(sample))
     assert found.value == float(found.parts["passed"] == 1.0)
     return found.parts["passed"]
 

@@ -17,7 +17,7 @@ from asyncrl.launcher.launch import worker_key
 from asyncrl.net.keys import Keys, join_path, read_keys, worker_file, write_keys
 from asyncrl.net.permissions import OWNER_ALONE, needs_owner
 from asyncrl.runtime.role import RoleArgs, join_key, run_key
-from weightsync.plan.signature import is_genuine, signed
+from weightsync.plan.signature import is_genuine, sign
 
 
 def config_with(*, key_file: str = "") -> Config:
@@ -134,11 +134,11 @@ def test_keys_in_a_log_show_no_secret(tmp_path: Path) -> None:
 def test_only_the_learners_manifest_is_genuine(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "server.key")
     join = read_keys(tmp_path / "join.key")
-    manifest = signed(MANIFEST, keys)
+    manifest = sign(MANIFEST, keys)
     assert is_genuine(manifest, keys) and is_genuine(manifest, join)
-    assert is_genuine(MANIFEST, None) and signed(MANIFEST, None) == MANIFEST
+    assert is_genuine(MANIFEST, None) and sign(MANIFEST, None) == MANIFEST
     others = write_keys(tmp_path / "others.key")
-    for wrong in (MANIFEST, signed(MANIFEST, others), msgspec.structs.replace(manifest, signature="\u00fc")):
+    for wrong in (MANIFEST, sign(MANIFEST, others), msgspec.structs.replace(manifest, signature="\u00fc")):
         assert not is_genuine(wrong, join)
     other_values = {
         "version": 4,

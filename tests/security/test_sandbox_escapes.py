@@ -18,7 +18,7 @@ import pytest
 from sandbox_lab import needs_bubblewrap
 
 from asyncrl.errors import AsyncRLError
-from producers.sandbox import Sandbox, SandboxLimits, SandboxResult, local, open_sandbox, seccomp
+from producers.sandbox import Sandbox, SandboxLimits, SandboxResult, bubblewrap, local, open_sandbox, seccomp
 
 LIMITS = SandboxLimits(
     timeout_s=60.0, memory_bytes=256 << 20, disk_bytes=16 << 20, output_bytes=10_000, max_processes=16
@@ -35,11 +35,11 @@ def call(*args):
 @pytest.fixture(scope="module", params=["root", "user"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     needs_bubblewrap()
-    if request.param == "root" and not local.privileged():
+    if request.param == "root" and not bubblewrap.privileged():
         pytest.skip("these tests do not run as root")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "user":
-            patch.setattr(local, "privileged", lambda: False)
+            patch.setattr(bubblewrap, "privileged", lambda: False)
         with open_sandbox("bubblewrap", LIMITS) as found:
             yield found
 

@@ -250,20 +250,20 @@ class Checker:
         flat = [group for step in lineage for group in step.groups]
         if self.world.max_reuse == 1 and len(flat) != len(trained):
             self.fail("doubled", f"{sorted(group for group in trained if flat.count(group) > 1)}")
-        said = set(groups.retired) | {g.id for g in groups.groups.values() if g.state == State.TRAINED}
+        said = set(groups.table.retired) | {g.id for g in groups.table.groups.values() if g.state == State.TRAINED}
         if trained - said:
             self.fail("lost", f"{sorted(trained - said)} are in the weights, the buffer calls them otherwise")
         if said - trained:
             self.fail("lost", f"{sorted(said - trained)} are called trained, the weights do not hold them")
-        for ended in groups.ended.values():
+        for ended in groups.table.ended.values():
             if not ended.reason:
                 self.fail("lost", f"group {ended.id} ended without a reason")
-        for number in range(groups.meta.cursor):
-            if number not in said and number not in groups.ended and number not in groups.groups:
+        for number in range(groups.table.meta.cursor):
+            if number not in said and number not in groups.table.ended and number not in groups.table.groups:
                 self.fail("lost", f"prompt {number} was issued and nobody knows it")
         last = max([-1, *self.world.issued, *trained])
-        if last >= groups.meta.cursor:
-            self.fail("lost", f"prompt {last} was issued, the cursor is {groups.meta.cursor}")
+        if last >= groups.table.meta.cursor:
+            self.fail("lost", f"prompt {last} was issued, the cursor is {groups.table.meta.cursor}")
         if [step.step for step in lineage] != list(range(1, self.world.steps + 1)):
             self.fail("places", f"the weights hold the steps {[step.step for step in lineage]}")
         self._places(lineage, groups)
@@ -273,7 +273,7 @@ class Checker:
         world = self.world
         missing = world.steps * world.batch_groups - sum(len(step.groups) for step in lineage)
         told = [int(number) for number in BURIED.findall(b"".join(world.history))]  # the history outlives the store
-        known = {e.id for e in groups.ended.values() if e.reason in ("payload_lost", "poison:simulated")}
+        known = {e.id for e in groups.table.ended.values() if e.reason in ("payload_lost", "poison:simulated")}
         buried = len(told) + len(known.difference(told))  # one may die twice, in two pasts
         if world.strict_places and not 0 <= missing <= buried:
             self.fail(

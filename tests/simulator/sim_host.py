@@ -60,9 +60,9 @@ class Host:
             world.medium.tainted = False
         with world.wired():
             self.service: BufferService = server_module.open_service(world.config, world.store())
-        groups = self.service.groups
+        groups = self.service.machine
         if world.check_opened:
-            world.check.opened(world.medium.rows, groups.meta, groups.batches)
+            world.check.opened(world.medium.rows, groups.table.meta, groups.table.batches)
         world.clock.at(TICK_S, self._tick)
 
     def arrive(self, call: SimCall) -> None:

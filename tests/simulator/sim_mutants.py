@@ -27,12 +27,18 @@ from sim_run import schedule
 
 from asyncrl.errors import StateLost
 from buffers import main as server
-from buffers.groups import leasing, scoring
-from buffers.groups.judgements import said_by
-from buffers.groups.machine import Groups
+from buffers.groups import schedule as schedules
+from buffers.groups import scoring
+from buffers.groups.batches import Batches
+from buffers.groups.group_table import GroupTable
+from buffers.groups.judgements import judgement
+from buffers.groups.leases import Leases
+from buffers.groups.partial_samples import PartialSamples
 from buffers.groups.records import State
+from buffers.groups.recovery import Recovery
+from buffers.groups.sample_intake import GroupSamples, SampleIntake
 from buffers.groups.scoring import Found
-from buffers.service import service
+from buffers.service.service import BufferService
 
 Patch = tuple[Any, str, Any]
 
@@ -41,73 +47,66 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _any_token(self: Any, group: Any, head: Any, checksum: int) -> Any:
-    return real_sort(self, group, msgspec.structs.replace(head, token=group.token), checksum)
+def _any_token(self: Any, item: Any, head: Any, checksum: int) -> Any:
+    return real_sort(self, item, msgspec.structs.replace(head, token=item.token), checksum)
 
 
-def _everything_is_new(self: Any, group: Any, head: Any, checksum: int) -> Any:
-    return [item.index for item in head.samples], [], {}
+def _everything_is_new(self: Any, item: Any, head: Any, checksum: int) -> Any:
+    return [sample.index for sample in head.samples], [], {}
 
 
 def _answers_first(self: Any) -> None:
     self.segments.flush()
-    replies, self._replies = self._replies, []
-    for call, message, payloads in replies:
-        call.reply(message, payloads)
+    self.context.send_answers()
     real_flush(self)
 
 
-def _record_in_memory(self: Any, step: int, chosen: Any, now: float) -> Any:
-    claimed = real_record(self, step, chosen, now)
-    self._dirty.pop(f"b{step}", None)
+def _record_in_memory(self: Any, step: int, chosen: Any) -> Any:
+    claimed = real_record(self, step, chosen)
+    self.tx._rows.pop(f"b{step}", None)
     return claimed
 
 
-def _retires_all(self: Any, *, epoch: int, step: int, now: float) -> None:
-    real_checkpointed(self, epoch=epoch, step=step, now=now)
-    for number in sorted(self.batches):
-        for group in self.batches.pop(number).groups:
-            if group in self.groups:
-                self._retire(self.groups[group])
-        self._touch(f"b{number}")
+def _retires_all(self: Any, *, epoch: int, step: int) -> None:
+    real_checkpointed(self, epoch=epoch, step=step)
+    for number in sorted(self.table.batches):
+        for group in self.table.batches.pop(number).groups:
+            if group in self.table.groups:
+                self.table.retire(self.table.groups[group])
+        self.table.put(f"b{number}")
 
 
 def _ready_and_recorded(self: Any, *args: Any) -> None:
     real_restore(self, *args)
-    for batch in self.batches.values():
+    for batch in self.table.batches.values():
         for number in batch.groups:
-            group = self.groups[number]
-            self._out(group)
-            group.state = State.READY
-            self._in(group)
+            group = self.table.groups[number]
+            with self.table.edit(group):
+                group.state = State.READY
 
 
-def _loses_but_counts(self: Any, group: Any, why: str, now: float, *, counts: bool = True) -> None:
-    kept = len(group.samples)
-    real_lose(self, group, why, now, counts=counts)
-    if kept and group.id in self.groups:
-        self._out(group)
-        self._forget_samples(group)
-        self.__dict__.setdefault("ghosts", {})[group.id] = kept
-        self._in(group)
+def _loses_but_counts(self: Any, item: Any, why: str, *, counts: bool = True) -> None:
+    kept = len(item.samples)
+    real_lose(self, item, why, counts=counts)
+    if kept and self.table.get(item.id) is not None and isinstance(self.table, GroupTable):
+        with self.table.edit(item):
+            self.table.drop_samples(item)
+            self.table.__dict__.setdefault("ghosts", {})[item.id] = kept
 
 
 def _counts_ghosts(self: Any, group: Any, *rest: Any) -> None:
-    real_accept(self, group, *rest)
-    now = rest[-1]
-    ghosts = self.__dict__.get("ghosts", {}).get(group.id, 0)
-    if ghosts and group.state == State.LEASED and len(group.samples) + ghosts >= self.settings.group_size:
-        self._out(group)
-        self._complete(group, now)
-        self._in(group)
+    real_store(self, group, *rest)
+    ghosts = self.table.__dict__.get("ghosts", {}).get(group.id, 0)
+    if ghosts and group.state == State.LEASED and len(group.samples) + ghosts >= self.size:
+        with self.table.edit(group):
+            self.complete(group)
 
 
 def _keeps_deadline(self: Any, group: Any, *rest: Any) -> None:
     before = group.deadline
-    real_accept(self, group, *rest)
-    self._out(group)
-    group.deadline = before
-    self._in(group)
+    real_store(self, group, *rest)
+    with self.table.edit(group):
+        group.deadline = before
 
 
 def _not_written_again(self: Any, rows: Any) -> None:
@@ -118,30 +117,31 @@ def _not_written_again(self: Any, rows: Any) -> None:
 
 
 def _reward_check(*, lease: bool, sample: bool) -> Callable[..., Any]:
-    """`_sample_for` with or without its two checks of the token."""
+    """`find_sample` with or without its two checks of the token."""
 
-    def check(self: Any, item: Any, judge: str) -> Any:
-        group = self.groups.get(item.group)
-        found = group.samples.get(item.index) if group else None
-        if group is None or found is None:
-            return self._ended_reason(item.group) if group is None else "unknown sample"
-        if found.reward is not None or said_by(found, judge).reward is not None:
+    def check(self: Any, answer: Any, judge: str) -> Any:
+        item = self.target.get(answer.group)
+        found = item.samples.get(answer.index) if item else None
+        if item is None or found is None:
+            return self.target.gone_reason(answer.group) if item is None else "unknown sample"
+        if found.reward is not None or judgement(found, judge).reward is not None:
             return "already scored"
-        held = self.scores_due.leases.get((item.group, item.index, judge))
-        if (lease and held is not None and held.token != item.token) or (sample and item.token <= found.token):
+        held = self.queue.leases.get((answer.group, answer.index, judge))
+        if (lease and held is not None and held.token != answer.token) or (sample and answer.token <= found.token):
             return "token: the reward lease was lost"
-        return Found(group, found, False)
+        return Found(item, found, False)
 
     return check
 
 
-def _first_answer_decides(sample: Any, judges: Any, judge: str, said: Any) -> bool:
-    sample.reward, sample.parts = said.reward, said.parts
+def _first_answer_decides(sample: Any, judges: Any, judge: str, answer: Any) -> bool:
+    sample.reward, sample.parts = answer.reward, answer.parts
     return True
 
 
-def _cursor_only(self: Any, cursor: int, *rest: Any) -> None:
-    self.meta.cursor = max(self.meta.cursor, cursor, *(end for _, end in self.retired.ranges()[-1:]))
+def _cursor_only(self: Any, cursor: int) -> None:
+    meta, retired = self.table.meta, self.table.retired
+    meta.cursor = max(meta.cursor, cursor, *(end for _, end in retired.ranges()[-1:]))
 
 
 def _register_again(self: Any, **named: Any) -> int:
@@ -149,17 +149,17 @@ def _register_again(self: Any, **named: Any) -> int:
     return int(real_register(self, **named))
 
 
-def _trained_die(self: Any, numbers: Any, *, now: float) -> None:
+def _trained_die(self: Any, numbers: Any) -> None:
     for number in numbers:
-        group = self.groups[number]
-        if group.state in (State.CLAIMED, State.TRAINED):
-            if group.state == State.TRAINED:
-                self._forget_batches(group)
-                self._end(group, State.DEAD, "payload_lost", now)
-            else:
-                real_lose_payloads(self, [number], now=now)
+        group = self.table.groups[number]
+        if group.state == State.TRAINED:
+            for step in [step for step in group.uses if step in self.table.batches]:
+                if group.id in self.table.batches[step].groups:
+                    self.table.batches[step].groups.remove(group.id)
+                    self.table.put(f"b{step}")
+            self.table.end(group, State.DEAD, "payload_lost")
         else:
-            real_lose_payloads(self, [number], now=now)
+            real_lose_payloads(self, [number])
 
 
 def _any_goodbye(self: Any, **named: Any) -> None:
@@ -167,14 +167,14 @@ def _any_goodbye(self: Any, **named: Any) -> None:
     real_goodbye(self, **named)
 
 
-def _rolled_back_ready(self: Any, number: int, now: float) -> None:
-    """A group that an older checkpoint does not hold is forgotten instead of dropped: nobody accounts for it."""
-    self.retired.discard(number)
-    self._touch("retired")
-    self.meta.cursor = max(self.meta.cursor, number + 1)
+def _rolled_back_ready(self: Any, number: int) -> None:
+    """A group that an older checkpoint does not hold is forgotten instead of dropped: the ledger lacks it."""
+    self.table.retired.discard(number)
+    self.table.put("retired")
+    self.table.meta.cursor = max(self.table.meta.cursor, number + 1)
 
 
-def _any_order(self: Any, step: int, size: int, now: float) -> bool:
+def _any_order(self: Any, step: int, size: int) -> bool:
     return True
 
 
@@ -182,10 +182,10 @@ def _fits_always(*_: Any, **__: Any) -> bool:
     return True
 
 
-def _replay_recorded_anew(self: Any, batch: Any, now: float) -> Any:
-    if self.meta.version < batch.step:
+def _replay_recorded_anew(self: Any, batch: Any) -> Any:
+    if self.table.meta.version < batch.step:
         batch.groups.reverse()
-    return real_again(self, batch, now)
+    return real_hand_out(self, batch)
 
 
 def _every_piece_is_next(self: Any, group: Any, head: Any, item: Any, keep: Any) -> Any:
@@ -199,52 +199,61 @@ def _commit_anything(self: Any, **named: Any) -> None:
         real_commit(self, **named)
 
 
-real_sort = Groups._sort_samples
-real_take_piece = Groups._take_piece
-real_commit = Groups.commit
-real_flush = service.BufferService.flush
-real_record = Groups._record
-real_checkpointed = Groups.checkpointed
-real_goodbye = Groups.goodbye
-real_again = Groups._again
-real_restore = Groups._restore_batches
-real_register = Groups.register
-real_lose = Groups._lose
-real_accept = Groups._accept
-real_lose_payloads = Groups.lose_payloads
+def _renews_all(self: Any, producer: str, pid: int, holds: Any) -> None:
+    real_renew(self, producer, pid, None)
 
-NO_FENCE: Patch = (Groups, "fence", _nothing)
-NAIVE_CLAIM: Patch = (Groups, "_settle_late", _any_order)
+
+real_sort = SampleIntake.sort
+real_take_piece = PartialSamples._take_piece
+real_commit = Batches.commit
+real_flush = BufferService.flush
+real_record = Batches.record
+real_checkpointed = Batches.checkpointed
+real_goodbye = Batches.goodbye
+real_hand_out = Batches._hand_out
+real_restore = Recovery.restore_batches
+real_register = Recovery.register
+real_lose = Leases.lose
+real_renew = Leases.renew
+real_store = GroupSamples.store
+real_lose_payloads = Batches.lose_payloads
+
+NO_FENCE: Patch = (Batches, "fence", _nothing)
+NAIVE_CLAIM: Patch = (Batches, "settle_late", _any_order)
 
 MUTANTS: dict[str, list[Patch]] = {
-    "samples under an old token are taken": [(Groups, "_sort_samples", _any_token)],
-    "duplicates are taken as new": [(Groups, "_sort_samples", _everything_is_new)],
+    "samples under an old token are taken": [(SampleIntake, "sort", _any_token)],
+    "duplicates are taken as new": [(SampleIntake, "sort", _everything_is_new)],
     "an older learner epoch is obeyed": [NO_FENCE],
     "the store does not fence an older service": [(SimStore, "_check", _nothing)],
-    "answers leave before they are persisted": [(service.BufferService, "flush", _answers_first)],
+    "answers leave before they are persisted": [(BufferService, "flush", _answers_first)],
     "the first judge to answer decides": [(scoring, "take_answer", _first_answer_decides)],
-    "a batch is handed out and not recorded": [(Groups, "_record", _record_in_memory)],
-    "a recorded batch comes back in another order": [(Groups, "_again", _replay_recorded_anew)],
-    "registration does not adopt the ledger": [(Groups, "_adopt_trained", _nothing)],
-    "a checkpoint retires steps it does not hold": [(Groups, "checkpointed", _retires_all)],
-    "recorded groups are ready once more": [(Groups, "_restore_batches", _ready_and_recorded)],
-    "what was rolled back is forgotten": [(Groups, "_roll_back", _rolled_back_ready),
-                                          (Groups, "_adopt_unknown", _cursor_only)],
+    "a batch is handed out and not recorded": [(Batches, "record", _record_in_memory)],
+    "a recorded batch comes back in another order": [(Batches, "_hand_out", _replay_recorded_anew)],
+    "registration does not adopt the ledger": [(Recovery, "_adopt_trained", _nothing)],
+    "a checkpoint retires steps it does not hold": [(Batches, "checkpointed", _retires_all)],
+    "recorded groups are ready once more": [(Recovery, "restore_batches", _ready_and_recorded)],
+    "what was rolled back is forgotten": [
+        (Recovery, "_roll_back", _rolled_back_ready),
+        (Recovery, "_issue_unknown", _cursor_only),
+    ],
     "the naive late rule: take what is ready": [NAIVE_CLAIM],
-    "older tokens do not lower the deadline": [(Groups, "_accept", _keeps_deadline)],
-    "a lost lease drops its samples and counts them": [(Groups, "_lose", _loses_but_counts),
-                                                       (Groups, "_accept", _counts_ghosts)],
-    "a second learner is taken in": [(Groups, "_refuse_second", _nothing)],
-    "an emptied store is a new run": [(Groups, "note_emptied", _nothing)],
+    "older tokens do not lower the deadline": [(GroupSamples, "store", _keeps_deadline)],
+    "a lost lease drops its samples and counts them": [
+        (Leases, "lose", _loses_but_counts),
+        (GroupSamples, "store", _counts_ghosts),
+    ],
+    "a second learner is taken in": [(Recovery, "_refuse_second", _nothing)],
+    "an emptied store is a new run": [(Recovery, "note_emptied", _nothing)],
     "a lost store is not written again": [(SimStore, "reseed", _not_written_again)],
-    "prompts that the store lost are not issued again": [(Groups, "_adopt_unknown", _cursor_only)],
-    "silent producers keep their leases": [(Groups, "expire", _nothing)],
-    "leases that nobody knows of are kept": [(Groups, "_lose_unnamed", _nothing)],
-    "a late copy of a registration registers": [(Groups, "register", _register_again)],
-    "a goodbye from ahead is taken": [(Groups, "goodbye", _any_goodbye)],
-    "any commit is taken": [(Groups, "commit", _commit_anything)],
-    "every piece of a sample is taken as the next one": [(Groups, "_take_piece", _every_piece_is_next)],
-}  # fmt: skip
+    "prompts that the store lost are not issued again": [(Recovery, "_issue_unknown", _cursor_only)],
+    "silent producers keep their leases": [(Leases, "expire", _nothing)],
+    "leases that their holder does not name are kept": [(Leases, "renew", _renews_all)],
+    "a late copy of a registration registers": [(Recovery, "register", _register_again)],
+    "a goodbye from ahead is taken": [(Batches, "goodbye", _any_goodbye)],
+    "any commit is taken": [(Batches, "commit", _commit_anything)],
+    "every piece of a sample is taken as the next one": [(PartialSamples, "_take_piece", _every_piece_is_next)],
+}
 
 
 class _NoneIsClaimed:
@@ -255,18 +264,18 @@ class _NoneIsClaimed:
 
 PAIRS: dict[str, list[Patch]] = {
     "claimed and trained groups die with their payload": [
-        (server, "State", _NoneIsClaimed), (Groups, "lose_payloads", _trained_die),
+        (server, "State", _NoneIsClaimed),
+        (Batches, "lose_payloads", _trained_die),
     ],
-    "no admission rule, naive late rule": [(leasing, "feasible", _fits_always), NAIVE_CLAIM],
+    "no admission rule, naive late rule": [(schedules, "feasible", _fits_always), NAIVE_CLAIM],
     "neither the buffer nor the mark fences a learner": [NO_FENCE, (Learner, "check_mark", _nothing)],
     "neither epoch is checked": [NO_FENCE, (SimStore, "_check", _nothing)],
     "scores: neither the lease's nor the sample's token": [
-        (Groups, "_sample_for", _reward_check(lease=False, sample=False)),
+        (scoring.Scoring, "find_sample", _reward_check(lease=False, sample=False)),
     ],
-    "old tokens and duplicates": [(Groups, "_sort_samples", _everything_is_new),
-                                  (Groups, "settle", _nothing)],
-    "no ledger, nothing rolled back": [(Groups, "_adopt_trained", _nothing), (Groups, "_roll_back", _nothing)],
-}  # fmt: skip
+    "old tokens and duplicates": [(SampleIntake, "sort", _everything_is_new), (GroupTable, "verify", _nothing)],
+    "no ledger, nothing rolled back": [(Recovery, "_adopt_trained", _nothing), (Recovery, "_roll_back", _nothing)],
+}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from sim_net import Clock, Network, Process
 import asyncrl.runtime.run_dir as rundir_module
 import buffers.main as server_module
 import buffers.service.service as service_module
-import buffers.service.session as desk_module
+import buffers.service.session as session_module
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.errors import Unavailable
@@ -50,7 +50,7 @@ def _folder(root: Any) -> RunDir:
 @contextmanager
 def _no_folders() -> Iterator[None]:
     """The paths of the one run folder, which does not exist, are put together once: that was a sixth of the time."""
-    modules: tuple[Any, ...] = (desk_module, server_module, service_module, rundir_module)
+    modules: tuple[Any, ...] = (session_module, server_module, service_module, rundir_module)
     letters = service_module.DeadLetters
     for module in modules:
         module.RunDir = _folder
@@ -174,7 +174,7 @@ class World:
 
     def ended_ids(self) -> set[int]:
         """Groups that the service calls dropped or dead."""
-        return set(self.net.service.service.groups.ended) if self.net.service else set()
+        return set(self.net.service.service.machine.table.ended) if self.net.service else set()
 
     def keep_content(self, batch: wire.Batch, payloads: Any) -> None:
         """What a batch consists of, for the digest of the weights."""
@@ -219,16 +219,16 @@ class World:
             "_last_epoch": self._last_epoch,
         }
         before = {name: getattr(server_module, name) for name in names}
-        log = desk_module.MetricsLog
+        log = session_module.MetricsLog
         for name, value in names.items():
             setattr(server_module, name, value)
-        desk_module.MetricsLog = NullLog  # type: ignore[misc,assignment]
+        session_module.MetricsLog = NullLog  # type: ignore[misc,assignment]
         try:
             yield
         finally:
             for name, value in before.items():
                 setattr(server_module, name, value)
-            desk_module.MetricsLog = log  # type: ignore[misc]
+            session_module.MetricsLog = log  # type: ignore[misc]
 
     def monotonic(self) -> float:
         """Seconds, as a clock that starts anew at every boot."""
@@ -310,7 +310,7 @@ class World:
         if self.finished is not None or process in self.zombies:
             return
         host, who = self.net.service, (process.name, process.pid, "h")
-        registered = host is not None and host.service.groups.meta.learner == who
+        registered = host is not None and host.service.machine.table.meta.learner == who
         if why == "fenced" and registered and process is self.check.learner and self.mark <= self.check.epoch:
             self.fail("second", f"{process.name} pid {process.pid} was fenced, and nobody had taken over from it")
         if process.role == "learner" and why in ("fenced", "learner.duplicate"):
@@ -325,7 +325,7 @@ class World:
     def someone_must_learn(self) -> None:
         """An operator looks: where no learner lives, one is started."""
         if self.finished is None and not any(p.alive and p.role == "learner" for p in self.processes.values()):
-            complete = self.net.service is not None and self.net.service.service.groups.meta.done
+            complete = self.net.service is not None and self.net.service.service.machine.table.meta.done
             self.start("learner", "l0", takeover=complete)  # "the run is complete": then it is asked for by name
 
     def finish(self, learner: Learner) -> None:
@@ -388,7 +388,7 @@ class World:
         if self.net.service is None or self.net.service.paused:
             self.net.service = None
             self.start_buffer()
-        self.check.finish(self.finished, self.net.service.service.groups)
+        self.check.finish(self.finished, self.net.service.service.machine)
         return self
 
     def digest(self) -> str:

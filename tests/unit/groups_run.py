@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.wire import SampleHead, Samples
-from buffers.groups.machine import Groups
+from buffers.groups.group_table import ledger_counts
+from buffers.groups.machine import GroupMachine, finish_group
 from buffers.groups.records import Ledger, Record, Settings, State
 
 
@@ -21,7 +22,7 @@ class Run:
     """A book with a clock, a learner and producers that ask anew each time."""
 
     def __init__(self, **changes: Any) -> None:
-        self.g = Groups(settings(**changes))
+        self.g = GroupMachine(settings(**changes))
         self.now = 0.0
         self.requests = 0
         self.epoch = self.register(0)
@@ -33,7 +34,7 @@ class Run:
 
     def lease(self, version: int = 0, count: int = 1, name: str = "p") -> list[int]:
         self.requests += 1
-        self.g.saw("producer", name, self.now)
+        self.g.workers.see("producer", name, self.now)
         return [
             lease.group
             for lease in self.g.lease(
@@ -43,7 +44,7 @@ class Run:
 
     def finish(self, *numbers: int, version: int | None = None) -> None:
         for number in numbers:
-            self.g.finish(number, now=self.now, version=version)
+            finish_group(self.g, number, now=self.now, version=version)
 
     def send(
         self,
@@ -58,7 +59,7 @@ class Run:
         name: str = "p",
     ) -> Any:
         heads = tuple(SampleHead(index, 1, "stop", ((version, 1),)) for index in indices)
-        token = self.g.groups[group].token if token is None else token
+        token = self.g.table.groups[group].token if token is None else token
         head = Samples(
             name, group, token, heads, digests or {}, (), "", 1, rewards=dict.fromkeys(indices, 0.5) if rewards else {}
         )
@@ -76,7 +77,7 @@ class Run:
     def step(self, step: int, version: int | None = None) -> list[int]:
         """Lease, finish, claim and commit one batch."""
         at = step - 1 if version is None else version
-        while self.g.counts[State.READY] < self.g.batch_size(step):
+        while self.g.table.indexes.counts[State.READY] < self.g.schedule.batch_size(step):
             got = self.lease(at)
             assert got, self.g.lease_blocked(at)
             self.finish(*got)
@@ -86,18 +87,21 @@ class Run:
         return batch
 
     def state(self, number: int) -> str:
-        group = self.g.groups.get(number)
+        group = self.g.table.groups.get(number)
         if group is not None:
             return State(group.state).name
-        return "RETIRED" if number in self.g.retired else State(self.g.ended[number].state).name
+        return "RETIRED" if number in self.g.table.retired else State(self.g.table.ended[number].state).name
 
     def reload(self) -> None:
         """Through the rows, as a restart of the service."""
         rows = [(change.key, change.value) for change in self.g.rows()]
-        fresh = Groups(self.g.settings, epoch=self.g.service_epoch + 1)
+        fresh = GroupMachine(self.g.settings, epoch=self.g.service_epoch + 1)
         fresh.load([(key, value) for key, value in rows if value is not None])
         fresh.note_start(self.now)
         fresh.check()
-        assert fresh.ledger_counts() == self.g.ledger_counts()
-        assert fresh.due == self.g.due and fresh.ready_order == self.g.ready_order
+        assert ledger_counts(fresh.table) == ledger_counts(self.g.table)
+        assert (
+            fresh.table.indexes.due == self.g.table.indexes.due
+            and fresh.table.indexes.ready == self.g.table.indexes.ready
+        )
         self.g = fresh

@@ -47,7 +47,7 @@ class ServiceLab:
 
     @property
     def groups(self) -> Any:
-        return self.service.groups
+        return self.service.machine
 
     def ask(self, message: Any, *, request: int) -> Asked:
         asked = Asked()

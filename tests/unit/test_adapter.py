@@ -13,16 +13,15 @@ from asyncrl.errors import HandshakeError
 from asyncrl.wire import Manifest, Tensor
 from weightsync.encoding.adapter import (
     AdapterConfig,
-    adapter_manifest,
-    added,
+    adapter_product,
     check_adapter,
     config_text,
+    peft_name,
     plan_adapter,
     read_config,
-    saved_name,
 )
-from weightsync.plan.buckets import TensorSpec, by_bucket, check_layout, plan_buckets
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import TensorSpec, check_layout, group_by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, version_digest
 
 CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("v_proj", "q_proj"))
 BASE = "ab" * 16
@@ -43,8 +42,11 @@ def published(config: AdapterConfig = CONFIG) -> tuple[Manifest, tuple[Tensor, .
     plan = plan_adapter(specs(), config, bucket_bytes=64)
     rng = np.random.default_rng(0)
     buckets = [rng.normal(size=size // 4).astype(np.float32).tobytes() for size in plan.bucket_bytes]
-    digests = [bucket_digest(g, b) for g, b in zip(by_bucket(plan.tensors, len(buckets)), buckets, strict=True)]
-    return adapter_manifest(3, plan, digests, base=BASE, config=config), plan.tensors, buckets
+    digests = [bucket_digest(g, b) for g, b in zip(group_by_bucket(plan.tensors, len(buckets)), buckets, strict=True)]
+    text = config_text(config)
+    digest = version_digest(digests, base=BASE, adapter=text)
+    manifest = Manifest(3, plan.digest, plan.bucket_bytes, tuple(digests), digest, "adapter", BASE, text)
+    return manifest, plan.tensors, buckets
 
 
 def test_names_and_order_are_those_of_a_saved_adapter() -> None:
@@ -53,7 +55,7 @@ def test_names_and_order_are_those_of_a_saved_adapter() -> None:
         f"base_model.model.{LAYER}.{module}.lora_{half}.weight" for module in ("q_proj", "v_proj") for half in "AB"
     ]
     assert plan_adapter(reversed(specs()), CONFIG, bucket_bytes=1 << 20).digest == plan.digest
-    assert saved_name("model.x.lora_B.weight") == saved_name("base_model.model.model.x.lora_B.default.weight")
+    assert peft_name("model.x.lora_B.weight") == peft_name("base_model.model.model.x.lora_B.default.weight")
 
 
 @pytest.mark.parametrize("scale", ["plain", "rslora"])
@@ -74,10 +76,10 @@ def test_what_arrives_is_the_low_rank_update(scale: str) -> None:
         down.weight.data, up.weight.data = torch.tensor(a), torch.tensor(b)
         x = torch.randn(7, 5)
         beside = base(x) + (config.lora_alpha / (2**0.5 if config.use_rslora else 2)) * up(down(x))
-        merged = base.weight + added(torch.tensor(a), torch.tensor(b), scaling=read.scaling)
+        merged = base.weight + adapter_product(torch.tensor(a), torch.tensor(b), scaling=read.scaling)
         torch.testing.assert_close(x @ merged.T, beside, rtol=1e-5, atol=1e-5)
         want = np.array([[sum(b[i, k] * a[k, j] for k in range(2)) for j in range(5)] for i in range(3)])
-        np.testing.assert_allclose(added(a, b, scaling=read.scaling), want * read.scaling, rtol=1e-5)
+        np.testing.assert_allclose(adapter_product(a, b, scaling=read.scaling), want * read.scaling, rtol=1e-5)
 
 
 def test_the_configuration_is_pefts_in_one_form() -> None:
@@ -99,8 +101,8 @@ def test_the_digest_sees_base_and_configuration() -> None:
     manifest, _, _ = published()
     others = [
         published(msgspec.structs.replace(CONFIG, lora_alpha=7.0))[0].digest,
-        whole_digest(manifest.bucket_digests, base="cd" * 16, adapter=manifest.adapter),
-        whole_digest(manifest.bucket_digests),
+        version_digest(manifest.bucket_digests, base="cd" * 16, adapter=manifest.adapter),
+        version_digest(manifest.bucket_digests),
     ]
     assert len({manifest.digest, *others}) == 4 and manifest.encoding == "adapter"
 
@@ -108,7 +110,7 @@ def test_the_digest_sees_base_and_configuration() -> None:
 def altered(**changes: Any) -> Manifest:
     """A manifest of which the digest is right and something else is not."""
     manifest = msgspec.structs.replace(published()[0], **changes)
-    digest = whole_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
+    digest = version_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
     return msgspec.structs.replace(manifest, digest=digest)
 
 
@@ -132,7 +134,9 @@ def test_a_wrong_adapter_is_refused() -> None:
         "full": altered(encoding="full"),
         "no base": altered(base=""),
         "another base": altered(base="cd" * 16),
-        "digest of the buckets alone": msgspec.structs.replace(manifest, digest=whole_digest(manifest.bucket_digests)),
+        "digest of the buckets alone": msgspec.structs.replace(
+            manifest, digest=version_digest(manifest.bucket_digests)
+        ),
         "alpha changed on the way": msgspec.structs.replace(manifest, adapter=text.replace("6.0", "9.0")),
     }
     for what, bad in wrong.items():
@@ -145,7 +149,7 @@ def test_a_wrong_adapter_is_refused() -> None:
     with pytest.raises(HandshakeError, match="none"):
         check_adapter(manifest, tensors, held="")
     plain = plan_buckets([TensorSpec(f"{LAYER}.q_proj.weight", "F32", (3, 5))], bucket_bytes=64)
-    with pytest.raises(HandshakeError, match="no tensor of a LoRA"):
+    with pytest.raises(HandshakeError, match="not a LoRA tensor"):
         check_adapter(manifest, plain.tensors, held=BASE)
 
 

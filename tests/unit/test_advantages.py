@@ -44,7 +44,7 @@ ALL: dict[str, Advantage] = {
     "grpo_score": with_options(adv.grpo, singleton="score"),
     "optimal_token_baseline_off_policy": with_options(adv.optimal_token_baseline, off_policy=True),
 }
-#: Groups whose rewards are all equal give exactly 0 with these.
+#: GroupMachine whose rewards are all equal give exactly 0 with these.
 BY_GROUP = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "passk_training"]
 
 

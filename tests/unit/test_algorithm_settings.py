@@ -21,8 +21,8 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.engine import GenRequest
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 from asyncrl.preflight import code, derived
-from buffers.groups.filters import filters_of
-from buffers.groups.machine import Groups
+from buffers.groups.failure_budget import load_filters
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import settings_of
 from learners.algorithms import registry
 from learners.algorithms.types import Estimate, LossInputs, Rollouts, TokenLoss
@@ -327,17 +327,20 @@ def test_what_cannot_be_tuned_is_refused_by_learner_and_buffer(name: str, value:
         tuned(LearnerConfig(), text)
     assert caught.value.code == "tune.refused" and said in caught.value.message
     with pytest.raises(AsyncRLError) as caught:
-        Groups(settings_of(made())).tune({key(name): value}, author="me@here", now=0.0)
+        GroupMachine(settings_of(made())).tune({key(name): value}, author="me@here", now=0.0)
     assert caught.value.code == "tune.refused"
 
 
 def test_the_buffer_tells_what_was_before() -> None:
-    groups = Groups(settings_of(made()))
+    groups = GroupMachine(settings_of(made()))
     _, changed, _ = groups.tune({key("kl.coeff"): 1, key("loss_options.dual_clip"): 3.0}, author="me@here", now=0.0)
     assert changed == {key("kl.coeff"): (0.001, 1.0), key("loss_options.dual_clip"): (None, 3.0)}
-    assert json.loads(groups.tuning.learner()) == {key("kl.coeff"): 1.0, key("loss_options.dual_clip"): 3.0}
+    assert json.loads(groups.live.tuning.learner_overrides()) == {
+        key("kl.coeff"): 1.0,
+        key("loss_options.dual_clip"): 3.0,
+    }
     groups.undo_tune(0, author="me@here", now=1.0)
-    assert groups.tuning.learner() == ""
+    assert groups.live.tuning.learner_overrides() == ""
 
 
 # ---------------------------------------------------------------- producers and buffer
@@ -355,5 +358,5 @@ def test_the_greedy_sample_is_asked_for_by_itself() -> None:
 
 
 def test_the_accuracy_band_is_a_filter_of_the_buffer() -> None:
-    ((name, filter_of),) = filters_of(made("buffer.filters=['accuracy_band']").buffer.filters)
+    ((name, filter_of),) = load_filters(made("buffer.filters=['accuracy_band']").buffer.filters)
     assert name == "accuracy_band" and filter_of(rewards=[1.0, 0.0]) == "" and "outside" in filter_of(rewards=[1.0])

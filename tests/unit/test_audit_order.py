@@ -11,7 +11,7 @@ from synthetic_run import Event, good_history, issue, register, train, write_his
 
 from asyncrl.audit.prove import Audit, Log, audit, audit_file, audit_run
 from asyncrl.config import parse
-from buffers.groups.machine import Groups
+from buffers.groups.machine import GroupMachine
 from buffers.main import settings_of
 
 
@@ -89,7 +89,7 @@ def test_the_service_says_its_setting(tmp_path: Path) -> None:
     config = parse(
         '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[[reward]]\nfunction = "m:r"\n[buffer]\nmax_staleness = 3'
     )
-    groups = Groups(settings_of(config), epoch=1, wall_offset=0.0)
+    groups = GroupMachine(settings_of(config), epoch=1, wall_offset=0.0)
     groups.note_start(0.0)
     [event] = groups.take().events
     assert isinstance(event, dict) and event["e"] == "service" and event["max_staleness"] == 3

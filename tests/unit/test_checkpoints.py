@@ -12,8 +12,8 @@ from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.versions import Runs, cut_runs, joined_runs
 from buffers.client import partial_samples as begun
-from buffers.groups.machine import Groups
-from buffers.groups.pieces import MAX_PIECES
+from buffers.groups.machine import GroupMachine, finish_group
+from buffers.groups.partial_samples import MAX_PIECES
 from buffers.groups.records import Ledger, Record, Settings, State
 from buffers.payloads import partial_samples as checkpoints
 from buffers.payloads.segments import Segments
@@ -34,7 +34,7 @@ class Book:
             "lease_timeout_s": 10.0,
         }
         self.settings = Settings(**settings | changes)
-        self.groups = Groups(self.settings)
+        self.groups = GroupMachine(self.settings)
         self.epoch = self.groups.register(**LEARNER, now=0.0)
         self.rows: dict[str, bytes] = {}
         self.events: list[Any] = []
@@ -43,7 +43,7 @@ class Book:
 
     def lease(self, name: str = "p", version: int = 0, count: int = 1, now: float = 0.0) -> list[wire.Lease]:
         self.requests += 1
-        self.groups.saw("producer", name, now)
+        self.groups.workers.see("producer", name, now)
         found = self.groups.lease(name, engine_version=version, max_groups=count, request=self.requests, now=now)
         return list(found)
 
@@ -84,21 +84,21 @@ class Book:
 
     def step(self) -> None:
         """Train one step with whatever is ready, to move the frontier."""
-        step = self.groups.meta.version + 1
+        step = self.groups.table.meta.version + 1
         assert self.groups.claim(epoch=self.epoch, step=step, version=step - 1, now=0.0) is not None
         self.groups.commit(epoch=self.epoch, step=step, version=step, digest="", now=0.0)
 
     def train(self, count: int) -> None:
         """Lease, finish and train so many groups, by a producer at the newest version."""
         for _ in range(count):
-            (lease,) = self.lease("q", self.groups.meta.version)
-            self.groups.finish(lease.group, now=0.0)
+            (lease,) = self.lease("q", self.groups.table.meta.version)
+            finish_group(self.groups, lease.group, now=0.0)
             self.step()
 
     def take(self) -> list[str]:
         """Persist; the names of what happened since."""
         taken = self.groups.take()
-        for change in taken.changes:
+        for change in taken.rows:
             self.rows.update({change.key: change.value} if change.value is not None else {})
         self.freed += taken.freed
         self.events += taken.events
@@ -107,7 +107,7 @@ class Book:
     def again(self) -> None:
         """The service is killed and starts from its rows."""
         self.take()
-        other = Groups(self.settings, epoch=self.groups.service_epoch + 1)
+        other = GroupMachine(self.settings, epoch=self.groups.service_epoch + 1)
         other.load(self.rows.items())
         self.groups = other
 
@@ -115,7 +115,7 @@ class Book:
         self.groups.give_back(wire.LeaseReturn(name, ((lease.group, lease.token),), "stop"), now=0.0)
 
     def begun(self, lease: wire.Lease) -> dict[int, tuple[int, Runs]]:
-        found = self.groups.groups[lease.group].underway
+        found = self.groups.table.groups[lease.group].underway
         return {index: (one.length, one.runs) for index, one in found.items()}
 
 
@@ -131,7 +131,7 @@ def test_pieces_follow_each_other_and_a_piece_sent_again_changes_nothing() -> No
     assert book.piece(lease, 4, ((0, 1), (1, 2))).kept == {0: 7}
     assert book.begun(lease) == {0: (7, ((0, 5), (1, 2)))}
     assert book.piece(lease, 5, ((0, 1),), index=1).kept == {1: 0}
-    assert book.records == 2 and book.groups.groups[lease.group].deadline == 2
+    assert book.records == 2 and book.groups.table.groups[lease.group].deadline == 2
 
 
 def test_a_lost_lease_hands_on_what_was_begun_and_the_old_holder_is_refused() -> None:
@@ -140,7 +140,7 @@ def test_a_lost_lease_hands_on_what_was_begun_and_the_old_holder_is_refused() ->
     book.piece(old, 0, ((0, 4),))
     book.sample(old, 1, 0)
     book.lose(old)
-    assert book.groups.groups[old.group].deadline == 2
+    assert book.groups.table.groups[old.group].deadline == 2
     (new,) = book.lease("q")
     assert new.missing == (0,) and book.begun(new) == {0: (4, ((0, 4),))} and "continue" in book.take()
     late = book.piece(old, 4, ((0, 4),))
@@ -148,8 +148,8 @@ def test_a_lost_lease_hands_on_what_was_begun_and_the_old_holder_is_refused() ->
     assert book.piece(new, 4, ((0, 2),), name="q").kept == {0: 6}
     assert book.sample(new, 0, 0, "q").accepted == (0,)
     book.take()
-    assert [record.offset for record in book.freed] == [1, 3] and not book.groups.groups[old.group].underway
-    assert book.groups.groups[old.group].state == State.READY
+    assert [record.offset for record in book.freed] == [1, 3] and not book.groups.table.groups[old.group].underway
+    assert book.groups.table.groups[old.group].state == State.READY
 
 
 def test_a_new_holder_may_begin_anew() -> None:
@@ -170,7 +170,7 @@ def test_what_was_begun_outlives_the_service() -> None:
     (lease,) = book.lease()
     book.piece(lease, 0, ((0, 4),), digests={0: "d0"})
     book.again()
-    assert book.groups.groups[0].underway[0].digests == {0: "d0"}
+    assert book.groups.table.groups[0].underway[0].digests == {0: "d0"}
     assert book.piece(lease, 4, ((0, 4),)).kept == {0: 8}  # the lease is still this producer's
     book.lose(lease)
     book.again()
@@ -188,7 +188,7 @@ def test_a_store_that_went_back_asks_for_what_it_lost() -> None:
     book.piece(lease, 4, ((0, 4),))
     book.again()
     book.rows = old
-    book.groups = Groups(book.settings, epoch=9)
+    book.groups = GroupMachine(book.settings, epoch=9)
     book.groups.load(old.items())
     assert book.piece(lease, 8, ((0, 4),)).kept == {0: 4}
     assert book.piece(lease, 4, ((0, 8),)).kept == {0: 12}
@@ -200,10 +200,10 @@ def test_an_older_beginning_lowers_the_deadline_when_it_is_handed_out() -> None:
     book.piece(long, 0, ((0, 4),))
     book.train(1)
     book.lose(long)
-    assert book.groups.groups[long.group].deadline is None  # without samples it counts for nothing while it waits
+    assert book.groups.table.groups[long.group].deadline is None  # without samples it counts for nothing while it waits
     (new,) = book.lease("q", version=1)
     assert new.group == long.group and new.deadline_version == 2  # 0 + 2, not 1 + 2
-    assert book.begun(new) and book.groups.groups[long.group].deadline == 2
+    assert book.begun(new) and book.groups.table.groups[long.group].deadline == 2
     book.groups.check()
 
 
@@ -220,7 +220,7 @@ def test_a_beginning_that_no_step_may_train_is_discarded() -> None:
     book.take()
     (new,) = book.lease("q", version=2)
     assert new.group == long.group and new.deadline_version == 3 and book.begun(new) == {}
-    assert book.take() == ["discard", "lease"] and book.groups.discarded == {"stale": 1}
+    assert book.take() == ["discard", "lease"] and book.groups.partial.discarded == {"stale": 1}
     assert [record.offset for record in book.freed] == [1]
     assert [event["why"] for event in book.events if event_name(event) == "discard"] == ["stale"]
 
@@ -236,10 +236,10 @@ def test_a_beginning_for_which_there_is_no_room_is_discarded() -> None:
     book.sample(younger, 0, 1, "q")
     book.lose(long)
     book.step()
-    assert book.groups.groups[slow.group].deadline == 2
+    assert book.groups.table.groups[slow.group].deadline == 2
     (new,) = book.lease("q", version=2)
     assert new.group == long.group and new.deadline_version == 4 and book.begun(new) == {}
-    assert book.groups.discarded == {"room": 1}
+    assert book.groups.partial.discarded == {"room": 1}
     book.sample(slow, 0, 0)
     book.step()
     assert not any(event_name(event) == "drop" for event in book.events)
@@ -247,30 +247,30 @@ def test_a_beginning_for_which_there_is_no_room_is_discarded() -> None:
 
 def test_weights_that_were_not_published_are_neither_kept_nor_continued() -> None:
     book = Book()
-    book.groups.note_digest(0, "d0")
+    book.groups.table.add_digest(0, "d0")
     (lease,) = book.lease()
     reply = book.piece(lease, 0, ((0, 4),), digests={0: "others"})
     assert "published was d0" in reply.refused[0] and not reply.kept and book.records == 0
     assert not book.lease(version=0)  # as for finished samples: this producer must sync
     assert "not kept: logprobs" in book.piece(lease, 0, ((0, 4),), wrong="logprobs: x").refused[0]
-    assert book.groups.groups[lease.group].holder == "p"
+    assert book.groups.table.groups[lease.group].holder == "p"
     # A version of which the buffer hears later: it is judged when it is handed out.
     assert book.piece(lease, 0, ((1, 4),), digests={1: "mine"}).kept == {0: 4}
-    book.groups.note_digest(1, "d1")
+    book.groups.table.add_digest(1, "d1")
     book.lose(lease)
     (new,) = book.lease("q", version=1)
-    assert book.begun(new) == {} and book.groups.discarded == {"not_published": 1}
+    assert book.begun(new) == {} and book.groups.partial.discarded == {"not_published": 1}
 
 
 def test_a_learner_that_goes_back_takes_the_beginnings_of_its_versions_with_it() -> None:
     book = Book()
     book.train(1)
-    book.groups.checkpointed(epoch=book.epoch, step=1, now=0.0)
+    book.groups.batches.checkpointed(epoch=book.epoch, step=1)
     (lease,) = book.lease(version=1)
     book.piece(lease, 0, ((0, 2), (1, 2)))
     book.piece(lease, 0, ((0, 2),), index=1)
     book.groups.register(**LEARNER | {"pid": 2, "takeover": True}, now=0.0)
-    assert book.begun(lease) == {1: (2, ((0, 2),))} and book.groups.discarded == {"abandoned": 1}
+    assert book.begun(lease) == {1: (2, ((0, 2),))} and book.groups.partial.discarded == {"abandoned": 1}
 
 
 def test_beginnings_go_with_their_group() -> None:
@@ -280,7 +280,7 @@ def test_beginnings_go_with_their_group() -> None:
     book.piece(dead, 0, ((0, 4),))
     for index in (0, 1):
         book.sample(lease, index, 0)
-    assert not book.groups.groups[lease.group].underway
+    assert not book.groups.table.groups[lease.group].underway
     assert "group is complete" in book.piece(lease, 4, ((0, 4),), index=2).refused[2]
     book.groups.give_back(wire.LeaseReturn("p", ((dead.group, dead.token),), "too long", dead=True), now=0.0)
     book.take()
@@ -305,8 +305,8 @@ def test_damaged_bytes_are_discarded() -> None:
     book.piece(lease, 0, ((0, 4),))
     book.piece(lease, 4, ((0, 4),))
     book.piece(lease, 0, ((0, 4),), index=1)
-    book.groups.lose_pieces({Record(1, 2, 1, 1, 2)}, now=0.0)
-    assert book.begun(lease) == {1: (4, ((0, 4),))} and book.groups.discarded == {"damaged": 1}
+    book.groups.partial.discard_damaged({Record(1, 2, 1, 1, 2)})
+    assert book.begun(lease) == {1: (4, ((0, 4),))} and book.groups.partial.discarded == {"damaged": 1}
     book.again()
     assert book.begun(lease) == {1: (4, ((0, 4),))}
 
@@ -336,7 +336,7 @@ def pieces(*parts: tuple[int, int, int], version: int = 3, **arrays: Any) -> tup
 
 
 def verdict(head: wire.Pieces, payload: bytes) -> str:
-    return checkpoints.checked(head, payload, group_size=2, max_tokens=10, newest_version=3)[1]
+    return checkpoints.check(head, payload, group_size=2, max_tokens=10, newest_version=3)[1]
 
 
 def test_pieces_are_checked_like_samples() -> None:
@@ -367,11 +367,11 @@ def test_bytes_come_back_joined_and_what_does_not_fit_or_is_damaged_is_left_out(
     for parts in ([(0, 0, 3), (1, 0, 2)], [(1, 2, 5), (0, 3, 4)]):
         head, payload = pieces(*parts, version=0)
         head = wire.Pieces("p", lease.group, lease.token, head.samples, head.digests, head.fields)
-        arrays, wrong = checkpoints.checked(head, payload, group_size=2, max_tokens=10, newest_version=3)
-        keep = lambda item, head=head, arrays=arrays: checkpoints.stored(head, item, arrays, segments)  # noqa: E731
+        arrays, wrong = checkpoints.check(head, payload, group_size=2, max_tokens=10, newest_version=3)
+        keep = lambda item, head=head, arrays=arrays: checkpoints.store(head, item, arrays, segments)  # noqa: E731
         assert book.groups.pieces(head, invalid=lambda wrong=wrong: wrong, keep=keep, now=0.0).refused == {}
     segments.flush()
-    heads, payloads, damaged = checkpoints.begun_of([lease], book.groups, segments, max_bytes=1 << 20)
+    heads, payloads, damaged = checkpoints.load([lease], book.groups, segments, max_bytes=1 << 20)
     assert not damaged
     found = begun.unpacked(wire.Leases((lease,), 0, begun=heads), payloads)[lease.group, lease.token]
     assert [(one.index, one.runs, one.digests) for one in found] == [
@@ -382,12 +382,12 @@ def test_bytes_come_back_joined_and_what_does_not_fit_or_is_damaged_is_left_out(
         np.testing.assert_array_equal(one.token_ids, np.arange(7) + 100 * one.index)
         np.testing.assert_array_equal(one.logprobs, np.full(7, -0.5, np.float32))
     # one sample of 128 bytes fits into half of 400
-    assert [head.index for head in checkpoints.begun_of([lease], book.groups, segments, max_bytes=300)[0]] == [0]
-    record = book.groups.groups[lease.group].underway[0].pieces[1]
+    assert [head.index for head in checkpoints.load([lease], book.groups, segments, max_bytes=300)[0]] == [0]
+    record = book.groups.table.groups[lease.group].underway[0].pieces[1]
     with (tmp_path / f"{record.segment:08d}.seg").open("r+b") as file:
         file.seek(record.offset + 60)
         file.write(b"\xff\xff")
-    heads, payloads, damaged = checkpoints.begun_of([lease], book.groups, segments, max_bytes=1 << 20)
+    heads, payloads, damaged = checkpoints.load([lease], book.groups, segments, max_bytes=1 << 20)
     assert [head.index for head in heads] == [1] and len(payloads) == 1 and record in damaged
     segments.close()
 

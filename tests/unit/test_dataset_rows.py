@@ -10,7 +10,8 @@ from asyncrl.config.mode import DATA_PREFIX
 from asyncrl.demo import answers, tasks
 from producers.data.prompts import BadPrompt
 from producers.data.tokenizer import Tokenizer
-from producers.engines.dataset import data_digest, encode_row, reward_of
+from producers.dataset_worker import reward_of
+from producers.engines.dataset import data_digest, encode_row
 
 USER = {"role": "user", "content": "1+1="}
 SAID = {"role": "assistant", "content": "2"}

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from asyncrl.wire import Tensor
 from weightsync.encoding import delta
-from weightsync.encoding.delta import decode, encode, encode_buckets
-from weightsync.plan.buckets import ITEM_BYTES, TensorSpec, by_bucket, plan_buckets
+from weightsync.encoding.delta import decode, encode
+from weightsync.plan.buckets import ITEM_BYTES, TensorSpec, group_by_bucket, plan_buckets
 from weightsync.transports.base import TransportError
 
 
@@ -163,16 +163,14 @@ def test_a_large_bucket_has_several_sections() -> None:
 
 def test_threads_share_nothing() -> None:
     plan = plan_buckets([TensorSpec(f"t{i}", "BF16", (50_000,)) for i in range(16)], bucket_bytes=100_000)
-    groups = by_bucket(plan.tensors, len(plan.bucket_bytes))
+    groups = group_by_bucket(plan.tensors, len(plan.bucket_bytes))
     old = [random_bytes(size, 2 * i) for i, size in enumerate(plan.bucket_bytes)]
     new = [changed(data, tuple(group), 0.05, 1) for data, group in zip(old, groups, strict=True)]
-    blobs = encode_buckets(old, new, groups, threads=4)
-    assert blobs == [encode(*row) for row in zip(old, new, groups, strict=True)]
     with ThreadPoolExecutor(4) as pool:
+        blobs = list(pool.map(encode, old, new, groups))
+        assert blobs == [encode(*row) for row in zip(old, new, groups, strict=True)]
         list(pool.map(lambda row: decode(row[0], memoryview(row[1]), row[2]), zip(blobs, old, groups, strict=True)))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(old, new, strict=True))
-    with pytest.raises(ValueError, match="buckets"):
-        encode_buckets(old, new[1:], groups, threads=2)
 
 
 def test_other_threads_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

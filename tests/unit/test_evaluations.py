@@ -16,7 +16,8 @@ from asyncrl.errors import HandshakeError
 from asyncrl.evaluation.ids import evaluation_group, split_group
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, SamplesReply, Score, Scores
 from buffers.evaluation.evaluations import Evaluations
-from buffers.groups.machine import Groups
+from buffers.groups.group_table import ledger_counts
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Ledger, Record, settings_of
 
 TEXT = f"{BARE}\nlease_timeout_s = 5.0\nmax_reissue = 1\n[evaluation]\npath = 'h.jsonl'\nevery = 2\nat_start = true\n"
@@ -37,7 +38,7 @@ class Lab:
 
     def __init__(self, *overrides: str, rows: int = 2) -> None:
         self.config = parse(TEXT, overrides=["evaluation.samples=2", "evaluation.timeout_s=100", *overrides])
-        self.groups = Groups(settings_of(self.config))
+        self.groups = GroupMachine(settings_of(self.config))
         self.e = Evaluations(self.config, self.groups)
         self.epoch = self.groups.register(name="l", pid=1, host="h", step=0, ledger=Ledger(), takeover=False, now=0.0)
         self.store: dict[str, bytes] = {}
@@ -46,35 +47,44 @@ class Lab:
         self.lines: list[dict[str, Any]] = []
         self.request = 0
         self.now = 0.0
-        self.e.greet("p", rows, 0.0)
+        self.e.greet("p", rows)
         self.settle()
 
     def settle(self) -> None:
         """What the service does after a drain, and the proof of the rows."""
-        self.e.settle(self.now)
-        taken = self.e.take()
-        for change in taken.changes:
+        self.groups.begin(self.now)
+        self.e.settle()
+        taken = self.groups.take()
+        lines, _ = self.e.take()
+        for change in taken.rows:
+            if change.key[0] not in "vw":
+                continue
             if change.value is None:
                 self.store.pop(change.key, None)
             else:
                 self.store[change.key] = change.value
-        self.events += taken.events
+        self.events += [event for event in taken.events if isinstance(event, dict) and event["e"].startswith("eval_")]
         self.freed += taken.freed
-        self.lines += taken.samples
-        self.e.check()
+        self.lines += lines
+        self.e.table.check()
         again = Evaluations(self.config, self.groups)
         again.load(self.store.items())
-        assert again.prompts == self.e.prompts and again.meta == self.e.meta and again.ended == self.e.ended
-        assert (again.pending, again.over) == (self.e.pending, self.e.over)
+        assert again.table.prompts == self.e.table.prompts and again.table.meta == self.e.table.meta
+        assert again.table.ended == self.e.table.ended
+        assert (again.table.indexes.pending, again.table.indexes.over) == (
+            self.e.table.indexes.pending,
+            self.e.table.indexes.over,
+        )
 
     def due(self, step: int, digest: str = "") -> None:
-        self.e.due(step, digest or f"d{step}", self.now)
+        self.groups.begin(self.now)
+        self.e.due(step, digest or f"d{step}")
         self.settle()
 
     def lease(self, producer: str = "p", version: int = 0, request: int = 0) -> list[Lease]:
-        self.groups.saw("producer", producer, self.now)
+        self.groups.workers.see("producer", producer, self.now)
         self.request += 1
-        leases = self.e.lease(producer, engine_version=version, request=request or self.request, now=self.now)
+        leases = self.e.prompt_leases.lease(producer, engine_version=version, request=request or self.request)
         self.settle()
         return list(leases)
 
@@ -103,36 +113,37 @@ class Lab:
             1,
         )
         record = Record(0, lease.token, 1, 1, lease.token)
-        reply = self.e.samples(head, checksum=lease.token, invalid=lambda: invalid, keep=lambda: record, now=self.now)
+        reply = self.e.intake.take(head, checksum=lease.token, invalid=lambda: invalid, keep=lambda: record)
         self.settle()
         return reply
 
     def score(self, *rewards: float, worker: str = "r", answers: tuple[str, ...] = ()) -> tuple[int, dict[str, str]]:
         """Score what can be leased, with these rewards in turn."""
-        self.groups.saw("reward", worker, self.now)
+        self.groups.workers.see("reward", worker, self.now)
         self.request += 1
-        items = self.e.reward_lease(worker, max_samples=len(rewards), request=self.request, now=self.now)
+        items = self.e.scoring.lease(worker, max_samples=len(rewards), request=self.request)
         words = answers or tuple("x" for _ in rewards)
         scores = tuple(
             Score(item.group, item.index, item.token, reward, {"f": reward}, word)
             for item, reward, word in zip(items, rewards, words, strict=False)
         )
-        taken = self.e.scores(Scores(worker, scores), now=self.now)
+        taken = self.e.scoring.take(Scores(worker, scores))
         self.settle()
         return taken
 
     def fail(self, worker: str, reason: str = "raised") -> tuple[int, dict[str, str]]:
-        self.groups.saw("reward", worker, self.now)
+        self.groups.workers.see("reward", worker, self.now)
         self.request += 1
-        (item,) = self.e.reward_lease(worker, max_samples=1, request=self.request, now=self.now)
+        (item,) = self.e.scoring.lease(worker, max_samples=1, request=self.request)
         failure = RewardFailure(item.group, item.index, item.token, reason, "no")
-        taken = self.e.scores(Scores(worker, (), (failure,)), now=self.now)
+        taken = self.e.scoring.take(Scores(worker, (), (failure,)))
         self.settle()
         return taken
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.e.tick(self.now)
+        self.groups.begin(self.now)
+        self.e.tick()
         self.settle()
 
     def names(self) -> list[str]:
@@ -147,13 +158,13 @@ def test_every_prompt_is_leased_sampled_scored_and_told() -> None:
     assert all(lease.missing == (0, 1) for lease in leases) and leases[0].seed != leases[1].seed
     assert all(lab.answer(lease).accepted == (0, 1) for lease in leases)
     assert lab.score(1.0, 0.0, 1.0, 1.0, answers=("4", "5", "6", "6")) == (4, {})
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert (line["evaluation_prompts"], line["evaluation_scored"]) == (2, 2)
     assert (line["evaluation_failed"], line["evaluation_missing"], line["why"]) == (0, 0, "")
     assert line["val-core/a/reward/mean@2"] == 0.75 and line["val-core/a/reward/maj@2/mean"] == 0.5
     assert (line["evaluation_version_min"], line["evaluation_version_max"]) == (0, 0)
     assert not any("/f/" in name for name in line), "with one function its part is the reward"
-    assert lab.e.prompts == {} and lab.e.meta.round is None and len(lab.freed) == 2
+    assert lab.e.table.prompts == {} and lab.e.table.meta.round is None and len(lab.freed) == 2
     assert lab.names().count("score") == 4 and lab.names()[-1] == "end"
     assert [(one["row"], one["index"], one["reward"]) for one in lab.lines] == [
         (0, 0, 1.0),
@@ -165,13 +176,12 @@ def test_every_prompt_is_leased_sampled_scored_and_told() -> None:
 
 def test_groups_of_training_know_nothing_of_it() -> None:
     lab = Lab()
-    before = (lab.groups.ledger_counts(), lab.groups.outstanding, lab.groups.rows())
+    before = (ledger_counts(lab.groups.table), lab.groups.table.outstanding, lab.groups.rows())
     lab.due(0)
     for lease in lab.lease():
         lab.answer(lease)
     lab.score(1.0, 1.0, 1.0, 1.0)
-    assert (lab.groups.ledger_counts(), lab.groups.outstanding, lab.groups.rows()) == before
-    assert lab.groups.take().events[-1]["e"] == "register"
+    assert (ledger_counts(lab.groups.table), lab.groups.table.outstanding, lab.groups.rows()) == before
     lab.groups.check()
 
 
@@ -179,15 +189,15 @@ def test_the_same_prompts_have_the_same_seeds_in_every_evaluation() -> None:
     lab = Lab()
     lab.due(0)
     first = {split_group(lease.group)[1]: lease.seed for lease in lab.lease()}
-    lab.e.finish(lab.now)
-    lab.groups.meta.newest = lab.groups.meta.version = 2
+    lab.e.finish()
+    lab.groups.table.meta.newest = lab.groups.table.meta.version = 2
     lab.due(2)
     assert {split_group(lease.group)[1]: lease.seed for lease in lab.lease(version=2)} == first
 
 
 def test_only_weights_of_the_step_or_later_make_samples() -> None:
     lab = Lab()
-    lab.groups.meta.newest = 3
+    lab.groups.table.meta.newest = 3
     lab.due(2)
     assert lab.lease(version=1) == [], "older than the step"
     assert lab.lease(version=5) == [], "nobody has published that"
@@ -200,7 +210,7 @@ def test_only_weights_of_the_step_or_later_make_samples() -> None:
 
 def test_another_digest_than_the_published_one_is_refused_and_bars_the_producer() -> None:
     lab = Lab()
-    lab.groups.digests[0] = ("good",)
+    lab.groups.table.digests[0] = ("good",)
     lab.due(0)
     lease, other = lab.lease()
     assert lab.answer(lease, digest="bad").refused[0].startswith("not published: digest: p holds bad")
@@ -215,8 +225,8 @@ def test_a_share_of_what_is_held_and_all_of_it_at_the_end() -> None:
     assert len(lab.lease()) == 2, "0.5 x 8 samples are 2 prompts x 2"
     assert lab.lease() == [], "until something is done"
     assert len(lab.lease("q")) == 2, "each producer has its share"
-    lab.groups.batches = dict.fromkeys(range(1, 5))  # type: ignore[assignment, misc]  # all are in batches
-    assert lab.groups.unclaimed == 0
+    lab.groups.table.batches = dict.fromkeys(range(1, 5))  # type: ignore[assignment, misc]  # all are in batches
+    assert lab.groups.schedule.unclaimed == 0
     assert len(lab.lease()) == 2, "the rest of 4 prompts"
 
 
@@ -238,7 +248,7 @@ def test_a_lost_lease_keeps_what_arrived_and_the_rest_is_made_elsewhere() -> Non
     assert again[0].missing == (0,) and again[1].missing == (0, 1) and again[0].attempt == 1
     assert lab.answer(lease, indices=(0,)).refused == {0: "token: the lease was lost"}
     assert lab.answer(again[0], producer="q").accepted == (0,)
-    assert lab.groups.take_cancelled("p", again=True), "the silent one is told, should it come back"
+    assert lab.groups.workers.take_cancelled("p", again=True), "the silent one is told, should it come back"
 
 
 def test_a_prompt_that_is_lost_too_often_has_failed() -> None:
@@ -248,7 +258,7 @@ def test_a_prompt_that_is_lost_too_often_has_failed() -> None:
     lab.tick(6.0)
     lab.lease("q")
     lab.tick(6.0)
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["failed"] == {"max_reissue": 2} and line["evaluation_failed"] == 2 and line["evaluation_missing"] == 0
     assert not any(name.startswith("val-") for name in line), "no figures of nothing"
 
@@ -257,14 +267,14 @@ def test_a_prompt_that_cannot_be_made_has_failed_and_one_given_back_has_not() ->
     lab = Lab()
     lab.due(0)
     bad, fine = lab.lease()
-    lab.e.give_back(LeaseReturn("p", ((bad.group, bad.token),), "too_long: 99 tokens", dead=True), now=lab.now)
-    lab.e.give_back(LeaseReturn("p", ((fine.group, fine.token),), "stopping"), now=lab.now)
+    lab.e.leases.give_back(LeaseReturn("p", ((bad.group, bad.token),), "too_long: 99 tokens", dead=True))
+    lab.e.leases.give_back(LeaseReturn("p", ((fine.group, fine.token),), "stopping"))
     lab.settle()
     (again,) = lab.lease("q")
     assert again.group == fine.group and again.attempt == 0, "no fault of the prompt"
     lab.answer(again, producer="q")
     lab.score(1.0, 1.0)
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["failed"] == {"prompt": 1} and line["val-core/a/reward/mean@2"] == 1.0, "never a reward of 0"
 
 
@@ -284,7 +294,7 @@ def test_poison_is_refused_and_made_again() -> None:
     lab.due(0)
     lease, _ = lab.lease()
     assert lab.answer(lease, invalid="logprobs: not finite").refused[0] == "poison: logprobs: not finite"
-    assert lab.groups.budget.poisoned == 0, "no budget of training is used"
+    assert lab.groups.budget.counts.poisoned == 0, "no budget of training is used"
     (again,) = lab.lease("q")
     assert again.group == lease.group
 
@@ -294,13 +304,13 @@ def test_a_reward_that_fails_goes_elsewhere_and_then_the_prompt_has_failed() -> 
     lab.due(0)
     (lease,) = lab.lease()
     lab.answer(lease, indices=(0,))
-    lab.groups.saw("reward", "other", lab.now)
+    lab.groups.workers.see("reward", "other", lab.now)
     lab.fail("r")
     assert lab.score(1.0) == (0, {}), "not to the one that failed while another lives"
     assert lab.fail("other") == (1, {})
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["failed"] == {"reward_failed": 1}
-    assert lab.groups.fault is None and lab.groups.ledger_counts()["dead"] == 0
+    assert lab.groups.budget.fault is None and ledger_counts(lab.groups.table)["dead"] == 0
 
 
 def test_several_judges_score_a_sample_and_name_its_answer() -> None:
@@ -313,17 +323,17 @@ def test_several_judges_score_a_sample_and_name_its_answer() -> None:
 
     def judge(name: str, worker: str, reward: float, answer: str) -> list[tuple[int, int]]:
         lab.request += 1
-        lab.groups.saw("reward", worker, lab.now)
-        items = lab.e.reward_lease(worker, max_samples=9, request=lab.request, now=lab.now, judge=name)
+        lab.groups.workers.see("reward", worker, lab.now)
+        items = lab.e.scoring.lease(worker, max_samples=9, request=lab.request, judge=name)
         scores = tuple(Score(one.group, one.index, one.token, reward, {name or "f": reward}, answer) for one in items)
         for _ in range(2):  # a copy of it changes nothing
-            lab.e.scores(Scores(worker, scores, judge=name), now=lab.now)
+            lab.e.scoring.take(Scores(worker, scores, judge=name))
         lab.settle()
         return [(one.group, one.index) for one in items]
 
     assert judge("deep", "d", 0.5, "deep says") == [(first.group, 0), (first.group, 1)], "rows of a alone"
-    assert not lab.e.ended and len(judge("", "r", 1.0, "")) == 4
-    (line,) = lab.e.ended
+    assert not lab.e.table.ended and len(judge("", "r", 1.0, "")) == 4
+    (line,) = lab.e.table.ended
     assert (line["val-core/a/reward/mean@2"], line["val-core/b/reward/mean@2"]) == (1.5, 1.0)
     told = [
         (sample["reward"], sample["answer"], sample["parts"]) for sample in lab.lines if sample["data_source"] == "a"
@@ -336,16 +346,16 @@ def test_a_score_under_an_old_token_is_refused() -> None:
     lab.due(0)
     (lease,) = lab.lease()
     lab.answer(lease)
-    (first, _) = lab.e.reward_lease("r", max_samples=2, request=90, now=lab.now)
-    assert lab.e.reward_lease("r", max_samples=2, request=90, now=lab.now)[0] == first, "the same request"
-    lab.groups.saw("reward", "r", lab.now)
+    (first, _) = lab.e.scoring.lease("r", max_samples=2, request=90)
+    assert lab.e.scoring.lease("r", max_samples=2, request=90)[0] == first, "the same request"
+    lab.groups.workers.see("reward", "r", lab.now)
     lab.tick(6.0)  # silent
     lab.score(0.0, 0.0, worker="s")
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["val-core/a/reward/mean@2"] == 0.0
-    assert "gone" in str(lab.e.scores(Scores("r", (Score(first.group, 0, first.token, 1.0),)), now=lab.now))
+    assert "gone" in str(lab.e.scoring.take(Scores("r", (Score(first.group, 0, first.token, 1.0),))))
     nan = Score(first.group, 0, first.token, float("nan"))
-    assert lab.e.scores(Scores("r", (nan,)), now=lab.now)[0] == 0
+    assert lab.e.scoring.take(Scores("r", (nan,)))[0] == 0
 
 
 def test_scores_that_are_not_finite_are_failures() -> None:
@@ -353,7 +363,7 @@ def test_scores_that_are_not_finite_are_failures() -> None:
     lab.due(0)
     lab.answer(lab.lease()[0])
     lab.score(float("nan"))
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["failed"] == {"reward_failed": 1}
 
 
@@ -365,35 +375,35 @@ def test_at_the_deadline_the_rest_is_missing_with_its_reason() -> None:
     lab.score(1.0, 0.0)
     lab.answer(unscored)
     lab.now = 99.0
-    lab.groups.saw("producer", "p", lab.now)
+    lab.groups.workers.see("producer", "p", lab.now)
     lab.tick(0.5)
-    assert lab.e.ended == [] and "100 s" in lab.e.running(lab.now)
+    assert lab.e.table.ended == [] and "100 s" in lab.e.progress()
     lab.tick(0.6)
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["why"] == "time" and line["evaluation_scored"] == 1
     assert line["missing"] == {"waits for scores": 1, "is being generated": 1, "waits for a producer": 3}
     assert line["evaluation_prompts"] == 6 == line["evaluation_scored"] + line["evaluation_missing"]
-    assert (held.group, held.token) in lab.groups.take_cancelled("p"), "its generation is stopped"
-    assert lab.answer(held).refused[0].startswith("unknown"), "and refused"
+    assert (held.group, held.token) in lab.groups.workers.take_cancelled("p"), "its generation is stopped"
+    assert lab.answer(held).refused[0].startswith("gone"), "and refused"
     assert lab.lease() == []
 
 
 def test_one_at_a_time_the_newest_waits_and_the_others_are_skipped() -> None:
     lab = Lab()
-    lab.groups.meta.newest = 6
+    lab.groups.table.meta.newest = 6
     lab.due(0)
     leases = lab.lease()
     for step in (2, 4, 6):
         lab.due(step)
     assert [event["step"] for event in lab.events if event["e"] == "eval_skip"] == [2, 4]
-    assert "that of step 6 is next" in lab.e.running(lab.now)
+    assert "that of step 6 is next" in lab.e.progress()
     for lease in leases:
         lab.answer(lease)
     lab.score(1.0, 1.0, 1.0, 1.0)
-    assert [line["step"] for line in lab.e.ended] == [0]
-    assert lab.e.meta.round is not None and lab.e.meta.round.step == 6, "it begins at once"
+    assert [line["step"] for line in lab.e.table.ended] == [0]
+    assert lab.e.table.meta.round is not None and lab.e.table.meta.round.step == 6, "it begins at once"
     lab.due(2), lab.due(4), lab.due(6)
-    assert lab.e.meta.waiting is None, "a commit that comes again starts nothing"
+    assert lab.e.table.meta.waiting is None, "a commit that comes again starts nothing"
 
 
 def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
@@ -403,61 +413,66 @@ def test_the_same_weights_are_evaluated_once_and_others_again() -> None:
     lab.due(0, "one")
     assert lab.names().count("begin") == 1
     lab.due(0, "two")  # the learner went back and trained the step again
-    assert [line["why"] for line in lab.e.ended] == ["the step was trained again with other weights"]
-    assert lab.answer(stale).refused[0].startswith("unknown")
+    assert [line["why"] for line in lab.e.table.ended] == ["the step was trained again with other weights"]
+    assert lab.answer(stale).refused[0].startswith("gone")
     fresh = lab.lease("q")
     assert [lease.group for lease in fresh] == [evaluation_group(0, 0), evaluation_group(0, 1)]
     assert lab.answer(stale).refused[0].startswith("token")
     for lease in fresh:
         lab.answer(lease, producer="q")
     lab.score(1.0, 1.0, 1.0, 1.0)
-    assert [line["digest"] for line in lab.e.ended] == ["one", "two"]
+    assert [line["digest"] for line in lab.e.table.ended] == ["one", "two"]
     lab.due(0, "two")
-    assert lab.e.meta.round is None
+    assert lab.e.table.meta.round is None
 
 
 def test_the_end_of_the_run_ends_it() -> None:
     lab = Lab()
     lab.due(0)
     lab.due(2)
-    lab.e.finish(lab.now)
+    lab.e.finish()
     lab.settle()
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["why"] == "the run ended" and line["evaluation_missing"] == 2
-    assert lab.e.running(lab.now) == "" and [e["step"] for e in lab.events if e["e"] == "eval_skip"] == [2]
+    assert lab.e.progress() == "" and [e["step"] for e in lab.events if e["e"] == "eval_skip"] == [2]
 
 
 def test_it_begins_when_a_producer_says_how_many_prompts_there_are() -> None:
     lab = Lab(rows=0)
     lab.due(0)
-    assert "no producer has said" in lab.e.running(0.0) and lab.lease() == []
-    lab.e.greet("p", 3, lab.now)
+    assert "no producer has reported" in lab.e.progress() and lab.lease() == []
+    lab.e.greet("p", 3)
     lab.settle()
-    assert lab.e.meta.round is not None and lab.e.meta.round.rows == 3
+    assert lab.e.table.meta.round is not None and lab.e.table.meta.round.rows == 3
 
 
 def test_producers_that_read_other_files_are_refused() -> None:
     lab = Lab(rows=2)
     lab.groups.hello("producer", "p", pid=1, host="h", now=0.0)
     with pytest.raises(HandshakeError, match="q reads 3 prompts"):
-        lab.e.greet("q", 3, 1.0)
-    lab.e.greet("q", 3, 99.0)  # the other one is silent: the data changed
-    assert lab.e.meta.rows == 3
+        lab.groups.begin(1.0)
+        lab.e.greet("q", 3)
+    lab.groups.begin(99.0)
+    lab.e.greet("q", 3)  # the other one is silent: the data changed
+    assert lab.e.table.meta.rows == 3
 
 
 def test_a_restarted_producer_loses_what_its_name_held_and_an_unnamed_lease_too() -> None:
     lab = Lab()
     lab.due(0)
     first, second = lab.lease()
-    lab.e.heartbeat("producer", "p", pid=0, holds=((first.group, first.token),), now=1.0)
-    lab.groups.saw("producer", "p", 6.5)
-    lab.e.heartbeat("producer", "p", pid=0, holds=((first.group, first.token),), now=6.5)
+    lab.groups.begin(1.0)
+    lab.e.heartbeat("producer", "p", pid=0, holds=((first.group, first.token),))
+    lab.groups.workers.see("producer", "p", 6.5)
+    lab.groups.begin(6.5)
+    lab.e.heartbeat("producer", "p", pid=0, holds=((first.group, first.token),))
     lab.settle()
     assert [event["why"] for event in lab.events if event["e"] == "eval_lost"] == ["unnamed"]
-    assert lab.e.pending == {second.group}
-    lab.e.hello("producer", "p", 7.0)
+    assert lab.e.table.indexes.pending == {second.group}
+    lab.groups.begin(7.0)
+    lab.e.hello("producer", "p")
     lab.settle()
-    assert lab.e.pending == {first.group, second.group}
+    assert lab.e.table.indexes.pending == {first.group, second.group}
 
 
 def test_damaged_payloads_are_made_again() -> None:
@@ -465,7 +480,7 @@ def test_damaged_payloads_are_made_again() -> None:
     lab.due(0)
     (lease,) = lab.lease()
     lab.answer(lease)
-    lab.e.lose_payloads([lease.group], now=lab.now)
+    lab.e.lose_payloads([lease.group])
     lab.settle()
     (again,) = lab.lease()
     assert again.missing == (0, 1) and again.attempt == 1 and len(lab.freed) == 1
@@ -478,15 +493,99 @@ def test_after_a_restart_of_the_service_it_goes_on_with_its_whole_time() -> None
     lab.answer(done)
     lab.score(1.0, 0.5)
     lab.now = 90.0
-    later = Groups(settings_of(lab.config), epoch=2)
+    later = GroupMachine(settings_of(lab.config), epoch=2)
     lab.groups = later
     lab.e = Evaluations(lab.config, later)
     lab.e.load(lab.store.items())
-    lab.groups.saw("producer", "p", lab.now)
+    lab.groups.workers.see("producer", "p", lab.now)
     lab.tick(0.1)
     lab.tick(1.0)
     assert lab.answer(open_).accepted == (0, 1), "what was leased is taken"
     lab.score(0.0, 0.0)
-    (line,) = lab.e.ended
+    (line,) = lab.e.table.ended
     assert line["evaluation_scored"] == 2 and line["val-core/a/reward/mean@2"] == pytest.approx(0.375)
-    assert lab.e.rows()[-1].key == "w0"
+    assert lab.e.table.rows()[-1].key == "w0"
+
+
+# ---------------------------------------------------------------- the same rules as for training groups
+
+
+def test_answers_about_held_out_prompts_are_counted_by_judge() -> None:
+    lab = Lab()
+    lab.due(0)
+    for lease in lab.lease():
+        lab.answer(lease)
+    lab.score(1.0, 0.0)
+    lab.fail("s")
+    (status,) = lab.groups.scoring.status(lab.e.table.queue)
+    assert (status["scored"], status["failures"], status["waiting"], status["leased"]) == (2, 1, 2, 0)
+
+
+def test_a_long_reason_is_cut_as_for_a_group() -> None:
+    lab = Lab()
+    lab.due(0)
+    lease, _ = lab.lease()
+    lab.e.leases.give_back(LeaseReturn("p", ((lease.group, lease.token),), "x" * 999))
+    lab.settle()
+    assert lab.events[-1]["e"] == "eval_lost" and lab.events[-1]["why"] == "x" * 200
+
+
+def test_the_holder_of_a_prompt_that_fails_is_told_to_stop() -> None:
+    lab = Lab("reward_workers.retries=0")
+    lab.due(0)
+    lease, _ = lab.lease()
+    assert lab.answer(lease, indices=(0,)).accepted == (0,)
+    lab.fail("r")
+    assert lab.e.table.prompts[lease.group].failed == "reward_failed"
+    assert lab.groups.workers.take_cancelled("p") == ((lease.group, lease.token),)
+
+
+def test_a_failure_names_its_judge() -> None:
+    more = ('reward=[{function="a:b"},{function="a:c",judge="slow"}]', 'judge=[{name="slow",retries=0}]')
+    lab = Lab(*more)
+    lab.due(0)
+    lease, _ = lab.lease()
+    lab.answer(lease)
+    lab.groups.workers.see("reward", "s", lab.now)
+    (item,) = lab.e.scoring.lease("s", max_samples=1, request=1, judge="slow")
+    failure = RewardFailure(item.group, item.index, item.token, "raised", "no")
+    assert lab.e.scoring.take(Scores("s", (), (failure,), judge="slow")) == (1, {})
+    lab.settle()
+    assert lab.events[-1]["detail"] == "raised: no (judge slow)"
+
+
+def test_a_service_with_fewer_judges_does_not_wait_for_the_others() -> None:
+    more = ('reward=[{function="a:b"},{function="a:c",judge="slow"}]', 'judge=[{name="slow"}]')
+    lab = Lab(*more)
+    lab.due(0)
+    leases = lab.lease()
+    for lease in leases:
+        lab.answer(lease)
+    assert lab.score(1.0, 0.0, 1.0, 1.0)[0] == 4 and not lab.e.table.ended, "the other judge has not answered"
+    later = Lab()
+    later.e.load(lab.store.items())
+    later.e.scoring.settle_judges()
+    later.settle()
+    (line,) = later.e.table.ended
+    assert (line["evaluation_scored"], line["val-core/a/reward/mean@2"]) == (2, 0.75)
+
+
+def test_a_digest_is_wrong_whatever_version_of_the_message_it_names() -> None:
+    lab = Lab()
+    lab.groups.table.digests |= {0: ("good",), 1: ("other",)}
+    lab.groups.table.meta.newest = 1
+    lab.due(0)
+    lease, _ = lab.lease()
+    heads = tuple(SampleHead(index, 3, "stop", ((0, 3),)) for index in lease.missing)
+    head = Samples("p", lease.group, lease.token, heads, {0: "good", 1: "bad"}, (), "{}", 1)
+    reply = lab.e.intake.take(head, checksum=1, invalid=str, keep=lambda: Record(0, 1, 1, 1, 1))
+    assert "digest: p holds bad as version 1" in reply.refused[0]
+
+
+def test_a_bar_that_is_over_is_removed() -> None:
+    lab = Lab()
+    lab.due(0)
+    lab.groups.workers.bar("p", 0, until=lab.now + 1.0)
+    assert lab.lease() == []
+    lab.tick(2.0)
+    assert len(lab.lease()) == 2 and "p" not in lab.groups.workers.barred

@@ -23,7 +23,8 @@ from asyncrl.planner.search import (
     restored,
     suggestion,
 )
-from buffers.groups.leasing import Leasing
+from buffers.groups.fair_share import FairShare
+from buffers.groups.group_table import ledger_counts
 from buffers.groups.records import State
 from buffers.simulation.clock import Clock
 from buffers.simulation.simulation import Simulation, play
@@ -81,7 +82,7 @@ def test_a_synchronous_batch_is_spread_over_the_producers(monkeypatch: pytest.Mo
     plant = msgspec.structs.replace(SWIFT, decode_sample_s=0.001)
     shared = play(plant, Scenario(producers=2, max_staleness=0, depth=0))
     spread = play(plant, Scenario(producers=2, max_staleness=0, depth=0, max_groups_in_flight=8))
-    monkeypatch.setattr(Leasing, "_fair_room", lambda *_: math.inf)
+    monkeypatch.setattr(FairShare, "room", lambda *_: math.inf)
     greedy = play(plant, Scenario(producers=2, max_staleness=0, depth=0))
     assert min(shared.steps_s, spread.steps_s) > 1.5 * greedy.steps_s
     assert shared.steps_s > 0.97 * spread.steps_s
@@ -135,12 +136,12 @@ def test_the_state_machine_holds_whatever_is_played(seed: int) -> None:
     )
     simulation = Simulation(plant, scenario)
     got = simulation.run()
-    simulation.groups.check()
+    simulation.machine.check()
     assert got.steps == scenario.steps and all(0 <= lag <= eta for lag in got.lags)
     assert sum(got.lags.values()) == pytest.approx(1.0) and 0 <= got.producer_idle_share <= 1
-    counts = simulation.groups.ledger_counts()
+    counts = ledger_counts(simulation.machine.table)
     assert counts["retired"] == scenario.steps * scenario.batch_groups and counts["dead"] == 0
-    assert counts["dropped"] == got.dropped or simulation.groups.counts[State.LEASED] > 0
+    assert counts["dropped"] == got.dropped or simulation.machine.table.indexes.counts[State.LEASED] > 0
     assert simulation.clock.work <= simulation.clock.now + 1e-6
     assert Simulation(plant, scenario).run() == got
 

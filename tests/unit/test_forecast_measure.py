@@ -20,7 +20,9 @@ from asyncrl.planner.measure import Curve, decoded_samples, fitted, measure, obs
 from asyncrl.planner.model import Plant, Scenario
 from asyncrl.planner.search import buffers_for, build_scenario, devices_per_producer, levels, splits
 from asyncrl.runtime.run_dir import RunDir
-from buffers.simulation.simulation import Quiet, Simulation, settings_for
+from buffers.groups.machine import Parts
+from buffers.groups.transaction import Transaction
+from buffers.simulation.simulation import QuietTable, QuietTransaction, Simulation, settings_for
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -43,14 +45,14 @@ steps = 24
 """
 
 
-class Logged(Quiet):
-    """The state machine with its log."""
+class LoggedTransaction(QuietTransaction):
+    """A transaction that keeps the history."""
 
-    _event = Quiet.__mro__[1]._event
+    event = Transaction.event
+    sample_event = Transaction.sample_event
 
-    def forget(self) -> None:
-        """The log is kept."""
-        self._freed.clear()
+
+LOGGED = Parts(transaction=LoggedTransaction, table=QuietTable)
 
 
 def simulated_run(root: Path, plant: Plant) -> tuple[RunDir, Simulation]:
@@ -58,11 +60,9 @@ def simulated_run(root: Path, plant: Plant) -> tuple[RunDir, Simulation]:
     run = RunDir(root).create()
     config = parse(TEXT.format(root=run.root))
     run.config.write_text(dump(config))
-    simulation = Simulation(plant, build_scenario(config))
-    events: list[Any] = []
-    simulation.groups.__class__ = Logged
+    simulation = Simulation(plant, build_scenario(config), parts=LOGGED)
     simulation.run()
-    events = simulation.groups.take().events
+    events = simulation.machine.take().events
     run.history.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     lines = []
     for number, step in enumerate(simulation.steps, start=1):

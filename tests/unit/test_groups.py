@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from groups_run import Run, settings
 
-import buffers.groups.leasing
+import buffers.groups.feasibility
+import buffers.groups.judgements
+import buffers.groups.leases
 import buffers.groups.machine
 import buffers.groups.records
 import buffers.groups.schedule
-import buffers.groups.score_queue
+import buffers.groups.tunable_settings
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups.leasing import lease_seed
+from buffers.groups.group_table import reasons
+from buffers.groups.leases import lease_seed
 from buffers.groups.records import Record, State
 
 
@@ -25,9 +28,11 @@ from buffers.groups.records import Record, State
     [
         buffers.groups.machine,
         buffers.groups.schedule,
-        buffers.groups.leasing,
+        buffers.groups.feasibility,
+        buffers.groups.leases,
         buffers.groups.records,
-        buffers.groups.score_queue,
+        buffers.groups.judgements,
+        buffers.groups.tunable_settings,
     ],
 )
 def test_examples_of_the_docstrings(module: Any) -> None:
@@ -117,9 +122,9 @@ def test_the_last_batch_is_what_is_left() -> None:
 def test_a_group_keeps_the_bound_of_its_lease() -> None:
     run = Run(max_staleness=4)
     run.lease(0)
-    run.g.settings = settings(max_staleness=1)
+    run.g.live.current = settings(max_staleness=1)
     run.lease(0)
-    assert [(run.g.groups[n].bound, run.g.groups[n].deadline) for n in (0, 1)] == [(4, 4), (1, 1)]
+    assert [(run.g.table.groups[n].bound, run.g.table.groups[n].deadline) for n in (0, 1)] == [(4, 4), (1, 1)]
 
 
 # ---------------------------------------------------------------- leases
@@ -128,23 +133,23 @@ def test_a_group_keeps_the_bound_of_its_lease() -> None:
 def test_lease_expiry_keeps_what_arrived() -> None:
     run = Run()
     run.lease()
-    token = run.g.groups[0].token
+    token = run.g.table.groups[0].token
     run.send(0, 1)
     run.now = 29.0
     run.g.tick(run.now)
-    assert run.g.groups[0].holder == "p"
+    assert run.g.table.groups[0].holder == "p"
     run.g.heartbeat("producer", "p", pid=1, host="h", now=run.now)
     run.now = 58.0
     run.g.tick(run.now)
-    assert run.g.groups[0].holder == "p"
+    assert run.g.table.groups[0].holder == "p"
     run.now = 60.0
     run.g.tick(run.now)
-    group = run.g.groups[0]
+    group = run.g.table.groups[0]
     assert (group.holder, group.attempt, list(group.samples), group.deadline) == ("", 1, [1], 2)
     assert run.send(0, 0, token=token).refused == {0: "token: the lease was lost"}
     assert run.lease(1, name="q") == [0]
     assert group.deadline == 2  # it holds a sample of version 0
-    assert run.g._granted(group).missing == (0,)
+    assert run.g.group_leases._message(group).missing == (0,)
     assert run.send(0, 0, version=1, checksum=2, name="q").accepted == (0,) and run.state(0) == "READY"
 
 
@@ -153,16 +158,16 @@ def test_who_stays_away_for_an_hour_is_forgotten() -> None:
     run = Run()
     run.lease()
     for number in range(100):
-        run.g.saw("reward", f"r{number}", run.now)
+        run.g.workers.see("reward", f"r{number}", run.now)
         run.lease(count=0, name=f"p{number}")
     run.now = 3599.0
     run.g.tick(run.now)
-    assert len(run.g.workers) == 202  # with p and the learner
-    run.g.saw("producer", "p7", run.now)
+    assert len(run.g.workers.known) == 202  # with p and the learner
+    run.g.workers.see("producer", "p7", run.now)
     run.now = 3700.0
     run.g.tick(run.now)
-    assert set(run.g.workers) == {("producer", "p7"), ("learner", "l")}
-    assert run.lease(name="p") == [0] and run.g.groups[0].holder == "p"  # it may come back
+    assert set(run.g.workers.known) == {("producer", "p7"), ("learner", "l")}
+    assert run.lease(name="p") == [0] and run.g.table.groups[0].holder == "p"  # it may come back
 
 
 def test_lost_without_samples_gets_a_new_deadline() -> None:
@@ -172,19 +177,19 @@ def test_lost_without_samples_gets_a_new_deadline() -> None:
     run.claim(1)
     run.commit(1)
     run.g.hello("producer", "p", pid=2, host="h", now=1.0)  # the producer was started again
-    assert run.g.groups[0].deadline is None
-    assert run.lease(1) == [0] and run.g.groups[0].deadline == 3
+    assert run.g.table.groups[0].deadline is None
+    assert run.lease(1) == [0] and run.g.table.groups[0].deadline == 3
 
 
 def test_max_reissue_then_dead() -> None:
     run = Run(max_reissue=2)
     run.lease()
     for attempt in range(3):
-        assert run.g.groups[0].attempt == attempt
-        run.g.give_back(LeaseReturn("p", ((0, run.g.groups[0].token),), "broken"), now=0.0)
+        assert run.g.table.groups[0].attempt == attempt
+        run.g.give_back(LeaseReturn("p", ((0, run.g.table.groups[0].token),), "broken"), now=0.0)
         if attempt < 2:
             assert run.lease() == [0]
-    assert run.state(0) == "DEAD" and run.g.reasons(State.DEAD) == {"max_reissue": 1}
+    assert run.state(0) == "DEAD" and reasons(run.g.table, State.DEAD) == {"max_reissue": 1}
 
 
 def test_environments_that_keep_failing_end_the_run_with_their_reason_and_a_restart_grants_no_new_budget() -> None:
@@ -194,36 +199,42 @@ def test_environments_that_keep_failing_end_the_run_with_their_reason_and_a_rest
     def fail_whole() -> None:
         (number,) = run.lease()
         for attempt in range(2):
-            run.g.give_back(LeaseReturn("p", ((number, run.g.groups[number].token),), why), now=0.0)
+            run.g.give_back(LeaseReturn("p", ((number, run.g.table.groups[number].token),), why), now=0.0)
             assert attempt or run.lease() == [number]
 
     fail_whole()
-    assert run.g.fault is None and run.g.reasons(State.DEAD) == {"environment_failed": 1}
+    assert run.g.budget.fault is None and reasons(run.g.table, State.DEAD) == {"environment_failed": 1}
     run.reload()
     fail_whole()
-    assert run.g.fault is not None and run.g.fault[0] == "environment.budget" and why in run.g.fault[1]
+    assert (
+        run.g.budget.fault is not None
+        and run.g.budget.fault[0] == "environment.budget"
+        and why in run.g.budget.fault[1]
+    )
     run.reload()  # somebody has mended it
-    assert run.g.fault is None
+    assert run.g.budget.fault is None
     fail_whole()
-    assert run.g.fault is None
+    assert run.g.budget.fault is None
 
 
 def test_a_stop_is_no_attempt_and_an_impossible_prompt_is_dead_at_once() -> None:
     run = Run()
     run.lease(0, 2)
-    run.g.give_back(LeaseReturn("p", ((0, run.g.groups[0].token),), "stop"), now=0.0)
-    assert run.g.groups[0].attempt == 0
+    run.g.give_back(LeaseReturn("p", ((0, run.g.table.groups[0].token),), "stop"), now=0.0)
+    assert run.g.table.groups[0].attempt == 0
     run.g.give_back(LeaseReturn("p", ((1, 999),), "stop"), now=0.0)  # an old token: nothing
-    assert run.g.groups[1].holder == "p"
-    run.g.give_back(LeaseReturn("p", ((1, run.g.groups[1].token),), "too long", True), now=0.0)
-    assert run.g.ended[1].reason == "prompt" and run.g.ended[1].detail == "too long"
+    assert run.g.table.groups[1].holder == "p"
+    run.g.give_back(LeaseReturn("p", ((1, run.g.table.groups[1].token),), "too long", True), now=0.0)
+    assert run.g.table.ended[1].reason == "prompt" and run.g.table.ended[1].detail == "too long"
 
 
 def test_the_same_request_gets_the_same_leases() -> None:
     run = Run()
-    run.g.saw("producer", "p", 0.0)
+    run.g.workers.see("producer", "p", 0.0)
     first = run.g.lease("p", engine_version=0, max_groups=2, request=7, now=0.0)
-    assert run.g.lease("p", engine_version=0, max_groups=2, request=7, now=0.0) == first and run.g.meta.cursor == 2
+    assert (
+        run.g.lease("p", engine_version=0, max_groups=2, request=7, now=0.0) == first and run.g.table.meta.cursor == 2
+    )
     run.reload()
     assert run.g.lease("p", engine_version=0, max_groups=2, request=7, now=0.0) == first
 
@@ -234,16 +245,16 @@ def test_another_attempt_samples_other_texts() -> None:
     seeds = []
     for _ in range(3):
         run.lease()
-        seeds.append(run.g._granted(run.g.groups[0]).seed)
+        seeds.append(run.g.group_leases._message(run.g.table.groups[0]).seed)
         run.reload()
-        assert run.g._granted(run.g.groups[0]).seed == seeds[-1]  # the row holds the attempt
-        run.g.give_back(LeaseReturn("p", ((0, run.g.groups[0].token),), "crash"), now=0.0)
+        assert run.g.group_leases._message(run.g.table.groups[0]).seed == seeds[-1]  # the row holds the attempt
+        run.g.give_back(LeaseReturn("p", ((0, run.g.table.groups[0].token),), "crash"), now=0.0)
     assert len(set(seeds)) == 3
     run.lease()
-    run.g.give_back(LeaseReturn("p", ((0, run.g.groups[0].token),), "stop"), now=0.0)
+    run.g.give_back(LeaseReturn("p", ((0, run.g.table.groups[0].token),), "stop"), now=0.0)
     before = lease_seed(0, 0, 3)
     run.lease()
-    assert run.g._granted(run.g.groups[0]).seed == before  # a stop is no attempt
+    assert run.g.group_leases._message(run.g.table.groups[0]).seed == before  # a stop is no attempt
     drained = [event for event in run.g.take().events if isinstance(event, dict) and event["e"] == "lease"]
     assert [event["attempt"] for event in drained if event["g"] == 0][-1] == 3
 
@@ -252,21 +263,21 @@ def test_with_checkpoints_the_seed_stays() -> None:
     """Another producer goes on with the sample that the first would have made."""
     run = Run(continues=True)
     run.lease()
-    first = run.g._granted(run.g.groups[0])
+    first = run.g.group_leases._message(run.g.table.groups[0])
     run.g.give_back(LeaseReturn("p", ((0, first.token),), "crash"), now=0.0)
     run.lease()
-    second = run.g._granted(run.g.groups[0])
+    second = run.g.group_leases._message(run.g.table.groups[0])
     assert (second.attempt, second.seed) == (1, first.seed)
 
 
 def test_tokens_grow_over_restarts() -> None:
     run = Run()
     run.lease()
-    old = run.g.groups[0].token
+    old = run.g.table.groups[0].token
     run.reload()
     run.g.hello("producer", "p", pid=9, host="h", now=0.0)
     run.lease()
-    assert run.g.groups[0].token > old
+    assert run.g.table.groups[0].token > old
 
 
 # ---------------------------------------------------------------- samples
@@ -275,7 +286,7 @@ def test_tokens_grow_over_restarts() -> None:
 def test_duplicates_and_conflicts() -> None:
     run = Run()
     run.lease()
-    token = run.g.groups[0].token
+    token = run.g.table.groups[0].token
     assert run.send(0, 0, checksum=5).accepted == (0,)
     assert run.send(0, 0, checksum=5).duplicate == (0,)
     assert run.send(0, 0, checksum=6).refused == {0: "already there with other content"}
@@ -289,12 +300,12 @@ def test_old_tokens_tighten_and_new_ones_do_not_relax() -> None:
     run.step(1)
     run.step(2)
     run.lease(2, 2)
-    first, second = sorted(run.g.held["p"])
-    assert run.g.groups[first].deadline == 6
+    first, second = sorted(run.g.table.indexes.held["p"])
+    assert run.g.table.groups[first].deadline == 6
     run.send(first, 0, version=1)
-    assert run.g.groups[first].deadline == 5
+    assert run.g.table.groups[first].deadline == 5
     run.send(second, 0, version=3)
-    assert run.g.groups[second].deadline == 6
+    assert run.g.table.groups[second].deadline == 6
     run.g.check()
 
 
@@ -303,23 +314,29 @@ def test_poison_reasons_and_budget() -> None:
     run.lease(0, 12)
     assert "poison: length" in run.send(0, 0, invalid="length: 1 of 2").refused[0]
     run.send(1, 0, invalid="logprobs: not finite")
-    assert run.g.reasons(State.DEAD) == {"poison:length": 1, "poison:logprobs": 1} and run.g.fault is None
+    assert reasons(run.g.table, State.DEAD) == {"poison:length": 1, "poison:logprobs": 1} and run.g.budget.fault is None
     for number in (3, 4, 5):
         run.send(number, 0, invalid="logprobs: not finite")
-    assert run.g.fault is not None and run.g.fault[0] == "poison.budget" and "logprobs (4)" in run.g.fault[1]
+    assert (
+        run.g.budget.fault is not None
+        and run.g.budget.fault[0] == "poison.budget"
+        and "logprobs (4)" in run.g.budget.fault[1]
+    )
     with pytest.raises(AsyncRLError, match="logprobs"):
         run.claim(1)
 
 
 def test_weights_that_were_not_published_cost_the_prompt_an_attempt_and_the_producer_its_leases() -> None:
     run = Run(max_staleness=90, lease_timeout_s=10.0, max_reissue=1)
-    run.g.note_digest(0, "aa")
+    run.g.table.add_digest(0, "aa")
     assert run.lease(0, 2) == [0, 1]
     assert run.send(0, 0, digests={0: "aa"}).accepted == (0,)
     refused = run.send(0, 1, digests={0: "bb"}).refused[1]
     assert refused == "not published: digest: p holds bb as version 0, published was aa"
-    assert run.state(0) == "LEASED" and sorted(run.g.groups[0].samples) == [0]  # what came with the right ones stays
-    assert run.lease(0, 1) == [] and "p holds as version 0" in run.g.lease_blocked(0, "p")
+    assert run.state(0) == "LEASED" and sorted(run.g.table.groups[0].samples) == [
+        0
+    ]  # what came with the right ones stays
+    assert run.lease(0, 1) == [] and "p holds other weights as version 0" in run.g.lease_blocked(0, "p")
     assert run.lease(0, 1, name="other") == [0] and run.g.lease_blocked(0, "other") == ""
     assert run.send(0, 1, digests={0: "bb"}, name="other").refused[1].startswith("poison: digest")  # the last attempt
     assert run.lease(1, 1) == [2]  # another version: it has synced since
@@ -335,15 +352,15 @@ def test_weights_that_were_not_published_cost_the_prompt_an_attempt_and_the_prod
 def test_samples_of_known_weights_name_their_digest() -> None:
     """None is no proof where one is known; versions without a digest (no weights, or not told of yet) need none."""
     run = Run(max_staleness=90)
-    run.g.note_digest(1, "aa")
+    run.g.table.add_digest(1, "aa")
     assert run.lease(0, 1) == [0] and run.send(0, 0, 1, version=0).accepted == (0, 1), "nothing is known of version 0"
     assert run.lease(1, 1) == [1]
     for digests in ({}, {1: ""}, {0: "bb"}):
-        run.g.barred.clear()
+        run.g.workers.barred.clear()
         refused = run.send(1, 0, version=1, digests=digests).refused[0]
         assert refused == "not published: digest: p names none for version 1, published was aa"
         assert run.lease(1, 1) == [], "and gets no work under that version for a while"
-        run.g.barred.clear()
+        run.g.workers.barred.clear()
         assert run.lease(1, 1) == [1]
     assert run.send(1, 0, version=1, digests={1: "aa"}).accepted == (0,)
 
@@ -352,9 +369,9 @@ def test_inline_rewards_must_be_finite() -> None:
     run = Run()
     run.lease()
     heads = (SampleHead(0, 1, "stop", ((0, 1),)),)
-    head = Samples("p", 0, run.g.groups[0].token, heads, {}, (), "", 1, rewards={0: math.nan})
+    head = Samples("p", 0, run.g.table.groups[0].token, heads, {}, (), "", 1, rewards={0: math.nan})
     run.g.samples(head, checksum=1, invalid=str, keep=lambda: Record(0, 0, 0, 0, 1), now=0.0)
-    assert run.g.ended[0].reason == "poison:reward"
+    assert run.g.table.ended[0].reason == "poison:reward"
 
 
 # ---------------------------------------------------------------- rewards
@@ -368,7 +385,7 @@ def unscored(run: Run) -> None:
 
 def work(run: Run, name: str = "r", count: int = 9) -> dict[int, int]:
     run.requests += 1
-    run.g.saw("reward", name, run.now)
+    run.g.workers.see("reward", name, run.now)
     return {
         item.index: item.token
         for item in run.g.reward_lease(name, max_samples=count, request=run.requests, now=run.now)
@@ -384,12 +401,12 @@ def test_scores_make_ready_and_late_ones_count_once() -> None:
     run.g.tick(run.now)
     second = work(run, "s")
     late = run.g.scores(Scores("r", (Score(0, 0, first[0], 1.0),)), now=run.now)
-    assert late.accepted == 1 and run.g.judge_counts["", "late"] == 1
+    assert late.accepted == 1 and run.g.scoring.counts["", "late"] == 1
     failed = run.g.scores(Scores("r", (), (RewardFailure(0, 1, first[1], "raised", ""),)), now=run.now)
     assert "token" in failed.refused["0:1"], "somebody else tries by now"
     reply = run.g.scores(Scores("s", tuple(Score(0, i, second[i], 0.5) for i in second)), now=run.now)
     assert reply.accepted == 1 and reply.refused == {"0:0": "already scored"} and run.state(0) == "READY"
-    assert [sample.reward for _, sample in sorted(run.g.groups[0].samples.items())] == [1.0, 0.5]
+    assert [sample.reward for _, sample in sorted(run.g.table.groups[0].samples.items())] == [1.0, 0.5]
     run.g.check()
 
 
@@ -418,7 +435,7 @@ def test_a_score_under_a_token_that_nobody_was_given_is_refused() -> None:
     unscored(run)
     (number,) = work(run)
     run.g.hello("reward", "r", pid=2, host="h", now=run.now)
-    future = run.g._token + 1
+    future = run.g.tx.newest_token + 1
     reply = run.g.scores(Scores("r", (Score(number, 0, future, 1.0),)), now=run.now)
     assert reply.refused == {f"{number}:0": "token: the reward lease was lost"} and run.state(number) == "UNSCORED"
 
@@ -427,7 +444,7 @@ def test_a_score_of_given_up_content_is_refused() -> None:
     run = Run()
     unscored(run)
     tokens = work(run)
-    run.g.lose_payloads([0], now=0.0)
+    run.g.batches.lose_payloads([0])
     run.lease()
     run.send(0, 0, 1, rewards=False, checksum=2)
     assert "token" in run.g.scores(Scores("r", (Score(0, 0, tokens[0], 1.0),)), now=0.0).refused["0:0"]
@@ -436,14 +453,14 @@ def test_a_score_of_given_up_content_is_refused() -> None:
 def test_failures_are_tried_elsewhere_then_dead_never_zero() -> None:
     run = Run(reward_retries=1, max_failed_groups=0)
     unscored(run)
-    run.g.saw("reward", "s", 0.0)
+    run.g.workers.see("reward", "s", 0.0)
     tokens = work(run)
     run.g.scores(Scores("r", (), (RewardFailure(0, 0, tokens[0], "raised", "boom"),)), now=0.0)
     assert work(run) == {}  # s lives: it gets it
     token = work(run, "s")[0]
     run.g.scores(Scores("s", (), (RewardFailure(0, 0, token, "raised", "boom in f"),)), now=0.0)
-    assert run.g.ended[0].reason == "reward_failed" and "boom in f" in run.g.ended[0].detail
-    assert run.g.fault == (
+    assert run.g.table.ended[0].reason == "reward_failed" and "boom in f" in run.g.table.ended[0].detail
+    assert run.g.budget.fault == (
         "reward.budget",
         "1 groups failed in their reward, 0 are allowed; the last: raised: boom in f",
     )
@@ -454,4 +471,4 @@ def test_a_reward_that_is_not_finite_is_a_failure() -> None:
     run = Run(reward_retries=0)
     unscored(run)
     run.g.scores(Scores("r", (Score(0, 0, work(run)[0], math.inf),)), now=0.0)
-    assert run.g.ended[0].reason == "reward_failed" and "not_finite" in run.g.ended[0].detail
+    assert run.g.table.ended[0].reason == "reward_failed" and "not_finite" in run.g.table.ended[0].detail

@@ -11,9 +11,9 @@ from groups_run import Run
 
 from asyncrl.config import parse
 from asyncrl.wire import RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups.judgements import Judged
-from buffers.groups.machine import Groups
-from buffers.groups.records import JudgeRule, Record, Sample, State, settings_of
+from buffers.groups.judgements import Judgement, JudgeRule
+from buffers.groups.machine import GroupMachine
+from buffers.groups.records import Record, Sample, State, settings_of
 
 JUDGES = (JudgeRule("", 2), JudgeRule("deep", 1), JudgeRule("math", 0, ("math",)))
 
@@ -29,7 +29,7 @@ class Judges(Run):
         """Samples of the leased group 0."""
         text = f'{{"data_source":"{source}"}}' if row is None else row
         heads = tuple(SampleHead(index, 1, "stop", ((0, 1),)) for index in indices)
-        head = Samples("p", 0, self.g.groups[0].token, heads, {}, (), text, 1)
+        head = Samples("p", 0, self.g.table.groups[0].token, heads, {}, (), text, 1)
         taken = self.g.samples(
             head, checksum=checksum, invalid=str, keep=lambda: Record(0, 0, 0, 0, checksum), now=self.now
         )
@@ -39,7 +39,7 @@ class Judges(Run):
         """Lease; which samples that gave."""
         self.requests += 1
         who = name or f"r-{judge}"
-        self.g.saw("reward", who, self.now)
+        self.g.workers.see("reward", who, self.now)
         items = self.g.reward_lease(who, max_samples=count, request=self.requests, now=self.now, judge=judge)
         self.tokens |= {(judge, item.group, item.index): item.token for item in items}
         assert all(item.judge == judge for item in items)
@@ -59,7 +59,7 @@ class Judges(Run):
         return self.g.scores(message, now=self.now).refused.get(f"0:{index}", "")
 
     def sample(self, index: int) -> Sample:
-        return self.g.groups[0].samples[index]
+        return self.g.table.groups[0].samples[index]
 
 
 def arrived(**changes: Any) -> Judges:
@@ -98,7 +98,7 @@ def test_rows_choose_their_judges() -> None:
     run = Judges()
     run.lease()
     run.arrive(0, 1, source="math")
-    assert run.g.judges_of(run.g.groups[0]) == ("", "deep", "math")
+    assert run.g.judges.judges_for(run.g.table.groups[0].source) == ("", "deep", "math")
     assert [run.work(judge) for judge in ("", "deep", "math")] == [[0, 1]] * 3
     only = Judges(judges=(JudgeRule("math", 0, ("math",)), JudgeRule("code", 0, ("code",))))
     only.lease()
@@ -130,10 +130,10 @@ def test_each_judge_has_its_own_failures() -> None:
     assert run.work("deep", "a") == [0], "no other worker of that judge lives: b is of another one"
     assert run.work("deep", "c") == []
     assert run.fail(0, "deep", name="a") == ""
-    ended = run.g.ended[0]
+    ended = run.g.table.ended[0]
     assert (ended.state, ended.reason) == (State.DEAD, "reward_failed")
     assert ended.detail == "raised: score: ValueError: no (judge deep)"
-    assert not run.g.scores_due, "what the other judges had to do is void"
+    assert not run.g.scoring.queue, "what the other judges had to do is void"
     assert run.score(1, 1.0, name="b").startswith("gone: dead (reward_failed)")
     run.g.check()
 
@@ -141,7 +141,7 @@ def test_each_judge_has_its_own_failures() -> None:
 def test_a_failure_goes_to_another_worker_of_the_same_judge() -> None:
     run = arrived()
     run.work("deep", "a")
-    run.g.saw("reward", "b", run.now).judge = "deep"
+    run.g.workers.see("reward", "b", run.now).judge = "deep"
     run.fail(0, "deep", name="a")
     assert run.work("deep", "a") == [] and run.work("deep", "b") == [0]
 
@@ -158,7 +158,7 @@ def test_a_judge_answers_once() -> None:
     run.work(), run.work("deep")
     assert run.score(0, 1.0) == "" and run.score(0, 1.0) == "already scored"
     assert run.fail(0) == "already scored"
-    assert run.g.judge_counts["", "refused:already scored"] == 2
+    assert run.g.scoring.counts["", "refused:already scored"] == 2
     assert run.score(0, 1.0, "deep") == "" and run.sample(0).reward == 2.0
 
 
@@ -180,7 +180,7 @@ def test_a_late_score_counts_once_and_a_token_never_granted_does_not() -> None:
     run.tokens = {key: token + 100 for key, token in late.items()}
     assert run.score(0, 1.0, "deep", name="z") == "token: the reward lease was lost"
     run.tokens = early
-    assert run.score(0, 1.0, "deep", name="a") == "" and run.g.judge_counts["deep", "late"] == 1
+    assert run.score(0, 1.0, "deep", name="a") == "" and run.g.scoring.counts["deep", "late"] == 1
     run.tokens = late
     assert run.score(0, 7.0, "deep", name="b") == "already scored"
     assert run.sample(0).judged["deep"].reward == 1.0
@@ -209,7 +209,7 @@ def other_judges(run: Judges, judges: tuple[JudgeRule, ...]) -> None:
     """The service starts again with these."""
     rows = [(change.key, change.value) for change in run.g.rows() if change.value is not None]
     settings = msgspec.structs.replace(run.g.settings, judges=judges)
-    run.g = Groups(settings, epoch=run.g.service_epoch + 1)
+    run.g = GroupMachine(settings, epoch=run.g.service_epoch + 1)
     run.g.load(rows)
     run.g.note_start(run.now)
     run.g.check()
@@ -239,7 +239,7 @@ def test_rows_of_before_judges_had_names_keep_their_failures() -> None:
     run.sample(0).failures = 2  # of `reward_retries` = 2
     run.work()
     run.fail(0)
-    assert run.g.ended[0].reason == "reward_failed"
+    assert run.g.table.ended[0].reason == "reward_failed"
 
 
 def test_the_history_tells_every_answer_and_the_sum_once() -> None:
@@ -259,7 +259,7 @@ def test_the_status_and_the_diagnosis_name_judges() -> None:
     run.g.heartbeat("reward", "a", pid=1, host="h", now=0.0, stats={"reward_call_s": 0.25})
     run.score(0, 1.0, name="a")
     run.fail(1, name="a")
-    told = {one["judge"]: one for one in run.g.judges_now(0.0)}
+    told = {one["judge"]: one for one in run.g.scoring.status()}
     assert told["default"] == {
         "judge": "default",
         "workers": 1,
@@ -273,7 +273,7 @@ def test_the_status_and_the_diagnosis_name_judges() -> None:
     }
     assert (told["deep"]["waiting"], told["deep"]["workers"], told["deep"]["call_s"]) == (2, 0, None)
     run.g.claim(epoch=run.epoch, step=1, version=0, now=0.0)
-    assert "2 samples wait for judge deep, of which no worker is alive" in run.g.diagnosis(0.0)
+    assert "2 samples wait for judge deep, which has no living worker" in run.g.diagnosis(0.0)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -285,5 +285,5 @@ def test_settings_name_judges_where_there_are_any(known: bool) -> None:
 
 
 def test_the_row_of_a_sample_reads_back() -> None:
-    sample = Sample(1, 1, 0, 0, "stop", judged={"deep": Judged(0.5, {"x": 1.0}, 1, ("r",), 4, "v", "42")})
+    sample = Sample(1, 1, 0, 0, "stop", judged={"deep": Judgement(0.5, {"x": 1.0}, 1, ("r",), 4, "v", "42")})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=Sample) == sample

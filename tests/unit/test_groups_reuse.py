@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from groups_run import Run
 
-import buffers.groups.reuse
+import buffers.groups.schedule
 from asyncrl.wire import SampleHead, Samples
 from buffers.client.offline_ledger import grown_ledger
-from buffers.groups.machine import Groups
+from buffers.groups.group_table import ledger_counts, reasons
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Record, State, ledger_of
-from buffers.groups.reuse import weighted
+from buffers.groups.schedule import draw_weighted
 
 
 def reuse(**changes: Any) -> Run:
@@ -34,7 +35,7 @@ def events(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(buffers.groups.reuse).failed == 0
+    assert doctest.testmod(buffers.groups.schedule).failed == 0
 
 
 def test_used_groups_fill_what_fresh_ones_leave_and_never_more_often_than_allowed() -> None:
@@ -48,7 +49,7 @@ def test_used_groups_fill_what_fresh_ones_leave_and_never_more_often_than_allowe
     assert run.claim(4) is None and "waits" in run.g.diagnosis(run.now)  # everything was used twice
     run.finish(*run.lease(3, 2))
     assert train(run, 4) == [3, 4]
-    assert run.g.ledger_counts()["trained"] == 5
+    assert ledger_counts(run.g.table)["trained"] == 5
     run.g.check()
 
 
@@ -58,7 +59,7 @@ def test_a_group_that_is_due_is_not_used_again() -> None:
     assert train(run, 1) == [0, 1]
     run.finish(*run.lease(1, 2))
     assert train(run, 2) == [2, 3]  # fresh first, though 0 and 1 are due now
-    assert [number for _, _, number in run.g._usable(2)] == [2, 3]
+    assert [number for _, _, number in run.g.schedule.usable(2)] == [2, 3]
     assert train(run, 3) == [2, 3]  # 0 and 1 were due at version 1
     assert run.claim(4) is None
 
@@ -69,7 +70,7 @@ def test_used_groups_never_take_the_place_of_one_that_is_due() -> None:
     run.finish(*run.lease(0, 2))
     assert run.lease(0) == [2]
     assert train(run, 1) == [0, 1]
-    assert run.g.due == {1: 1} and len(run.g._usable(1)) == 2
+    assert run.g.table.indexes.due == {1: 1} and len(run.g.schedule.usable(1)) == 2
     assert run.claim(2) is None and "late: group 2" in run.g.diagnosis(run.now)
     run.finish(2)
     assert train(run, 2) == [2, 0]
@@ -79,7 +80,7 @@ def test_used_groups_do_not_compete() -> None:
     run = reuse(max_reuse=3)
     run.finish(*run.lease(0, 2))
     train(run, 1)
-    assert run.g.due == {} and run.g.outstanding == 0 and len(run.lease(1, 99)) == 8
+    assert run.g.table.indexes.due == {} and run.g.table.outstanding == 0 and len(run.lease(1, 99)) == 8
     run.g.check()
 
 
@@ -109,18 +110,18 @@ def test_the_run_keeps_its_length_in_steps_and_what_is_left_over_is_dropped() ->
         if step % 2:
             run.finish(*run.lease(step - 1, 2))
         train(run, step)
-    assert run.g.unclaimed == 0 and run.claim(5) is None and run.lease(4) == []
-    assert run.g.meta.cursor == 4
+    assert run.g.schedule.unclaimed == 0 and run.claim(5) is None and run.lease(4) == []
+    assert run.g.table.meta.cursor == 4
     left = reuse(max_staleness=3, total_groups=4)
     left.finish(*left.lease(0, 2))
     train(left, 1)
     assert left.lease(1, 9) == [2, 3]
     train(left, 2)  # with used ones
-    left.g.checkpointed(epoch=left.epoch, step=2, now=0.0)
-    left.g.goodbye(epoch=left.epoch, done=True, reason="", now=0.0)
-    counts = left.g.ledger_counts()
+    left.g.batches.checkpointed(epoch=left.epoch, step=2)
+    left.g.batches.goodbye(epoch=left.epoch, done=True, reason="")
+    counts = ledger_counts(left.g.table)
     assert (counts["retired"], counts["dropped"], counts["leased"]) == (2, 2, 0)
-    assert left.g.reasons(State.DROPPED) == {"surplus": 2}
+    assert reasons(left.g.table, State.DROPPED) == {"surplus": 2}
 
 
 # ---------------------------------------------------------------- checkpoints and restarts
@@ -131,14 +132,14 @@ def test_payloads_stay_until_the_checkpoint_of_the_last_use() -> None:
     run.finish(*run.lease(0, 2))
     train(run, 1)
     run.g.take()
-    run.g.checkpointed(epoch=run.epoch, step=1, now=0.0)
-    assert run.g.take().freed == [] and run.g.ledger_counts()["trained"] == 2  # one more step may train them
+    run.g.batches.checkpointed(epoch=run.epoch, step=1)
+    assert run.g.take().freed == [] and ledger_counts(run.g.table)["trained"] == 2  # one more step may train them
     run.reload()
-    assert [run.g.groups[number].uses for number in (0, 1)] == [[1], [1]]
-    run.register(1, run.g.ledger(epoch=run.epoch, step=1))
+    assert [run.g.table.groups[number].uses for number in (0, 1)] == [[1], [1]]
+    run.register(1, run.g.batches.ledger(epoch=run.epoch, step=1))
     assert train(run, 2) == [0, 1]
-    run.g.checkpointed(epoch=run.epoch, step=2, now=0.0)
-    assert len(run.g.take().freed) == 2 and run.g.ledger_counts()["retired"] == 2
+    run.g.batches.checkpointed(epoch=run.epoch, step=2)
+    assert len(run.g.take().freed) == 2 and ledger_counts(run.g.table)["retired"] == 2
     run.g.check()
 
 
@@ -146,12 +147,12 @@ def test_a_group_that_lapsed_is_retired_by_the_next_checkpoint() -> None:
     run = reuse(max_staleness=1)
     run.finish(*run.lease(0, 2))
     train(run, 1)
-    run.g.checkpointed(epoch=run.epoch, step=1, now=0.0)
-    assert run.g.ledger_counts()["retired"] == 0
+    run.g.batches.checkpointed(epoch=run.epoch, step=1)
+    assert ledger_counts(run.g.table)["retired"] == 0
     for step in (2, 3):
         run.finish(*run.lease(step - 1, 2))
         train(run, step)
-    run.g.checkpointed(epoch=run.epoch, step=3, now=0.0)
+    run.g.batches.checkpointed(epoch=run.epoch, step=3)
     assert run.state(0) == run.state(1) == "RETIRED" and run.state(4) == "TRAINED"
 
 
@@ -164,7 +165,7 @@ def used_run() -> tuple[Run, dict[int, Any], list[list[int]]]:
         if step in (1, 4):
             run.finish(*run.lease(step - 1, 3 if step == 1 else 2))
         batches.append(train(run, step))
-        ledgers[step] = ledger_of(run.g.ledger(epoch=run.epoch, step=step).to_json())
+        ledgers[step] = ledger_of(run.g.batches.ledger(epoch=run.epoch, step=step).to_json())
     return run, ledgers, batches
 
 
@@ -182,15 +183,15 @@ def test_a_restart_from_an_older_checkpoint_replays_the_recorded_batches(through
             run.commit(step)
             run.g.check()
         uses = Counter(number for batch in batches for number in batch)
-        assert {number: len(group.uses) for number, group in run.g.groups.items() if group.uses} == uses
+        assert {number: len(group.uses) for number, group in run.g.table.groups.items() if group.uses} == uses
 
 
 def test_uses_after_the_checkpoint_are_given_back_where_their_batches_are_gone() -> None:
     run, ledgers, batches = used_run()
-    run.g.checkpointed(epoch=run.epoch, step=5, now=0.0)
+    run.g.batches.checkpointed(epoch=run.epoch, step=5)
     run.register(2, ledgers[2])  # the newer checkpoints were damaged; batches 3 to 5 are gone
     run.g.check()
-    for number, group in run.g.groups.items():
+    for number, group in run.g.table.groups.items():
         kept = [step for step in (1, 2) if number in batches[step - 1]]
         assert group.uses == kept  # what came from weights that are gone is generated again
         assert State(group.state) == (State.TRAINED if kept else State.LEASED)
@@ -203,10 +204,12 @@ def test_uses_after_the_checkpoint_are_given_back_where_their_batches_are_gone()
 
 def test_a_store_that_is_gone_leaves_the_uses_to_the_ledger() -> None:
     run, ledgers, _ = used_run()
-    fresh = Groups(run.g.base, epoch=9)
+    fresh = GroupMachine(run.g.live.base, epoch=9)
     run.g = fresh
     run.register(3, ledgers[3])
-    assert {run.state(number) for number in range(run.g.meta.cursor) if number not in run.g.groups} == {"RETIRED"}
+    assert {run.state(number) for number in range(run.g.table.meta.cursor) if number not in run.g.table.groups} == {
+        "RETIRED"
+    }
     run.g.check()
 
 
@@ -214,7 +217,7 @@ def test_a_ledger_that_grew_without_the_buffer_knows_the_uses() -> None:
     run = reuse(max_reuse=3)
     run.finish(*run.lease(0, 2))
     train(run, 1)
-    text = run.g.ledger(epoch=run.epoch, step=1).to_json()
+    text = run.g.batches.ledger(epoch=run.epoch, step=1).to_json()
     assert train(run, 2) == [0, 1]
     grown = ledger_of(grown_ledger(text, epoch=run.epoch, step=2, trained={2: [0, 1]}, dead={}))
     assert grown.uses == {0: (1, 2), 1: (1, 2)}
@@ -229,14 +232,14 @@ def test_quarantine_of_a_used_group_ends_its_uses_but_not_what_was_trained() -> 
     train(run, 1)
     assert run.claim(2) == [0, 1]
     run.g.take()
-    run.g.quarantine(epoch=run.epoch, step=2, groups=(1,), reason="loss: inf", now=0.0)
+    run.g.batches.quarantine(epoch=run.epoch, step=2, groups=(1,), reason="loss: inf")
     assert [(event["g"], event["reason"]) for event in events(run, "drop")] == [(1, "poison:loss")]
-    assert run.state(1) == "TRAINED" and run.g.groups[1].uses == [1] and run.g.batches[2].groups == [0]
+    assert run.state(1) == "TRAINED" and run.g.table.groups[1].uses == [1] and run.g.table.batches[2].groups == [0]
     run.commit(2)
-    assert [number for _, _, number in run.g._usable(2)] == [0]
-    run.g.lose_payloads([0], now=0.0)
+    assert [number for _, _, number in run.g.schedule.usable(2)] == [0]
+    run.g.batches.lose_payloads([0])
     run.reload()
-    assert run.state(1) == "TRAINED" and [number for _, _, number in run.g._usable(2)] == [0]
+    assert run.state(1) == "TRAINED" and [number for _, _, number in run.g.schedule.usable(2)] == [0]
 
 
 def test_a_damaged_payload_of_a_claimed_used_group() -> None:
@@ -244,7 +247,7 @@ def test_a_damaged_payload_of_a_claimed_used_group() -> None:
     run.finish(*run.lease(0, 2))
     train(run, 1)
     assert run.claim(2) == [0, 1]
-    run.g.lose_payloads([0], now=0.0)
+    run.g.batches.lose_payloads([0])
     assert run.state(0) == "TRAINED" and run.claim(2) == [1]
     run.commit(2)
     run.g.check()
@@ -255,7 +258,7 @@ def test_a_damaged_payload_of_a_claimed_used_group() -> None:
 
 def scored(run: Run, number: int, *rewards: float) -> None:
     """All samples of a leased group, with these rewards."""
-    group = run.g.groups[number]
+    group = run.g.table.groups[number]
     heads = tuple(SampleHead(index, 1, "stop", ((0, 1),)) for index in range(len(rewards)))
     head = Samples("p", number, group.token, heads, {}, (), "", 1, rewards=dict(enumerate(rewards)))
     run.g.samples(head, checksum=number, invalid=str, keep=lambda: Record(1, number, 1, 1, number), now=0.0)
@@ -277,9 +280,9 @@ def test_priority_draws_by_the_spread_of_the_rewards() -> None:
 
 def test_a_draw_is_the_same_for_the_same_seed_and_without_replacement() -> None:
     entries = [(1, number, number) for number in range(20)]
-    one = weighted(entries, lambda number: 1.0 + number, 8, "seed/3")
-    assert one == weighted(entries, lambda number: 1.0 + number, 8, "seed/3") and len(set(one)) == 8
-    assert one != weighted(entries, lambda number: 1.0 + number, 8, "seed/4")
+    one = draw_weighted(entries, lambda number: 1.0 + number, 8, "seed/3")
+    assert one == draw_weighted(entries, lambda number: 1.0 + number, 8, "seed/3") and len(set(one)) == 8
+    assert one != draw_weighted(entries, lambda number: 1.0 + number, 8, "seed/4")
 
 
 def test_priority_over_everything_keeps_the_bound() -> None:
@@ -298,5 +301,5 @@ def test_priority_over_everything_keeps_the_bound() -> None:
             for number in run.lease(step - 1, 4):
                 run.finish(number)
             for number in train(run, step):
-                assert (run.g.groups[number].deadline or 0) >= step - 1
+                assert (run.g.table.groups[number].deadline or 0) >= step - 1
         run.g.check()

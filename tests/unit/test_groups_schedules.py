@@ -15,7 +15,9 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Lease, LeaseReturn, RewardFailure, SampleHead, Samples, Score, Scores
-from buffers.groups.machine import Groups
+from buffers.groups.batches import Batches
+from buffers.groups.group_table import ledger_counts
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import Ledger, Record, Settings, State
 from buffers.groups.scoring import ToScore
 
@@ -56,7 +58,7 @@ class World:
         )
         self.filters = pick([[], [("m:sometimes", sometimes)]])
         self.eta = eta
-        self.groups = Groups(self.settings, filters=self.filters)
+        self.groups = GroupMachine(self.settings, filters=self.filters)
         self.rows: dict[str, bytes] = {}
         self.now = 0.0
         self.numbers = 0
@@ -75,7 +77,7 @@ class World:
     # -------------------------------------------------------- plumbing
 
     def apply(self) -> None:
-        for change in self.groups.take().changes:
+        for change in self.groups.take().rows:
             if change.value is None:
                 self.rows.pop(change.key, None)
             else:
@@ -87,7 +89,7 @@ class World:
 
     @property
     def version(self) -> int:
-        return self.groups.meta.version
+        return self.groups.table.meta.version
 
     # -------------------------------------------------------- moves
 
@@ -104,7 +106,7 @@ class World:
         self.weights[name] = self.version
 
     def lease(self, name: str) -> None:
-        self.groups.saw("producer", name, self.now)
+        self.groups.workers.see("producer", name, self.now)
         leases = self.groups.lease(
             name,
             engine_version=self.weights[name],
@@ -151,7 +153,7 @@ class World:
         self.seen["crash"] += 1
 
     def reward(self, name: str) -> None:
-        self.groups.saw("reward", name, self.now)
+        self.groups.workers.see("reward", name, self.now)
         for item in self.groups.reward_lease(name, max_samples=4, request=self.number(), now=self.now):
             self.scoring[name].append(item)
         if self.scoring[name]:
@@ -172,41 +174,41 @@ class World:
                 self.judge(step, claimed.batch.groups)
             return
         self.groups.commit(epoch=self.epoch, step=step, version=step, digest="", now=self.now)
-        self.surviving[step] = list(self.groups.batches[step].groups)
+        self.surviving[step] = list(self.groups.table.batches[step].groups)
         self.claimed = False
         if self.rng.random() < 0.4:
-            self.checkpoint = (step, self.groups.ledger(epoch=self.epoch, step=step))
+            self.checkpoint = (step, self.groups.batches.ledger(epoch=self.epoch, step=step))
             self.apply()  # a checkpoint is written after its ledger was answered
             if self.rng.random() < 0.8:
-                self.groups.checkpointed(epoch=self.epoch, step=step, now=self.now)
+                self.groups.batches.checkpointed(epoch=self.epoch, step=step)
 
     def judge(self, step: int, numbers: list[int]) -> None:
         """The theorem: no token above the bound of its group; and nothing twice in one model."""
         for number in numbers:
-            group = self.groups.groups[number]
+            group = self.groups.table.groups[number]
             oldest = min(self.made[number, index, item.token] for index, item in group.samples.items())
             assert step - 1 - oldest <= group.bound, (step, number, oldest, group.bound)
             assert len(group.samples) == self.settings.group_size
         before = Counter(number for earlier, batch in self.surviving.items() if earlier < step for number in batch)
-        assert all(before[number] < self.groups.groups[number].max_uses for number in numbers)
+        assert all(before[number] < self.groups.table.groups[number].max_uses for number in numbers)
         assert len(set(numbers)) == len(numbers)
         self.seen["reused"] += sum(before[number] > 0 for number in numbers)
 
     def restart_service(self) -> None:
         """What was not applied is gone; the rest comes back from the rows."""
         self.apply()
-        fresh = Groups(self.groups.base, epoch=self.groups.service_epoch + 1, filters=self.filters)
+        fresh = GroupMachine(self.groups.live.base, epoch=self.groups.service_epoch + 1, filters=self.filters)
         fresh.load(self.rows.items())
         fresh.check()
-        assert (fresh.settings, fresh.plan) == (self.groups.settings, self.groups.plan)
-        assert fresh.ledger_counts() == self.groups.ledger_counts()
+        assert (fresh.settings, fresh.live.plan) == (self.groups.settings, self.groups.live.plan)
+        assert ledger_counts(fresh.table) == ledger_counts(self.groups.table)
         self.groups = fresh
         self.seen["restart"] += 1
 
     def lose_store(self) -> None:
         """Everything the service knew is gone: only the checkpoint is left."""
         self.rows = {}
-        self.groups = Groups(self.groups.base, epoch=self.groups.service_epoch + 1, filters=self.filters)
+        self.groups = GroupMachine(self.groups.live.base, epoch=self.groups.service_epoch + 1, filters=self.filters)
         self.held = {name: [] for name in self.held}
         self.register()
         self.seen["lost"] += 1
@@ -223,9 +225,9 @@ class World:
         }
         if self.rng.random() < 0.5:
             changes["batch_groups"] = self.rng.randint(1, 4)
-        number = self.groups.tuning.number
+        number = self.groups.live.tuning.number
         if number and self.rng.random() < 0.3:
-            back = self.rng.choice([0, *self.groups.tuning.past])
+            back = self.rng.choice([0, *self.groups.live.tuning.past])
             self.groups.undo_tune(back, author="x", now=self.now)
         else:
             self.groups.tune(changes, author="x", now=self.now)
@@ -279,7 +281,7 @@ class World:
         self.held = {who: [lease for lease in leases if self.open(lease)] for who, leases in self.held.items()}
 
     def open(self, lease: Lease) -> bool:
-        group = self.groups.groups.get(lease.group)
+        group = self.groups.table.groups.get(lease.group)
         return group is not None and group.token == lease.token and group.state == State.LEASED
 
     # -------------------------------------------------------- the end
@@ -287,26 +289,30 @@ class World:
     def finish(self) -> None:
         """With healthy workers every run comes to its end: each round something moves, or time settles what is late."""
         for _ in range(3000):
-            if self.groups.unclaimed <= 0 and not self.claimed and max(self.groups.batches, default=0) <= self.version:
+            if (
+                self.groups.schedule.unclaimed <= 0
+                and not self.claimed
+                and max(self.groups.table.batches, default=0) <= self.version
+            ):
                 return
             self.now += 1.0
             self.groups.tick(self.now)
             for name in self.held:
                 self.sync(name)
                 holds = tuple((lease.group, lease.token) for lease in self.held[name])
-                pid = self.groups.saw("producer", name, self.now).pid
+                pid = self.groups.workers.see("producer", name, self.now).pid
                 self.groups.heartbeat("producer", name, pid=pid, host="h", now=self.now, holds=holds)
                 self.lease(name)
                 for lease in list(self.held[name]):
                     if self.open(lease):
-                        have = self.groups.groups[lease.group].samples
+                        have = self.groups.table.groups[lease.group].samples
                         missing = tuple(index for index in lease.missing if index not in have)
                         self.submit(name, Lease(lease.group, lease.token, 0, missing, 0, 0), hostile=False)
                 self.held[name] = []
             for name in self.scoring:
                 self.reward(name)
             self.learn()
-        raise AssertionError(f"no end: {self.groups.diagnosis(self.now)} {self.groups.ledger_counts()}")
+        raise AssertionError(f"no end: {self.groups.diagnosis(self.now)} {ledger_counts(self.groups.table)}")
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -324,8 +330,8 @@ def test_random_schedules(block: int) -> None:
             trained = [number for batch in world.surviving.values() for number in batch]
             assert len(trained) == world.groups.settings.total_groups
             assert max(Counter(trained).values()) <= world.settings.max_reuse
-            world.seen["filtered"] += world.groups.ended_counts[State.DROPPED, "filtered"]
-            world.seen["filter_failed"] += world.groups.ended_counts[State.DEAD, "filter_failed"]
+            world.seen["filtered"] += world.groups.table.ended_counts[State.DROPPED, "filtered"]
+            world.seen["filter_failed"] += world.groups.table.ended_counts[State.DEAD, "filter_failed"]
         except (AssertionError, AsyncRLError, KeyError) as error:
             raise AssertionError(f"seed {seed}, {world.settings}: {error}") from error
         seen += world.seen
@@ -347,7 +353,7 @@ def test_random_schedules(block: int) -> None:
 
 def test_the_naive_rule_breaks_the_theorem(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the condition (1) of the claim the same schedules find a violation: the test can fail."""
-    monkeypatch.setattr(Groups, "_settle_late", lambda *_: True)
+    monkeypatch.setattr(Batches, "settle_late", lambda *_: True)
     with pytest.raises(AssertionError):
         for seed in range(60):
             world = World(seed)

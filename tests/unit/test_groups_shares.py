@@ -7,13 +7,14 @@ import doctest
 import pytest
 from groups_run import Run
 
-import buffers.groups.fairness
+import buffers.groups.fair_share
 from asyncrl.wire import LeaseReturn
-from buffers.groups.fairness import KEPT_S, Standing, room_for
+from buffers.groups.fair_share import RESERVED_S, Standing, room_for
+from buffers.groups.schedule import Schedule
 
 
 def test_examples_of_the_docstring() -> None:
-    found = doctest.testmod(buffers.groups.fairness)
+    found = doctest.testmod(buffers.groups.fair_share)
     assert found.attempted >= 3 and not found.failed
 
 
@@ -27,13 +28,16 @@ class Shared(Run):
             self.lease(-1, 64, name)
 
     def held(self) -> list[int]:
-        return [len(self.g.held.get(name, ())) for name in self.names]
+        return [len(self.g.table.indexes.held.get(name, ())) for name in self.names]
 
 
 def test_the_first_one_leaves_the_others_their_share() -> None:
     run = Shared(3, batch_groups=12)
     assert len(run.lease(0, 64, "p0")) == 4
-    assert run.lease(0, 60, "p0") == [] and run.g.lease_blocked(0, "p0") == "what is ready is kept for p1, p2"
+    assert (
+        run.lease(0, 60, "p0") == []
+        and run.g.lease_blocked(0, "p0") == "the groups that are ready are reserved for p1, p2"
+    )
     assert len(run.lease(0, 64, "p2")) == 4 and len(run.lease(0, 64, "p1")) == 4
     assert run.held() == [4, 4, 4]
 
@@ -48,11 +52,11 @@ def test_shares_are_by_capacity() -> None:
 def test_one_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
     run = Shared(2)
     assert len(run.lease(0, 64, "p0")) == 4 and not run.lease(0, 60, "p0")
-    run.now += KEPT_S
-    run.g.saw("producer", "p1", run.now)
+    run.now += RESERVED_S
+    run.g.workers.see("producer", "p1", run.now)
     assert not run.lease(0, 60, "p0")
     run.now += 0.1
-    run.g.saw("producer", "p1", run.now)
+    run.g.workers.see("producer", "p1", run.now)
     assert len(run.lease(0, 60, "p0")) == 4
     run.finish(*range(8))
     run.claim(1)
@@ -77,7 +81,7 @@ def test_a_producer_at_work_is_kept_what_it_lacks_and_takes_it() -> None:
     assert len(run.lease(0, 60, "p0")) == 3 and run.held() == [7, 1]  # p1 can hold but one
     run = Shared(2)
     assert len(run.lease(0, 64, "p0")) == 4
-    run.finish(*sorted(run.g.held["p0"])[:3])
+    run.finish(*sorted(run.g.table.indexes.held["p0"])[:3])
     assert len(run.lease(0, 63, "p0")) == 2 and len(run.lease(0, 64, "p1")) == 2 and run.held() == [3, 2]
     three = {"a": Standing(8, 1, True), "b": Standing(8, 1, True), "c": Standing(8, 7, True)}
     assert room_for("a", three, ready=1) == (1, ["b"]) and room_for("b", three, ready=1) == (1, ["a"])
@@ -86,7 +90,7 @@ def test_a_producer_at_work_is_kept_what_it_lacks_and_takes_it() -> None:
 
 def test_those_that_are_gone_or_wrong_are_kept_nothing() -> None:
     run = Shared(4)
-    run.g.barred["p1"] = (0, run.now + 99)
+    run.g.workers.barred["p1"] = (0, run.now + 99)
     run.g.give_back(LeaseReturn("p2", (), "stop"), now=run.now)
     run.now += 6.0  # p3 has been silent for so long
     assert len(run.lease(0, 64, "p0")) == 8
@@ -96,16 +100,16 @@ def test_a_look_at_many_that_wait_judges_each_bound_once(monkeypatch: pytest.Mon
     """Every request that waits looks at them at every change: with many lost at once it must not look at them all."""
     run = Run(batch_groups=200, max_staleness=0, total_groups=400)
     run.lease(0, 200)
-    run.g.give_back(LeaseReturn("p", tuple((n, run.g.groups[n].token) for n in range(200)), "stop"), now=run.now)
+    run.g.give_back(LeaseReturn("p", tuple((n, run.g.table.groups[n].token) for n in range(200)), "stop"), now=run.now)
     asked: list[int] = []
-    may = type(run.g)._may_resume
+    may = Schedule.may_resume
     monkeypatch.setattr(
-        type(run.g), "_may_resume", lambda self, group, *more: asked.append(group.id) or may(self, group, *more)
+        Schedule, "may_resume", lambda self, group, *more: asked.append(group.id) or may(self, group, *more)
     )
     assert run.lease(-1, 9) == [] and not asked
-    run.g.meta.version = 1  # an engine of before the commit
+    run.g.table.meta.version = 1  # an engine of before the commit
     assert run.lease(0, 9) == [] and len(asked) <= 1
-    run.g.meta.version = 0
+    run.g.table.meta.version = 0
     asked.clear()
     assert run.lease(0, 9) == list(range(9)) and len(asked) == 9
     run.g.check()
@@ -117,11 +121,11 @@ def test_the_estimate_of_what_is_ready_is_what_is_granted() -> None:
         run = Run(**{"batch_groups": 5, "max_staleness": 1, **changes})
         for step in range(1, 5):
             for version in (step - 1, step - 2):
-                ready = run.g._ready_for(version)
+                ready = run.g.schedule.count_ready(version)
                 got = run.lease(version, 999)
                 assert len(got) == ready, (changes, step, version)
-                returned = tuple((number, run.g.groups[number].token) for number in got[::2])
+                returned = tuple((number, run.g.table.groups[number].token) for number in got[::2])
                 run.g.give_back(LeaseReturn("p", returned, "stop"), now=run.now)
-                assert run.g._ready_for(step - 1) >= len(returned)
-            run.finish(*sorted(run.g.held.get("p", ())))
+                assert run.g.schedule.count_ready(step - 1) >= len(returned)
+            run.finish(*sorted(run.g.table.indexes.held.get("p", ())))
             run.step(step)

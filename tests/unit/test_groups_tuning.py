@@ -12,9 +12,9 @@ from groups_run import Run
 
 import buffers.groups.tunable_settings
 from asyncrl.errors import AsyncRLError
-from buffers.groups.machine import Groups
+from buffers.groups.feasibility import Plan, capacity, depth_allows, feasible, required
+from buffers.groups.machine import GroupMachine
 from buffers.groups.records import ledger_of, settings_of
-from buffers.groups.schedule import Plan, capacity, depth_allows, feasible, required
 from buffers.groups.tunable_settings import DepthController
 
 
@@ -27,11 +27,11 @@ def events(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def refusal(run: Run, **changes: Any) -> str:
-    before = (run.g.settings, run.g.tuning.number, dict(run.g.tuning.values))
+    before = (run.g.settings, run.g.live.tuning.number, dict(run.g.live.tuning.values))
     with pytest.raises(AsyncRLError) as caught:
         tune(run, **changes)
     assert caught.value.code == "tune.refused"
-    assert (run.g.settings, run.g.tuning.number, run.g.tuning.values) == before
+    assert (run.g.settings, run.g.live.tuning.number, run.g.live.tuning.values) == before
     return caught.value.message
 
 
@@ -93,18 +93,18 @@ def test_a_group_keeps_the_bound_of_its_lease_over_a_change() -> None:
     assert run.lease(0) == [0]
     tune(run, max_staleness=3, pipeline_depth=3)
     assert run.lease(0) == [1]
-    assert (run.g.groups[0].bound, run.g.groups[0].deadline) == (1, 1)
-    assert (run.g.groups[1].bound, run.g.groups[1].deadline) == (3, 3)
+    assert (run.g.table.groups[0].bound, run.g.table.groups[0].deadline) == (1, 1)
+    assert (run.g.table.groups[1].bound, run.g.table.groups[1].deadline) == (3, 3)
     tune(run, max_staleness=0, pipeline_depth=0)
     assert run.lease(0) == []
-    assert run.g.groups[1].bound == 3
+    assert run.g.table.groups[1].bound == 3
     run.finish(0, 1)
     assert run.claim(1) == [0]
     run.commit(1)
     assert run.claim(2) == [1]  # lag 1, above the bound in force, below its own
     run.commit(2)
     assert run.lease(1) == [] and "must sync" in run.g.lease_blocked(1)
-    assert run.lease(2) == [2] and run.g.groups[2].deadline == 2
+    assert run.lease(2) == [2] and run.g.table.groups[2].deadline == 2
 
 
 def test_changes_survive_a_restart_and_win_over_the_configuration() -> None:
@@ -112,13 +112,13 @@ def test_changes_survive_a_restart_and_win_over_the_configuration() -> None:
     tune(run, max_staleness=3)
     tune(run, batch_groups=4, learner__algorithm__tis_cap="off", max_groups_in_flight=2)
     before = run.g.settings
-    base, run.g.settings = run.g.settings, run.g.base
+    base, run.g.live.current = run.g.settings, run.g.live.base
     run.reload()  # constructed with the configuration's settings
-    assert run.g.settings == before == base and run.g.tuning.number == 2
-    assert run.g.plan == Plan(((1, 4),)) and run.g.settings.total_groups == 40
+    assert run.g.settings == before == base and run.g.live.tuning.number == 2
+    assert run.g.live.plan == Plan(((1, 4),)) and run.g.settings.total_groups == 40
     assert run.g.undo_tune(1, author="me", now=run.now)[0] == 3
     assert run.g.settings.max_staleness == 3 and run.g.settings.batch_groups == 2
-    assert run.g.settings.total_groups == 20 and run.g.tuning.learner() == ""
+    assert run.g.settings.total_groups == 20 and run.g.live.tuning.learner_overrides() == ""
 
 
 def test_undo_is_a_change_of_its_own() -> None:
@@ -130,7 +130,7 @@ def test_undo_is_a_change_of_its_own() -> None:
     assert number == 3 and changed == {"buffer.max_staleness": (3, 2), "buffer.on_late": ("drop", "wait")}
     assert all(event["undo"] and event["n"] == 3 for event in events(run, "tune"))
     number, changed, _ = run.g.undo_tune(0, author="me@here", now=run.now)
-    assert number == 4 and changed == {"buffer.max_staleness": (2, 4)} and run.g.settings == run.g.base
+    assert number == 4 and changed == {"buffer.max_staleness": (2, 4)} and run.g.settings == run.g.live.base
 
 
 def test_a_checkpoint_brings_the_changes_back_where_the_store_is_gone() -> None:
@@ -138,11 +138,11 @@ def test_a_checkpoint_brings_the_changes_back_where_the_store_is_gone() -> None:
     run.step(1)
     tune(run, batch_groups=2, max_staleness=3, pipeline_depth=3, learner__algorithm__clip_high=0.4)
     run.step(2)
-    text = run.g.ledger(epoch=run.epoch, step=2).to_json()
-    run.g = Groups(run.g.base, epoch=2)
+    text = run.g.batches.ledger(epoch=run.epoch, step=2).to_json()
+    run.g = GroupMachine(run.g.live.base, epoch=2)
     run.register(2, ledger_of(text))
-    assert run.g.tuning.number == 1 and run.g.settings.max_staleness == 3
-    assert run.g.plan == Plan(((1, 1), (2, 2))) and run.g.unclaimed == 1 + 2 * 19 - 3
+    assert run.g.live.tuning.number == 1 and run.g.settings.max_staleness == 3
+    assert run.g.live.plan == Plan(((1, 1), (2, 2))) and run.g.schedule.unclaimed == 1 + 2 * 19 - 3
     assert len(run.step(3)) == 2
     older = Run(max_staleness=2)
     tune(older, max_staleness=4)
@@ -208,7 +208,7 @@ def test_a_larger_batch_counts_at_once() -> None:
     run.commit(1)
     for step in range(2, 6):
         run.step(step)
-    assert run.g.unclaimed == 0 and run.claim(6) is None
+    assert run.g.schedule.unclaimed == 0 and run.claim(6) is None
 
 
 def test_a_smaller_batch_waits_until_nothing_becomes_infeasible() -> None:
@@ -230,7 +230,7 @@ def test_a_smaller_batch_waits_until_nothing_becomes_infeasible() -> None:
     run.commit(3)
     for step in range(4, 11):
         assert len(run.step(step)) == 2
-    assert run.g.unclaimed == 0
+    assert run.g.schedule.unclaimed == 0
 
 
 def test_a_smaller_batch_is_taken_sooner_where_little_is_outstanding() -> None:
@@ -244,17 +244,17 @@ def test_a_smaller_batch_is_taken_sooner_where_little_is_outstanding() -> None:
 def test_a_learner_that_goes_back_gets_the_sizes_of_those_steps() -> None:
     run = Run(batch_groups=2, max_staleness=1, total_groups=20)
     run.step(1)
-    ledger = run.g.ledger(epoch=run.epoch, step=1)
+    ledger = run.g.batches.ledger(epoch=run.epoch, step=1)
     run.step(2)
     tune(run, batch_groups=1)
-    plan = run.g.plan
+    plan = run.g.live.plan
     run.step(3)
-    run.g.batches.clear()  # whatever made the store forget them
-    for number in [number for number in run.g.groups if run.g.groups[number].step]:
-        group = run.g.groups[number]
-        run.g._restart_group(group, "test", run.now)
+    run.g.table.batches.clear()  # whatever made the store forget them
+    for number in [number for number in run.g.table.groups if run.g.table.groups[number].step]:
+        group = run.g.table.groups[number]
+        run.g.group_leases.restart(group, "test")
     run.register(1, ledger)
-    assert run.g.plan == plan and run.g.frontier == 1
+    assert run.g.live.plan == plan and run.g.table.frontier == 1
     assert len(run.step(2)) == 2 and len(run.step(3)) == 1
 
 
@@ -300,7 +300,7 @@ def test_auto_depth_is_fed_by_the_claims_and_told_as_changes() -> None:
         ("auto", "buffer.pipeline_depth", 1, 2),
         ("auto", "buffer.pipeline_depth", 2, 3),
     ]
-    assert run.g.settings.depth == 3 and run.g.tuned()["buffer.pipeline_depth"] == "auto"
+    assert run.g.settings.depth == 3 and run.g.live.tunable()["buffer.pipeline_depth"] == "auto"
     run.reload()
     assert run.g.settings.depth == 3  # what was found is kept
     tune(run, max_staleness=1)

@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl.wire import Hop, Manifest
 from weightsync.encoding.delta import decode
-from weightsync.plan.buckets import Plan, TensorSpec, by_bucket, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.buckets import Plan, TensorSpec, group_by_bucket, plan_buckets
+from weightsync.plan.digest import version_digest
 from weightsync.publisher import delta_chain as hops_module
-from weightsync.publisher.delta_chain import Chain, Staged
+from weightsync.publisher.delta_chain import DeltaChain, Staged
 from weightsync.staging import Staging
 
 PLAN = plan_buckets([TensorSpec(f"t{i}", "BF16", (3000 + i, 2)) for i in range(5)], bucket_bytes=30_000)
@@ -25,7 +25,7 @@ class Line:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.staging = Staging(folder, folders=[folder])
-        self.chain = Chain(**{"limit": 4, "deadline_s": 30.0, "threads": 2, **settings})
+        self.chain = DeltaChain(**{"limit": 4, "deadline_s": 30.0, "threads": 2, **settings})
         self.random = np.random.default_rng(3)
         self.data = self.random.integers(0, 256, sum(t.nbytes for t in PLAN.tensors), dtype=np.uint8)
         self.kept: dict[int, list[bytes]] = {}  # buckets by version
@@ -38,7 +38,7 @@ class Line:
             chunks.append((tensor.name, self.data[start : start + tensor.nbytes]))
             start += tensor.nbytes
         slot, digests = self.staging.fill(plan, chunks)
-        manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, whole_digest(digests), encoding)
+        manifest = Manifest(version, plan.digest, plan.bucket_bytes, digests, version_digest(digests), encoding)
         self.kept[version] = [bytes(bucket) for bucket in slot.buckets(plan.bucket_bytes)]
         return Staged(manifest, plan, self.staging, slot, slot.order)
 
@@ -55,7 +55,7 @@ class Line:
             assert blobs is not None and [blob.nbytes for blob in blobs] == [n for hop in chain for n in hop.nbytes]
             for number, blob in enumerate(blobs):
                 bucket = number % len(buckets)
-                decode(blob, memoryview(buckets[bucket]), by_bucket(PLAN.tensors, len(buckets))[bucket])
+                decode(blob, memoryview(buckets[bucket]), group_by_bucket(PLAN.tensors, len(buckets))[bucket])
         return [bytes(bucket) for bucket in buckets]
 
 
@@ -115,7 +115,7 @@ def test_hops_that_nobody_wants_are_not_encoded_and_the_next_one_starts_there(
         for version in (2, 3):
             staged = line.stage(version)
             line.chain.extend(staged, wanted=False)
-            assert staged.hops == () and (line.chain.why, line.chain.hop_bytes) == ("nobody takes hops", 0)
+            assert staged.hops == () and (line.chain.why, line.chain.hop_bytes) == ("no member takes hops", 0)
     newest = line.add(4)
     assert bases(newest) == [3] and line.chain.why == "" and line.followed(newest, 3) == line.kept[4]
     assert len(list(line.staging._folders[0].iterdir())) == 2

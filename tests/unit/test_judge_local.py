@@ -15,10 +15,10 @@ from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.demo.tasks import CHARACTERS
 from asyncrl.errors import ConfigError
 from learners.warm_start.tiny_model import make_tiny_qwen3, make_tokenizer, save_model
-from producers.rewards.functions import RewardSample
 from producers.rewards.judges.classifier import Classifier
 from producers.rewards.judges.generative import Written, YesNo, engine_settings
 from producers.rewards.outcome import Asked, Model, Outcome, Problem, Verdict
+from producers.rewards.sample import RewardSample
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}#{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a:{% endif %}"
@@ -53,7 +53,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def sample(text: str, prompt: str = "2+2=", **row: Any) -> RewardSample:
-    return RewardSample.of(
+    return RewardSample.from_row(
         row, prompt=prompt, response=text, prompt_ids=ids_of(prompt), response_ids=[*ids_of(text), 2], finish="stop"
     )
 

@@ -16,9 +16,9 @@ from asyncrl.config import dump, parse
 from asyncrl.config.judges import list_judges
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigErrors
-from producers.rewards.functions import RewardSample
 from producers.rewards.judges import templates
 from producers.rewards.outcome import Problem
+from producers.rewards.sample import RewardSample
 
 BASE = """
 model.path = "m"
@@ -29,7 +29,7 @@ judge = "grader"
 name = "grader"
 """
 URL = BASE + 'kind = "url"\nurl = "http://h/v1"\nmodel = "big"\nprompt = "{response}"\n'
-SAMPLE = RewardSample.of(
+SAMPLE = RewardSample.from_row(
     {"answer": "4", "level": 3, "tags": ["a"]},
     prompt="2+2=",
     response="it is {prompt} 4",

@@ -14,16 +14,16 @@ from aiohttp import web
 
 from asyncrl.config.sections.judge import JudgeConfig
 from asyncrl.errors import ConfigError
-from producers.rewards.functions import RewardSample
 from producers.rewards.judges import rate_limit as pace
 from producers.rewards.judges.remote import Remote, key_of
 from producers.rewards.outcome import Asked, Outcome, Problem, Verdict
+from producers.rewards.sample import RewardSample
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
 def sample(text: str) -> RewardSample:
-    return RewardSample.of(
+    return RewardSample.from_row(
         {"answer": "4"}, prompt="2+2=", response=text, prompt_ids=[1], response_ids=[2], finish="stop"
     )
 

@@ -48,12 +48,12 @@ def made(transport: str) -> tuple[Outboxes, dict[str, Box]]:
 
 def test_auto_opens_nothing_until_a_member_needs_it() -> None:
     outboxes, boxes = made("auto")
-    assert outboxes.ways(VERSION) == {"local": "/dev/shm/asyncrl-x", "collective": "", "stream": ""} and not boxes
-    outboxes.need()
-    outboxes.need()
+    assert outboxes.addresses(VERSION) == {"local": "/dev/shm/asyncrl-x", "collective": "", "stream": ""} and not boxes
+    outboxes.open_remote()
+    outboxes.open_remote()
     assert set(boxes) == {"collective", "stream"}
     offered = {"local": "/dev/shm/asyncrl-x", "collective": "collective:offered", "stream": "stream:offered"}
-    assert outboxes.ways(VERSION) == offered
+    assert outboxes.addresses(VERSION) == offered
     outboxes.send(RoundReply(1, "transferring"), [], deadline_s=1.0)
     outboxes.close()
     assert boxes["collective"].calls[-2:] == ["send", "close"] and boxes["stream"].calls[-1] == "close"
@@ -62,7 +62,7 @@ def test_auto_opens_nothing_until_a_member_needs_it() -> None:
 @pytest.mark.parametrize("transport", ["stream", "disk"])
 def test_the_only_transport_is_offered_at_once(transport: str) -> None:
     outboxes, boxes = made(transport)
-    assert outboxes.ways(VERSION) == {transport: f"{transport}:offered"}
+    assert outboxes.addresses(VERSION) == {transport: f"{transport}:offered"}
     assert boxes[transport].calls == ["offer"]
     with pytest.raises(TransportError, match="not allowed"):
         outboxes.send(RoundReply(1, "transferring"), [], deadline_s=1.0)
@@ -70,9 +70,9 @@ def test_the_only_transport_is_offered_at_once(transport: str) -> None:
 
 def test_a_collective_waits_for_its_members_and_local_needs_nothing() -> None:
     outboxes, boxes = made("collective")
-    assert outboxes.ways(VERSION) == {"collective": ""} and not boxes
-    outboxes.need()
-    assert outboxes.ways(VERSION) == {"collective": "collective:offered"}
+    assert outboxes.addresses(VERSION) == {"collective": ""} and not boxes
+    outboxes.open_remote()
+    assert outboxes.addresses(VERSION) == {"collective": "collective:offered"}
     outboxes, boxes = made("local")
-    outboxes.need()
-    assert outboxes.ways(VERSION) == {"local": "/dev/shm/asyncrl-x"} and not boxes
+    outboxes.open_remote()
+    assert outboxes.addresses(VERSION) == {"local": "/dev/shm/asyncrl-x"} and not boxes

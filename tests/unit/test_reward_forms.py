@@ -14,7 +14,8 @@ import pytest
 
 from asyncrl.config.sections.reward import reward_kind, reward_label
 from asyncrl.errors import ConfigError
-from producers.rewards.functions import RewardCall, RewardSample, value_of
+from producers.rewards.functions import RewardCall
+from producers.rewards.sample import RewardSample, read_value
 
 VERL = """
 import re
@@ -109,7 +110,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sample(response: str, *, prompt: Any = "2+2=", **row: Any) -> RewardSample:
     full = {"prompt": prompt, "data_source": "openai/gsm8k", "extra_info": {"index": 1}, "level": 3, **row}
-    return RewardSample.of(
+    return RewardSample.from_row(
         full, prompt="2+2=", response=response, prompt_ids=[1, 2], response_ids=[3, 4, 5], finish="stop"
     )
 
@@ -120,9 +121,9 @@ TRUTH = {"reward_model": {"style": "rule", "ground_truth": "4"}}
 def test_a_file_of_verl(files: Path) -> None:
     call = RewardCall("verl_reward.py:compute_score", args={"format_score": 0.1})
     assert call.form == "verl" and not call.is_batch
-    assert value_of(call.one(sample("so #### 4", **TRUTH))) == (1.0, {"acc": 1.0}, "4")
-    assert value_of(call.one(sample("#### 5", **TRUTH))).value == 0.1
-    assert value_of(call.one(sample("four", **TRUTH))).value == 0.0
+    assert read_value(call.one(sample("so #### 4", **TRUTH))) == (1.0, {"acc": 1.0}, "4")
+    assert read_value(call.one(sample("#### 5", **TRUTH))).value == 0.1
+    assert read_value(call.one(sample("four", **TRUTH))).value == 0.0
 
 
 def test_a_file_of_verls_batch_manager(files: Path) -> None:
@@ -144,8 +145,8 @@ def test_a_file_of_trl(files: Path) -> None:
 def test_a_file_of_areal(files: Path) -> None:
     call = RewardCall("areal_reward.py:gsm8k_reward_fn")
     assert call.form == "areal" and not call.is_batch
-    assert value_of(call.one(sample("#### 4", answer="4"))).value == 1.0
-    assert value_of(call.one(sample("#### 5", **TRUTH))).value == 0.0  # verl's column serves as its answer
+    assert read_value(call.one(sample("#### 4", answer="4"))).value == 1.0
+    assert read_value(call.one(sample("#### 5", **TRUTH))).value == 0.0  # verl's column serves as its answer
 
 
 def test_a_file_of_openrlhf(files: Path) -> None:
@@ -180,7 +181,7 @@ def test_results_of_openrlhf_that_are_none(files: Path, raw: Any) -> None:
 )
 def test_classes_instances_factories_and_arguments(files: Path, name: str, args: dict[str, Any], value: float) -> None:
     call = RewardCall(f"ours_reward.py:{name}", args=args)
-    assert call.form == "sample" and value_of(call.one(sample("abc"))).value == value
+    assert call.form == "sample" and read_value(call.one(sample("abc"))).value == value
 
 
 def test_an_async_instance(files: Path) -> None:
@@ -216,14 +217,14 @@ def test_a_file_imports_what_stands_beside_it(files: Path) -> None:
     (files / "sub").mkdir()
     (files / "sub" / "reward.py").write_text("import beside_sub\ndef f(sample): return beside_sub.VALUE")
     (files / "sub" / "beside_sub.py").write_text("VALUE = 0.75")
-    assert value_of(RewardCall("sub/reward.py:f").one(sample("x"))).value == 0.75
+    assert read_value(RewardCall("sub/reward.py:f").one(sample("x"))).value == 0.75
 
 
 def test_two_files_of_one_name_are_two(files: Path) -> None:
     for folder, value in (("a", 1.0), ("b", 2.0)):
         (files / folder).mkdir()
         (files / folder / "reward_func.py").write_text(f"def f(sample): return {value}")
-    assert [value_of(RewardCall(f"{name}/reward_func.py:f").one(sample("x"))).value for name in "ab"] == [1.0, 2.0]
+    assert [read_value(RewardCall(f"{name}/reward_func.py:f").one(sample("x"))).value for name in "ab"] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,9 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from producers.rewards.forms import recognise
-from producers.rewards.functions import (
-    NotFinite,
-    RewardCall,
-    RewardSample,
-    main,
-    validate_reward,
-    value_of,
-)
+from producers.rewards.functions import RewardCall, bound, main
 from producers.rewards.loading import load_function
+from producers.rewards.sample import NotFinite, RewardSample, read_value
 
 ROW = {
     "prompt": "2+2=",
@@ -35,7 +29,7 @@ ROW = {
 
 
 def sample(row: dict[str, Any] | None = None, response: str = "4") -> RewardSample:
-    return RewardSample.of(
+    return RewardSample.from_row(
         row or ROW, prompt="2+2=", response=response, prompt_ids=[1, 2], response_ids=[3], finish="stop"
     )
 
@@ -117,7 +111,7 @@ def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], form: str) -> None:
-    assert validate_reward(function) == form
+    assert recognise(function, args=bound(function)).name == form
 
 
 @pytest.mark.parametrize(
@@ -131,15 +125,15 @@ def test_forms_are_recognised_by_parameter_names(function: Callable[..., Any], f
 )
 def test_other_forms_are_refused_with_their_parameters(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate_reward(function, name="m:f")
+        recognise(function, name="m:f", args=bound(function))
     assert caught.value.code == "config.reward" and words in caught.value.message and caught.value.where == "m:f"
 
 
 @pytest.mark.parametrize("name", ["verl_full", "verl_short", "ours"])
 def test_one_sample_is_given_as_the_form_says(name: str) -> None:
     call = RewardCall(f"{HERE}:{name}")
-    assert value_of(call.one(sample())).value == 1.0
-    assert value_of(call.one(sample({**ROW}, response="5"))).value == 0.0 or name == "ours_alone"
+    assert read_value(call.one(sample())).value == 1.0
+    assert read_value(call.one(sample({**ROW}, response="5"))).value == 0.0 or name == "ours_alone"
 
 
 def test_a_batch_gets_columns_as_lists() -> None:
@@ -166,24 +160,24 @@ def test_a_batch_of_chat_rows_gets_messages() -> None:
 
 @pytest.mark.parametrize("raw", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), Decimal(1)])
 def test_numbers_of_every_kind(raw: Any) -> None:
-    assert value_of(raw) == (1.0, {}, "")
+    assert read_value(raw) == (1.0, {}, "")
 
 
 def test_dict_results_have_parts() -> None:
-    assert value_of({"score": 0.5, "format": True, "note": "text", "bad": float("nan")}) == (0.5, {"format": 1.0}, "")
-    assert value_of({"reward": 2}) == (2.0, {}, "")
+    assert read_value({"score": 0.5, "format": True, "note": "text", "bad": float("nan")}) == (0.5, {"format": 1.0}, "")
+    assert read_value({"reward": 2}) == (2.0, {}, "")
 
 
 @pytest.mark.parametrize("raw", [None, "1", [1.0], {}, {"points": 1}, {"score": None}, np.array([1.0, 2.0])])
 def test_what_is_no_number_raises(raw: Any) -> None:
     with pytest.raises(TypeError):
-        value_of(raw)
+        read_value(raw)
 
 
 @pytest.mark.parametrize("raw", [float("nan"), float("inf"), {"score": float("-inf")}, np.float32("nan")])
 def test_what_is_not_finite_raises(raw: Any) -> None:
     with pytest.raises(NotFinite):
-        value_of(raw)
+        read_value(raw)
 
 
 def test_a_batch_of_another_length_raises() -> None:
@@ -246,4 +240,4 @@ def test_validation_imports_nothing_heavy() -> None:
     ],
 )
 def test_the_answer_that_a_function_found(raw: Any, answer: str) -> None:
-    assert value_of(raw).answer == answer
+    assert read_value(raw).answer == answer

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from producers.rewards.child import failure_of
-from producers.rewards.functions import NotFinite, RewardSample
 from producers.rewards.pipe import FunctionSpec, Result
+from producers.rewards.sample import NotFinite, RewardSample
 from producers.rewards.scorer import Scorer
 
 MODULE = """
@@ -54,7 +54,7 @@ def source_only(solution_str, ground_truth): return 10.0
 
 def samples(*responses: str, source: str = "a", **row: Any) -> list[RewardSample]:
     return [
-        RewardSample.of(
+        RewardSample.from_row(
             {"prompt": "p", "data_source": source, **row},
             prompt="p",
             response=text,

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from producers.rewards.functions import NotFinite, RewardCall, RewardSample, Value, value_of
+from producers.rewards.functions import RewardCall
+from producers.rewards.sample import NotFinite, RewardSample, Value, read_value
 from producers.rewards.scorers import SCORERS
 from producers.rewards.scorers import extract as finding
 
 
 def scored(name: str, response: str, truth: Any = None, tokens: int = 3, **args: Any) -> Value:
     row = {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": truth}}
-    sample = RewardSample.of(
+    sample = RewardSample.from_row(
         row, prompt="p", response=response, prompt_ids=[1], response_ids=[7] * tokens, finish="stop"
     )
-    return value_of(RewardCall(f"builtin:{name}", args=args).one(sample))
+    return read_value(RewardCall(f"builtin:{name}", args=args).one(sample))
 
 
 def mathematics() -> None:

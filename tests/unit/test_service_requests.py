@@ -27,12 +27,12 @@ def test_late_copies_of_answered_requests_are_granted_nothing_new(lab: ServiceLa
     lab.hello("producer", "p")
     first, second, third = (granted(lab.lease("p", number).answer) for number in (1, 2, 3))
     assert len({*first, *second, *third}) == 3
-    returned = tuple((number, lab.groups.groups[number].token) for number in (*first, *second))
+    returned = tuple((number, lab.groups.table.groups[number].token) for number in (*first, *second))
     lab.groups.give_back(wire.LeaseReturn("p", returned, "stop"), now=lab.now)
     assert granted(lab.lease("p", 1).answer) == []
     assert granted(lab.lease("p", 2).answer) == []
     assert granted(lab.lease("p", 3).answer) == third
-    assert lab.groups.held["p"] == set(third)
+    assert lab.groups.table.indexes.held["p"] == set(third)
 
 
 def test_a_copy_of_an_answered_reward_request_is_answered_at_once(lab: ServiceLab) -> None:
@@ -54,7 +54,7 @@ def test_a_copy_does_not_end_a_producer_of_a_run_that_goes_on(lab: ServiceLab) -
     """A complete run was started again with more steps, and no learner has registered yet."""
     lab.hello("producer", "p")
     lab.lease("p", 1)
-    lab.groups.meta.done, lab.service._goes_on = True, True
+    lab.groups.table.meta.done, lab.service.context.continues = True, True
     assert not lab.lease("p", 1).answer.done
     assert not lab.lease("p", 2).answer.done
 
@@ -63,13 +63,13 @@ def test_a_service_that_stood_still_counts_nobody_as_silent(lab: ServiceLab) -> 
     """It was stopped, or its store did not answer, for longer than a lease lives: nobody could be heard meanwhile."""
     lab.hello("producer", "p")
     held = granted(lab.lease("p", 1, groups=2).answer)
-    wall = lab.groups.wall_offset + lab.now
+    wall = lab.groups.tx.wall_offset + lab.now
     lab.tick(120.0)
-    assert lab.groups.held["p"] == set(held)
-    assert lab.groups.wall_offset + lab.service._clock() == pytest.approx(wall + 120.0)  # the history tells the time
+    assert lab.groups.table.indexes.held["p"] == set(held)
+    assert lab.groups.tx.wall_offset + lab.service._clock() == pytest.approx(wall + 120.0)  # the history tells the time
     for _ in range(152):  # silence that was listened to counts
         lab.tick(0.2)
-    assert not lab.groups.held.get("p")
+    assert not lab.groups.table.indexes.held.get("p")
 
 
 def test_a_slow_service_still_ends_leases_of_the_silent(lab: ServiceLab) -> None:
@@ -78,7 +78,7 @@ def test_a_slow_service_still_ends_leases_of_the_silent(lab: ServiceLab) -> None
     lab.lease("p", 1)
     for _ in range(40):
         lab.tick(2.0)
-    assert not lab.groups.held.get("p")
+    assert not lab.groups.table.indexes.held.get("p")
 
 
 # ---------------------------------------------------------------- names that peers invent
@@ -88,19 +88,27 @@ def sizes(lab: ServiceLab) -> dict[str, int]:
     """How many entries the tables have that are keyed by what peers say."""
     groups, held_out = lab.groups, lab.service.evaluations
     tables = {
-        "workers": groups.workers, "held": groups.held, "scoring": groups.scores_due.held, "barred": groups.barred,
-        "judges": groups.judge_counts, "evaluation held": held_out.held, "evaluation scoring": held_out.scores_due.held,
-        "rows": held_out._rows_of, "polls": lab.service._lease_polls, "reward polls": lab.service._reward_polls,
-        "counters": lab.service.counters, "sources": groups._judges,
-    }  # fmt: skip
+        "workers": groups.workers.known,
+        "held": groups.table.indexes.held,
+        "scoring": groups.scoring.queue.held,
+        "barred": groups.workers.barred,
+        "judges": groups.scoring.counts,
+        "evaluation held": held_out.table.indexes.held,
+        "evaluation scoring": held_out.table.queue.held,
+        "rows": held_out._rows_by_producer,
+        "polls": lab.service.producers.polls,
+        "reward polls": lab.service.rewards.polls,
+        "counters": lab.service.context.counters,
+        "sources": groups.judges._by_source,
+    }
     return {name: len(table) for name, table in tables.items()}
 
 
 def test_invented_names_fill_no_table(lab: ServiceLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffers.groups.leasing.MOST_WORKERS", 8)
+    monkeypatch.setattr("buffers.groups.workers.MOST_WORKERS", 8)
     lab.hello("producer", "real")
     held = granted(lab.lease("real", 1).answer)
-    lab.groups.barred["real"] = (5, lab.now + 1e9)
+    lab.groups.workers.barred["real"] = (5, lab.now + 1e9)
     for number in range(40):
         for role in ("producer", "reward"):
             lab.hello(role, f"x{number}")
@@ -111,24 +119,26 @@ def test_invented_names_fill_no_table(lab: ServiceLab, monkeypatch: pytest.Monke
         lab.ask(wire.Scores(f"t{number}", ()), request=1)
         lab.tick()
     assert all(size <= 10 for size in sizes(lab).values()), sizes(lab)
-    assert lab.groups.held["real"] == set(held)  # who holds something is not forgotten
-    assert "real" in lab.groups.barred
+    assert lab.groups.table.indexes.held["real"] == set(held)  # who holds something is not forgotten
+    assert "real" in lab.groups.workers.barred
 
 
 def test_names_of_metrics_and_roles_are_those_that_are_known(lab: ServiceLab) -> None:
     lab.hello("reward", "r")
-    seen = lab.groups.workers["reward", "r"].seen
+    seen = lab.groups.workers.known["reward", "r"].seen
     lab.now += 0.5
     for role, stats in (("reward", {"invented": 1.0}), ("reward", {"reward/invented": 1.0}), ("king", {})):
         answer = lab.beat(role, "r", stats=stats)
         assert isinstance(answer, wire.Refused) and answer.code == "wire.unexpected", stats
-    assert lab.groups.workers["reward", "r"].seen == seen  # a refusal changes nothing
-    assert ("king", "r") not in lab.groups.workers
+    assert lab.groups.workers.known["reward", "r"].seen == seen  # a refusal changes nothing
+    assert ("king", "r") not in lab.groups.workers.known
 
 
 def test_parts_of_rewards_are_a_limited_number_of_names(lab: ServiceLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffers.groups.judging.MOST_PARTS", 3)
-    named = [lab.groups.parts_known({f"part{number}": 1.0}) for number in range(5)]
+    monkeypatch.setattr("buffers.groups.failure_budget.MOST_PARTS", 3)
+    named = [lab.groups.budget.accept_parts({f"part{number}": 1.0}) for number in range(5)]
     assert named == [True, True, True, False, False]
-    assert lab.groups.parts_known({"part0": 0.0, "part2": 0.0}) and not lab.groups.parts_known({"part0": 0.0, "x": 0.0})
-    assert len(lab.groups.part_names) == 3
+    assert lab.groups.budget.accept_parts({"part0": 0.0, "part2": 0.0}) and not lab.groups.budget.accept_parts(
+        {"part0": 0.0, "x": 0.0}
+    )
+    assert len(lab.groups.budget.part_names) == 3

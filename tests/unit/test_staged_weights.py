@@ -13,8 +13,8 @@ import pytest
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Manifest, Tensor
 from producers.engines.staged_weights import PREFIX, Labels, StagedWeights
-from weightsync.plan.buckets import TensorSpec, by_bucket, plan_buckets
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.buckets import TensorSpec, group_by_bucket, plan_buckets
+from weightsync.plan.digest import bucket_digest, version_digest
 
 SPECS = [
     TensorSpec("a", "F32", (5,)),
@@ -28,9 +28,9 @@ def version_of(number: int, *, seed: int = 0) -> tuple[Manifest, tuple[Tensor, .
     plan = plan_buckets(SPECS, bucket_bytes=64)
     random = np.random.default_rng((number, seed))
     buckets = [random.integers(0, 256, size, dtype=np.uint8).tobytes() for size in plan.bucket_bytes]
-    groups = by_bucket(plan.tensors, len(buckets))
+    groups = group_by_bucket(plan.tensors, len(buckets))
     digests = tuple(bucket_digest(group, bucket) for group, bucket in zip(groups, buckets, strict=True))
-    return Manifest(number, plan.digest, plan.bucket_bytes, digests, whole_digest(digests)), plan.tensors, buckets
+    return Manifest(number, plan.digest, plan.bucket_bytes, digests, version_digest(digests)), plan.tensors, buckets
 
 
 def staged(tmp_path: Path) -> StagedWeights:

@@ -43,7 +43,7 @@ def test_two_slots_take_turns_and_give_the_digests_of_the_plan(tmp_path: Path) -
     assert digests == digest_tensors(PLAN.tensors, dict(chunks(1)).__getitem__)[0]
     first = one.order
     assert [stage(staging, value) for value in (3, 4, 5)] == [one, two, one]
-    with staging.sending(one, first) as intact:
+    with staging.hold(one, first) as intact:
         assert not intact
     staging.close()
     assert list(tmp_path.iterdir()) == []
@@ -55,17 +55,17 @@ def test_what_is_sent_and_the_newest_stay_and_at_the_limit_the_oldest_goes(tmp_p
     slots = [stage(staging, 1), stage(staging, 2)]
     orders = [slot.order for slot in slots]
     with ExitStack() as held:
-        assert held.enter_context(staging.sending(slots[0], orders[0]))
+        assert held.enter_context(staging.hold(slots[0], orders[0]))
         slots.append(stage(staging, 3))
-        assert held.enter_context(staging.sending(slots[1], orders[1]))
+        assert held.enter_context(staging.hold(slots[1], orders[1]))
         slots.append(stage(staging, 4))
         assert len({slot.path for slot in slots}) == MOST_SLOTS == len(list(tmp_path.iterdir()))
         assert [first_byte(slot) for slot in slots] == [1, 2, 3, 4]
         assert stage(staging, 5) is slots[2], "the newest stays, what is held stays"
-        assert held.enter_context(staging.sending(slots[2], slots[2].order))
-        assert held.enter_context(staging.sending(slots[3], slots[3].order))
+        assert held.enter_context(staging.hold(slots[2], slots[2].order))
+        assert held.enter_context(staging.hold(slots[3], slots[3].order))
         assert stage(staging, 6) is slots[0], "all are held: the oldest is superseded"
-        assert not staging.intact(slots[0], orders[0]) and staging.intact(slots[1], orders[1])
+        assert not staging.is_intact(slots[0], orders[0]) and staging.is_intact(slots[1], orders[1])
         assert len(list(tmp_path.iterdir())) == MOST_SLOTS
     assert stage(staging, 7) is slots[1]
     staging.close()
@@ -77,7 +77,7 @@ def test_slots_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     staging.prepare(one.size, 2)
     staging.prepare(one.size, 2)
     assert len(list(tmp_path.iterdir())) == 2
-    with staging.sending(one, one.order):
+    with staging.hold(one, one.order):
         assert stage(staging, 2) is not one, "what was prepared is taken before what holds the newest"
         staging.prepare(one.size, 9)
         assert len(list(tmp_path.iterdir())) == MOST_SLOTS
@@ -94,8 +94,8 @@ def test_where_there_is_no_room_for_a_third_slot_the_oldest_send_is_superseded(
     one, two = stage(staging, 1), stage(staging, 2)
     monkeypatch.setattr(os, "posix_fallocate", full)
     order = one.order
-    with staging.sending(one, order), staging.sending(two, two.order):
-        assert stage(staging, 3) is one and not staging.intact(one, order)
+    with staging.hold(one, order), staging.hold(two, two.order):
+        assert stage(staging, 3) is one and not staging.is_intact(one, order)
     staging.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -277,7 +277,7 @@ def test_a_pinned_slot_stays_and_counts_for_nothing(tmp_path: Path) -> None:
     assert staging.pin(base, base.order)
     for value in range(2, 9):
         slot = staging.fill(PLAN, chunks(value))[0]
-        with staging.sending(slot, slot.order):
+        with staging.hold(slot, slot.order):
             staging.fill(PLAN, chunks(value + 100))
             staging.fill(PLAN, chunks(value + 200))
     assert bytes(base.view) == kept and base.order == 1

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.wire import Manifest
-from weightsync.plan.buckets import ITEM_BYTES, Plan, TensorSpec, bucket_starts, by_bucket, check_layout, plan_buckets
-from weightsync.plan.digest import bucket_digest, digest_tensors, whole_digest
+from weightsync.plan.buckets import (
+    ITEM_BYTES,
+    Plan,
+    TensorSpec,
+    bucket_starts,
+    check_layout,
+    group_by_bucket,
+    plan_buckets,
+)
+from weightsync.plan.digest import bucket_digest, digest_tensors, version_digest
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=20).map(
@@ -21,7 +29,7 @@ specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_siz
 
 def manifest_of(plan: Plan, digests: tuple[str, ...] = ()) -> Manifest:
     digests = digests or tuple("0" for _ in plan.bucket_bytes)
-    return Manifest(0, plan.digest, plan.bucket_bytes, digests, whole_digest(digests))
+    return Manifest(0, plan.digest, plan.bucket_bytes, digests, version_digest(digests))
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -43,7 +51,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_every_tensor_lies_once_aligned_and_in_order(specs: list[TensorSpec], bucket_bytes: int) -> None:
     plan = plan_buckets(specs, bucket_bytes=bucket_bytes)
     assert [(t.name, t.dtype, t.shape) for t in plan.tensors] == [(s.name, s.dtype, s.shape) for s in specs]
-    for number, group in enumerate(by_bucket(plan.tensors, len(plan.bucket_bytes))):
+    for number, group in enumerate(group_by_bucket(plan.tensors, len(plan.bucket_bytes))):
         assert group, "no bucket is empty of tensors"
         end = 0
         for tensor in group:
@@ -112,9 +120,9 @@ def test_publisher_receiver_and_engine_see_one_digest(specs: list[TensorSpec], b
         buckets = [np.full(size, padding, dtype=np.uint8) for size in plan.bucket_bytes]
         for tensor in plan.tensors:
             buckets[tensor.bucket][tensor.offset : tensor.offset + tensor.nbytes] = data[tensor.name]
-        groups = by_bucket(plan.tensors, len(buckets))
+        groups = group_by_bucket(plan.tensors, len(buckets))
         by_receiver = tuple(bucket_digest(group, bucket.data) for group, bucket in zip(groups, buckets, strict=True))
-        assert by_receiver == by_engine and whole_digest(by_receiver) == whole
+        assert by_receiver == by_engine and version_digest(by_receiver) == whole
     full = [tensor for tensor in plan.tensors if tensor.nbytes]
     if full:
         data[full[-1].name] = data[full[-1].name].copy()

@@ -10,13 +10,12 @@ from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError, Fenced, HandshakeError
 from asyncrl.monitor.status import render
 from asyncrl.wire import Instruction, Manifest, MemberPoll, Publish, Published, RoundReply, RoundRequest
-from weightsync.coordinator import status as standing
-from weightsync.coordinator.queries import WANTED, mark
+from weightsync.coordinator import status as reports
+from weightsync.coordinator.queries import WANTED, reply_digest
 from weightsync.coordinator.records import Publisher, Round
 from weightsync.coordinator.rounds import Rounds
-from weightsync.coordinator.routing import choose
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (2,))], bucket_bytes=16)
@@ -24,7 +23,7 @@ PLAN = plan_buckets([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (2,))]
 
 def manifest_of(version: int, salt: str = "") -> Manifest:
     digests = tuple(f"{version}-{number}{salt}" for number in range(len(PLAN.bucket_bytes)))
-    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests))
+    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, version_digest(digests))
 
 
 class Sim:
@@ -90,11 +89,11 @@ class Sim:
         self.rounds.tick(now=self.now)
 
     def state(self, name: str) -> str:
-        return str(self.rounds.state_of(self.rounds.members[name]))
+        return str(self.rounds.queries.state_for(self.rounds.state.members[name]))
 
     def ended(self) -> list[tuple[int, str]]:
-        self.finished += [round_ for round_, _ in self.rounds.finished]
-        self.rounds.finished.clear()
+        self.finished += [round_ for round_, _ in self.rounds.state.finished]
+        self.rounds.state.finished.clear()
         return [(round_.number, round_.state) for round_ in self.finished]
 
 
@@ -114,7 +113,7 @@ def test_the_example_of_the_docstring() -> None:
     assert sim.state("a") == sim.state("b") == "syncing"
     sim.tick(1)
     assert sim.take("a", a) is None
-    assert sim.state("a") == "serving" and sim.ended() == [] and sim.rounds.committed == 1
+    assert sim.state("a") == "serving" and sim.ended() == [] and sim.rounds.state.committed == 1
     sim.tick(28.9)
     assert sim.state("b") == "syncing", "its round's deadline governs a member that receives"
     sim.tick(0.1)
@@ -142,7 +141,7 @@ def test_a_dead_member_is_forgotten_after_an_hour() -> None:
         sim.poll("a")
     assert sim.state("b") == "dead"
     sim.tick(2)
-    assert set(sim.rounds.members) == {"a"}
+    assert set(sim.rounds.state.members) == {"a"}
     assert sim.poll("b") is None and sim.state("b") == "serving"  # what it holds is still the target
 
 
@@ -150,7 +149,7 @@ def test_nobody_there_the_round_waits_for_the_first() -> None:
     sim = Sim()
     sim.publish(0)
     sim.tick(500)
-    assert sim.ended() == [] and sim.rounds.committed == -1
+    assert sim.ended() == [] and sim.rounds.state.committed == -1
     assert receive(sim.poll("a")).round == 1
 
 
@@ -165,7 +164,7 @@ def test_wrong_digest_received_is_aborted_and_tried_again_after_a_pause() -> Non
     again = receive(sim.rounds.instruct("a", now=sim.now))
     assert again.round == 2
     sim.take("a", again)
-    assert sim.state("a") == "serving" and sim.rounds.members["a"].error == ""
+    assert sim.state("a") == "serving" and sim.rounds.state.members["a"].error == ""
 
 
 def test_wrong_digest_after_commit_is_never_serving() -> None:
@@ -174,7 +173,7 @@ def test_wrong_digest_after_commit_is_never_serving() -> None:
     instruction = receive(sim.poll("a"))
     assert sim.received("a", instruction).action == "commit"  # type: ignore[union-attr]
     sim.acknowledge("a", instruction.manifest, digest="something else")  # type: ignore[arg-type]
-    assert sim.state("a") != "serving" and sim.rounds.committed == -1
+    assert sim.state("a") != "serving" and sim.rounds.state.committed == -1
     assert sim.ended() == [(1, "failed")] and "holds digest something" in sim.finished[0].parts["a"].result
 
 
@@ -185,9 +184,9 @@ def test_errors_pause_longer_each_time_and_are_named() -> None:
     pauses = []
     for _ in range(7):
         assert sim.poll("a", round=instruction.round, error="disk on fire") is None
-        assert standing.why(sim.rounds, sim.rounds.members["a"], now=sim.now) == "disk on fire"
-        pauses.append(round(sim.rounds.members["a"].retry_at - sim.now, 3))
-        sim.now = sim.rounds.members["a"].retry_at
+        assert reports.explain(sim.rounds, sim.rounds.state.members["a"], now=sim.now) == "disk on fire"
+        pauses.append(round(sim.rounds.state.members["a"].retry_at - sim.now, 3))
+        sim.now = sim.rounds.state.members["a"].retry_at
         instruction = receive(sim.poll("a"))
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert [state for _, state in sim.ended()] == ["failed"] * 7
@@ -213,9 +212,9 @@ def test_newer_version_supersedes_but_a_whole_older_one_may_commit() -> None:
     assert sim.publish(1).round == 2
     assert sim.received("a", old).action == "commit", "progress for a slow member"  # type: ignore[union-attr]
     new = receive(sim.acknowledge("a", old.manifest))  # type: ignore[arg-type]
-    assert new.manifest == manifest_of(1) and sim.rounds.committed == 0
+    assert new.manifest == manifest_of(1) and sim.rounds.state.committed == 0
     sim.take("a", new)
-    assert sim.ended() == [(1, "superseded"), (2, "committed")] and sim.rounds.committed == 1
+    assert sim.ended() == [(1, "superseded"), (2, "committed")] and sim.rounds.state.committed == 1
 
 
 def test_superseded_round_without_members_ends_at_once() -> None:
@@ -235,7 +234,7 @@ def test_version_of_an_older_learner_is_not_committed() -> None:
     new = receive(sim.poll("a"))
     assert new.manifest == manifest_of(3)
     sim.take("a", new)
-    assert sim.state("a") == "serving" and sim.rounds.committed == 3
+    assert sim.state("a") == "serving" and sim.rounds.state.committed == 3
 
 
 def test_fencing() -> None:
@@ -275,7 +274,7 @@ def test_forgetful_service_asks_for_everything_again() -> None:
     abort = sim.poll("c", state="prepared", round=12, digest=manifest_of(3).digest)
     assert abort is not None and abort.action == "abort"
     sim.publish(3)
-    assert sim.state("a") == "serving" and sim.rounds.committed == 3 and sim.ended() == [(1, "committed")]
+    assert sim.state("a") == "serving" and sim.rounds.state.committed == 3 and sim.ended() == [(1, "committed")]
     sim.held["b"] = (3, "another digest")
     receive(sim.poll("b"))
 
@@ -285,7 +284,7 @@ def test_late_teller_closes_the_round_of_a_restarted_service() -> None:
     sim.publish(3)
     sim.held["a"] = (3, manifest_of(3).digest)
     assert sim.poll("a") is None
-    assert sim.ended() == [(1, "committed")] and sim.rounds.committed == 3
+    assert sim.ended() == [(1, "committed")] and sim.rounds.state.committed == 3
 
 
 def test_restarted_member_starts_afresh() -> None:
@@ -321,9 +320,9 @@ def test_choice_of_transport(mode: str, host: str, transports: tuple[str, ...], 
     sim = Sim(mode)
     sim.publish(0)
     sim.poll("a", host=host, transports=transports)
-    name, why, *_ = astuple(choose(sim.rounds.members["a"], sim.rounds.scene(sim.now)))
+    name, why, *_ = astuple(sim.rounds.router.choose(sim.rounds.state.members["a"], sim.rounds.queries.scene(sim.now)))
     assert name == expected and why
-    status = standing.status(sim.rounds, now=sim.now)["members"]["a"]
+    status = reports.status(sim.rounds, now=sim.now)["members"]["a"]
     assert status["transport"] == expected and status["transport_why"] == why
 
 
@@ -333,7 +332,10 @@ def test_what_a_member_cannot_reach_is_not_offered_to_it_again() -> None:
     part = receive(sim.poll("a"))
     assert sim.poll("a", round=part.round, error=UNUSABLE + "not visible") is None
     sim.tick(1)
-    assert choose(sim.rounds.members["a"], sim.rounds.scene(sim.now)).transport == "collective"
+    assert (
+        sim.rounds.router.choose(sim.rounds.state.members["a"], sim.rounds.queries.scene(sim.now)).transport
+        == "collective"
+    )
     sim.publish(1)
     assert receive(sim.poll("a")).transport == "local", "another file, maybe of another process: worth a try"
 
@@ -345,11 +347,11 @@ def test_collective_forms_when_the_publisher_asks() -> None:
     assert sim.rounds.instruct("a", now=0.0) is None, "without the publisher nobody waits in a rendezvous"
     reply = sim.ask(1)
     assert reply is not None and reply.ranks == {"a": 1, "b": 2} and reply.generation == 101
-    assert reply.rendezvous == "h:1" and sim.ask(1, seen=mark(reply)) is None
+    assert reply.rendezvous == "h:1" and sim.ask(1, seen=reply_digest(reply)) is None
     assert sim.ask(1) == reply, "a lost answer is given again"
     a, b = (receive(sim.rounds.instruct(name, now=0.0)) for name in "ab")
     assert (a.rank, b.rank, a.world_size, a.generation, a.address) == (1, 2, 3, 101, "h:1")
-    done = sim.ask(reply.round, done="sent", seen=mark(reply))
+    done = sim.ask(reply.round, done="sent", seen=reply_digest(reply))
     assert done is not None and done.ranks == {}
     sim.take("a", a)
     sim.take("b", b)
@@ -438,12 +440,12 @@ def test_random_runs_keep_the_promises(seed: int) -> None:
     sim.tick(0)
     numbers = [number for number, _ in sim.ended()]
     assert len(numbers) == len(set(numbers)), "a round is logged once"
-    assert sim.rounds.rounds == {}, "nothing is left open"
+    assert sim.rounds.state.rounds == {}, "nothing is left open"
 
 
 def check(sim: Sim) -> None:
-    target = sim.rounds.target
-    for name, member in sim.rounds.members.items():
+    target = sim.rounds.state.target
+    for name, member in sim.rounds.state.members.items():
         if sim.state(name) == "serving":
             assert target is not None
             proved = (target.manifest.version, target.manifest.digest)
@@ -451,32 +453,30 @@ def check(sim: Sim) -> None:
             # A process that died without a word is SERVING until its member_timeout_s or the poll of the next one.
             assert sim.pids.get(name, 1) != member.pid or sim.held[name] == proved
         if member.part is not None:
-            assert not member.part.result and member.part.round.number in sim.rounds.rounds
+            assert not member.part.result and member.part.round.number in sim.rounds.state.rounds
     if target is not None:
-        assert sim.rounds.committed <= target.manifest.version
+        assert sim.rounds.state.committed <= target.manifest.version
 
 
 def test_an_error_outside_of_a_round_is_shown_until_the_next_success() -> None:
     sim = Sim()
     sim.publish(0)
     assert sim.take("a", receive(sim.poll("a"))) is None and sim.state("a") == "serving"
-    before = sim.rounds.members["a"]
+    before = sim.rounds.state.members["a"]
     failures, retry_at = before.failures, before.retry_at
     sim.tick(1)
     assert sim.poll("a", error="its weights have changed") is None, "there is nothing to do"
-    shown = standing.status(sim.rounds, now=sim.now)["members"]["a"]
+    shown = reports.status(sim.rounds, now=sim.now)["members"]["a"]
     assert shown["said"] == "its weights have changed" and shown["state"] == "serving" and shown["why"] == ""
-    assert "a serving version 0 (its weights have changed)" in render(
-        {"weightsync": standing.status(sim.rounds, now=1)}
-    )
+    assert "a serving version 0 (its weights have changed)" in render({"weightsync": reports.status(sim.rounds, now=1)})
     assert (before.failures, before.retry_at) == (failures, retry_at) and sim.ended() == [(1, "committed")]
     sim.poll("a", error="its weights have changed")
-    assert sim.rounds.complaints == [("a", "its weights have changed")], "once, however often it is said"
-    numbers, words = standing.complaint_line(sim.rounds, *sim.rounds.complaints[0])
+    assert sim.rounds.state.complaints == [("a", "its weights have changed")], "once, however often it is said"
+    numbers, words = reports.complaint_line(sim.rounds, *sim.rounds.state.complaints[0])
     assert numbers == {"version": 0} and (words["member"], words["said"]) == ("a", "its weights have changed")
     sim.publish(1)
     sim.take("a", receive(sim.poll("a")))
-    assert standing.status(sim.rounds, now=sim.now)["members"]["a"]["said"] == ""
+    assert reports.status(sim.rounds, now=sim.now)["members"]["a"]["said"] == ""
 
 
 def test_an_error_of_an_older_round_does_not_fail_the_newer_one() -> None:
@@ -488,9 +488,9 @@ def test_an_error_of_an_older_round_does_not_fail_the_newer_one() -> None:
     new = receive(sim.poll("a"))
     assert new.round > old.round
     sim.poll("a", round=old.round, error="too slow")
-    member = sim.rounds.members["a"]
-    assert member.part is not None and member.part.round.number == new.round and member.said == "too slow"
-    assert sim.take("a", new) is None and sim.state("a") == "serving" and member.said == ""
+    member = sim.rounds.state.members["a"]
+    assert member.part is not None and member.part.round.number == new.round and member.complaint == "too slow"
+    assert sim.take("a", new) is None and sim.state("a") == "serving" and member.complaint == ""
 
 
 def test_an_acknowledgement_with_an_error_is_one() -> None:
@@ -502,4 +502,6 @@ def test_an_acknowledgement_with_an_error_is_one() -> None:
     sim.held["a"] = (0, manifest_of(0).digest)
     sim.poll("a", round=instruction.round, error="cannot pass versions on: no port")
     assert sim.ended() == [(1, "committed")] and sim.state("a") == "serving"
-    assert sim.rounds.members["a"].failures == 0 and sim.rounds.members["a"].said.startswith("cannot pass")
+    assert sim.rounds.state.members["a"].failures == 0 and sim.rounds.state.members["a"].complaint.startswith(
+        "cannot pass"
+    )

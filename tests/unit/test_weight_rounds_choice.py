@@ -10,13 +10,13 @@ from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.status import render
 from asyncrl.wire import BaseOffer, Hop, Instruction, Manifest, MemberPoll, Publish, RoundReply, RoundRequest, Tensor
-from weightsync.coordinator import status as standing
-from weightsync.coordinator.queries import FORM_S, WANTED, mark
-from weightsync.coordinator.records import Choice, Publisher
+from weightsync.coordinator import status as reports
+from weightsync.coordinator.queries import FORM_S, WANTED, reply_digest
+from weightsync.coordinator.records import Publisher, Route
 from weightsync.coordinator.rounds import Rounds
-from weightsync.coordinator.routing import UNUSABLE_S, choose
+from weightsync.coordinator.routing import UNUSABLE_S
 from weightsync.plan.buckets import TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 from weightsync.transports.base import UNUSABLE
 
 PLAN = plan_buckets([TensorSpec("a", "F32", (100,)), TensorSpec("b", "F32", (50,))], bucket_bytes=400)
@@ -25,7 +25,7 @@ ALL = ("local", "collective", "stream", "disk")
 
 def manifest_of(version: int, *, encoding: str = "full") -> Manifest:
     digests = tuple(f"{version}-{number}" for number in range(len(PLAN.bucket_bytes)))
-    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, whole_digest(digests), encoding)
+    return Manifest(version, PLAN.digest, PLAN.bucket_bytes, digests, version_digest(digests), encoding)
 
 
 def hop(base: int, *nbytes: int) -> Hop:
@@ -79,7 +79,7 @@ class Sim:
         return self.rounds.poll(message, now=self.now)
 
     def ask(self, done: str = "") -> RoundReply:
-        number = self.rounds.current.number if self.rounds.current is not None else 0
+        number = self.rounds.state.current.number if self.rounds.state.current is not None else 0
         reply = self.rounds.ask(RoundRequest(1, number, 1.0, "", done), now=self.now)
         assert reply is not None
         return reply
@@ -96,11 +96,11 @@ class Sim:
         self.now += seconds
         self.rounds.tick(now=self.now)
 
-    def way(self, name: str) -> Choice:
-        return choose(self.rounds.members[name], self.rounds.scene(self.now))
+    def way(self, name: str) -> Route:
+        return self.rounds.router.choose(self.rounds.state.members[name], self.rounds.queries.scene(self.now))
 
     def told(self, name: str) -> dict[str, Any]:
-        member: dict[str, Any] = standing.status(self.rounds, now=self.now)["members"][name]
+        member: dict[str, Any] = reports.status(self.rounds, now=self.now)["members"][name]
         return member
 
 
@@ -116,7 +116,9 @@ def test_members_relay_what_they_serve_and_sources_are_not_crowded() -> None:
     first = job(sim.poll("a"))
     assert (first.transport, first.address, first.source) == ("stream", "tcp://h:2", "learner")
     assert sim.poll("b") is None and sim.poll("c") is None
-    assert "waits for a free source: 1 with 1 pulls" in standing.why(sim.rounds, sim.rounds.members["b"], now=sim.now)
+    assert "waits for a free source: 1 with 1 pulls" in reports.explain(
+        sim.rounds, sim.rounds.state.members["b"], now=sim.now
+    )
     sim.arrive("a", first)
     second, third = job(sim.poll("b")), job(sim.poll("c"))
     assert {second.source, third.source} == {"a", "learner"} and second.address == "at-a"
@@ -172,7 +174,7 @@ def test_a_relay_that_says_nothing_is_left_out_and_a_silent_publisher_too() -> N
     sim.poll("a")
     assert job(sim.poll("c")).source == "a"
     sim.poll("c", round=2, error="x")
-    silent = sim.rounds.scene(sim.now)
+    silent = sim.rounds.queries.scene(sim.now)
     assert silent.publisher_silent
 
 
@@ -331,9 +333,9 @@ def test_a_round_takes_members_for_its_time_and_ends_within_twice() -> None:
     for second in range(40):
         assert job(sim.poll(f"m{second}")).round >= 1
         sim.tick(1)
-        for round_ in sim.rounds.rounds.values():
+        for round_ in sim.rounds.state.rounds.values():
             assert sim.now < round_.started + 10
-    ended = sim.rounds.finished
+    ended = sim.rounds.state.finished
     assert len(ended) >= 6 and all(at - round_.started <= 10 for round_, at in ended)
     assert all(len(round_.parts) <= 5 for round_, _ in ended)
 
@@ -370,12 +372,12 @@ def test_status_tells_transport_encoding_source_and_why() -> None:
     sim.publish(3)
     near = job(sim.poll("near"))
     sim.poll("far")
-    text = render({"weightsync": standing.status(sim.rounds, now=sim.now)})
+    text = render({"weightsync": reports.status(sim.rounds, now=sim.now)})
     assert "near syncing version -1 (30 s left), local full from learner: same host as the publisher (h)" in text
     assert "far syncing version -1 (30 s left), stream full from learner: on far, publisher on h; from the" in text
     sim.arrive("near", near)
     assert "near serving version 3, local full from learner" in render(
-        {"weightsync": standing.status(sim.rounds, now=sim.now)}
+        {"weightsync": reports.status(sim.rounds, now=sim.now)}
     )
 
 
@@ -391,8 +393,8 @@ def test_the_log_says_what_was_carried() -> None:
     sim.poll("c", round=c.round, error="boom")
     numbers: list[dict[str, float]] = []
     words: list[dict[str, Any]] = []
-    for round_, ended in sim.rounds.finished:
-        one, more = standing.round_line(round_, ended=ended)
+    for round_, ended in sim.rounds.state.finished:
+        one, more = reports.round_line(round_, ended=ended)
         numbers.append(one)
         words.append(more)
     assert [one["carried_bytes"] for one in numbers] == [40, 600, 0]
@@ -420,14 +422,16 @@ def test_the_publisher_is_told_whether_hops_are_of_use() -> None:
     sim.tick(15)
     sim.poll("near")
     sim.tick(10)
-    assert sim.rounds.members["far"].dead and not sim.ask().hops_wanted, "it is gone"
+    assert sim.rounds.state.members["far"].dead and not sim.ask().hops_wanted, "it is gone"
     sim.encodings = ("full",)
     sim.poll("far", transports=("stream",))
     assert not sim.ask().hops_wanted, "it cannot take them"
     sim.encodings = ("full", "delta")
     sim.poll("far", transports=("stream",))
     assert sim.ask().hops_wanted, "it comes again"
-    assert mark(sim.ask()) != mark(msgspec.structs.replace(sim.ask(), hops_wanted=False)), "a change is told at once"
+    assert reply_digest(sim.ask()) != reply_digest(msgspec.structs.replace(sim.ask(), hops_wanted=False)), (
+        "a change is told at once"
+    )
 
 
 def test_who_cannot_map_the_slot_wants_hops() -> None:
@@ -460,13 +464,13 @@ def test_who_lacks_the_base_of_an_adapter_gets_it_first_in_a_round_of_its_own() 
     sim.bases["far"] = sim.base.digest
     second = job(sim.arrive("far", far))
     assert second.manifest is not None and second.manifest.version == 5, "the base is needed whatever version is newest"
-    ended = [(round_.target.manifest.version, round_.state) for round_, _ in sim.rounds.finished]
-    assert (0, "committed") in ended and sim.rounds.committed == -1, "the base alone is no version that is held"
+    ended = [(round_.target.manifest.version, round_.state) for round_, _ in sim.rounds.state.finished]
+    assert (0, "committed") in ended and sim.rounds.state.committed == -1, "the base alone is no version that is held"
     answer = sim.poll("far", state="prepared", round=second.round, digest=second.manifest.digest)
     assert answer is not None and answer.action == "commit"
     sim.held["far"] = 5
     sim.poll("far", digest=second.manifest.digest)
-    assert sim.told("far")["state"] == "serving" and sim.rounds.committed == 5
+    assert sim.told("far")["state"] == "serving" and sim.rounds.state.committed == 5
 
 
 def test_a_base_that_fails_is_tried_again_and_by_nobody_that_relays() -> None:
@@ -492,7 +496,7 @@ def test_a_base_is_whole_and_that_of_the_adapter_or_refused() -> None:
     sim.base = None
     sim.publish(4, encoding="adapter")
     sim.poll("a")
-    assert "which nobody offers" not in sim.told("a")["why"], "an adapter that names no base is for all"
+    assert "the base is not offered" not in sim.told("a")["why"], "an adapter that names no base is for all"
 
 
 def test_the_layout_of_a_base_is_told_once() -> None:

@@ -1,9 +1,9 @@
-"""Where rounds and members stand, as builtin values: `asyncrl status` and the lines of metrics/weightsync.jsonl. Pure.
+"""Status of rounds and members as builtin values, for `asyncrl status` and metrics/weightsync.jsonl. Pure.
 
 Guarantees:
-1. every member has a reason in words: why it does not serve, and why its weights come the way they come;
-2. an error that a member reports outside of its part in a round (it cannot pass versions on, its weights changed) is
-   shown as `said` until its next success, and is a line of its own in the log (`complaint_line`).
+1. every member has a reason in words: why it does not serve, and why its weights take this route;
+2. an error that a member reports outside of its part in a round (it cannot relay versions, its weights changed) is
+   displayed as `said` until its next success, and gets its own line in the log (`complaint_line`).
 """
 
 from __future__ import annotations
@@ -13,107 +13,120 @@ from typing import Any
 from asyncrl.wire import Instruction
 from weightsync.coordinator.records import Member, Round, State
 from weightsync.coordinator.rounds import Rounds
-from weightsync.coordinator.routing import DELTA, Scene, choose
-from weightsync.encoding.full import NAME as FULL
+from weightsync.coordinator.routing import Scene
+from weightsync.encoding import DELTA, FULL
 
 
-def why(rounds: Rounds, member: Member, *, now: float) -> str:
-    """Why the member is not SERVING; empty where it is."""
-    state = rounds.state_of(member)
+def explain(rounds: Rounds, member: Member, *, now: float) -> str:
+    """Why the member is not SERVING; empty if it is."""
+    state = rounds.queries.state_for(member)
     if state is State.SERVING:
         return ""
     if state is State.DEAD:
-        return f"silent for more than {rounds.config.member_timeout_s:g} s; {member.error}".rstrip("; ")
-    if reason := rounds.mismatch(member) or member.error:
+        return f"silent for more than {rounds.state.config.member_timeout_s:g} s; {member.error}".rstrip("; ")
+    if reason := rounds.queries.mismatch(member) or member.error:
         return reason
     if member.part is not None:
         return f"{member.part.deadline - now:.0f} s left"
-    return choose(member, rounds.scene(now)).why
+    return rounds.router.choose(member, rounds.queries.scene(now)).why
 
 
 def wait(rounds: Rounds, name: str, *, now: float) -> Instruction:
-    """The answer to a poll that was held for its whole time."""
-    member = rounds.members.get(name)
-    return Instruction("wait", version=rounds.committed, detail=why(rounds, member, now=now) if member else "")
+    """The answer to a poll at the end of its wait."""
+    member = rounds.state.members.get(name)
+    detail = explain(rounds, member, now=now) if member else ""
+    return Instruction("wait", version=rounds.state.committed, detail=detail)
 
 
 def status(rounds: Rounds, *, now: float) -> dict[str, Any]:
     """Everything about a service."""
-    target, current = rounds.target, rounds.current
+    state = rounds.state
+    target, current = state.target, state.current
     return {
-        "epoch": rounds.epoch,
+        "epoch": state.epoch,
         "version": target.manifest.version if target is not None else -1,
         "digest": target.manifest.digest if target is not None else "",
         "bytes": sum(target.manifest.bucket_bytes) if target is not None else 0,
         "publisher": target.publisher if target is not None else "",
-        "committed": rounds.committed,
+        "committed": state.committed,
         "round": current.number if current is not None else 0,
         "round_state": current.state if current is not None else "",
-        "members": {name: _member(rounds, member, now) for name, member in rounds.members.items()},
+        "members": {name: _member(rounds, member, now) for name, member in state.members.items()},
     }
 
 
 def _member(rounds: Rounds, member: Member, now: float) -> dict[str, Any]:
     return {
-        "state": str(rounds.state_of(member)),
+        "state": str(rounds.queries.state_for(member)),
         "version": member.version,
         "digest": member.digest,
         "pid": member.pid,
         "host": member.host,
         "silent_s": round(now - member.last_seen, 3),
-        "why": why(rounds, member, now=now),
-        "said": member.said,
+        "why": explain(rounds, member, now=now),
+        "said": member.complaint,
         "relay": member.relay,
-        **_way(rounds, member, rounds.scene(now)),
+        **_route(rounds, member, rounds.queries.scene(now)),
     }
 
 
-def _way(rounds: Rounds, member: Member, scene: Scene) -> dict[str, str]:
-    """How its weights come: of the transfer under way, of what it serves, or of what would be chosen now."""
+def _route(rounds: Rounds, member: Member, scene: Scene) -> dict[str, str]:
+    """How its weights come: by the transfer under way, the last one, or the one that would be chosen now."""
     part = member.part
-    if part is None and rounds.state_of(member) is State.SERVING:
+    if part is None and rounds.queries.state_for(member) is State.SERVING:
         if member.last is None:
             return {"transport": "", "encoding": "", "source": "", "transport_why": "it held the version before"}
         part = member.last
     if part is not None:
-        way, encoding = part.way, part.encoding
+        route, encoding = part.route, part.encoding
     else:
-        way = choose(member, scene)
-        encoding = DELTA if way.hops else scene.target.manifest.encoding if scene.target is not None else ""
-        encoding = FULL if way.base else encoding
+        route = rounds.router.choose(member, scene)
+        encoding = DELTA if route.hops else scene.target.manifest.encoding if scene.target is not None else ""
+        encoding = FULL if route.base else encoding
     return {
-        "transport": way.transport,
-        "encoding": encoding if way.transport else "",
-        "source": way.source,
-        "transport_why": way.why,
+        "transport": route.transport,
+        "encoding": encoding if route.transport else "",
+        "source": route.source,
+        "transport_why": route.why,
     }
 
 
 def complaint_line(rounds: Rounds, name: str, error: str) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a member said outside of a round, for the log."""
-    member = rounds.members[name]
+    """A member's error outside of a round, for the log."""
+    member = rounds.state.members[name]
     return {"version": member.version}, {"state": "said", "member": name, "said": error, "digest": member.digest}
 
 
 def round_line(round_: Round, *, ended: float) -> tuple[dict[str, float], dict[str, Any]]:
-    """The numbers and the words of a decided round, for the log. Bytes are of transfers that arrived whole."""
+    """The numbers and the text of a decided round, for the log. Bytes are of transfers that arrived whole."""
     manifest, parts = round_.target.manifest, round_.parts
     committed = sum(part.committed for part in parts.values())
+    arrived = {name: part.nbytes if part.whole or part.committed else 0 for name, part in parts.items()}
     numbers: dict[str, float] = {
-        "round": round_.number, "version": manifest.version, "round_s": round(ended - round_.started, 6),
+        "round": round_.number,
+        "version": manifest.version,
+        "round_s": round(ended - round_.started, 6),
         "round_bytes": sum(manifest.bucket_bytes),
-        "carried_bytes": sum(part.nbytes for part in parts.values() if part.whole or part.committed),
-        "members_committed": committed, "members_left_out": len(parts) - committed,
-    }  # fmt: skip
-    words = {
-        "digest": manifest.digest, "state": round_.state, "detail": round_.detail,
-        "transport": ",".join(sorted({part.way.transport for part in parts.values()})),
+        "carried_bytes": sum(arrived.values()),
+        "members_committed": committed,
+        "members_left_out": len(parts) - committed,
+    }
+    text = {
+        "digest": manifest.digest,
+        "state": round_.state,
+        "detail": round_.detail,
+        "transport": ",".join(sorted({part.route.transport for part in parts.values()})),
         "encoding": ",".join(sorted({part.encoding for part in parts.values()})),
         "members": {name: part.result for name, part in parts.items()},
         "ways": {
-            name: {"transport": part.way.transport, "encoding": part.encoding, "source": part.way.source,
-                   "bytes": part.nbytes if part.whole or part.committed else 0, "why": part.way.why}
+            name: {
+                "transport": part.route.transport,
+                "encoding": part.encoding,
+                "source": part.route.source,
+                "bytes": arrived[name],
+                "why": part.route.why,
+            }
             for name, part in parts.items()
         },
-    }  # fmt: skip
-    return numbers, words
+    }
+    return numbers, text

@@ -1,15 +1,15 @@
 """Encoding `adapter`: a version that is a LoRA adapter on top of weights that the receiver holds.
 
-LoRA is arXiv:2106.09685, equation 3: `W = W0 + (alpha / r) B A` with A
-`[r, in]` and B `[out, r]`; `use_rslora` divides by sqrt(r) (arXiv:2312.03732, equation 4). Guarantees:
-1. tensors carry the names that peft saves (`base_model.model.<module>.lora_A.weight`), sorted by module, A before B, so
-   that an engine can write them to an adapter folder as they are;
+LoRA is arXiv:2106.09685, equation 3: `W = W0 + (alpha / r) B A` with A `[r, in]` and B `[out, r]`; `use_rslora` divides
+by sqrt(r) (arXiv:2312.03732, equation 4). Guarantees:
+1. tensors have the names that peft saves (`base_model.model.<module>.lora_A.weight`), sorted by module, A before B, so
+   that an engine can write them to an adapter folder unchanged;
 2. the configuration is peft's `adapter_config.json` in one canonical form: equal settings, equal text; it and the
-   digest of the base are part of the version's digest (`weightsync.plan.digest.whole_digest`);
-3. `check_adapter` lets nothing pass that has a tensor without its partner, another rank than announced, a module that
-   is not a target, or no base.
-No torch. It takes LoRA of linear layers: not embeddings, DoRA, trained biases, `modules_to_save` or ranks per module;
-`plan_adapter` refuses them by name.
+   digest of the base are part of the version's digest (`weightsync.plan.digest.version_digest`);
+3. `check_adapter` refuses a tensor without its partner, a rank other than the announced one, a module that is not a
+   target, and a missing base.
+No torch. It supports LoRA of linear layers: not embeddings, DoRA, trained biases, `modules_to_save` or ranks per
+module; `plan_adapter` refuses them by name.
 
 Example: r 8, alpha 16 on q_proj `[2048, 1024]`: A `[8, 1024]` and B `[2048, 8]`, 24,576 elements for 2,097,152; W gains
 2 B A.
@@ -26,17 +26,17 @@ import msgspec
 
 from asyncrl.errors import UNREADABLE, HandshakeError
 from asyncrl.wire import Manifest, Tensor
+from weightsync.encoding import ADAPTER
 from weightsync.plan.buckets import Plan, TensorSpec, plan_buckets
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.digest import version_digest
 
-NAME = "adapter"
 PREFIX = "base_model.model."
 A, B = "lora_A", "lora_B"
 _SAVED = re.compile(rf"(?:{re.escape(PREFIX)})?(.+)\.(lora_A|lora_B)(?:\.default)?\.weight")
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What peft's `adapter_config.json` says of a LoRA adapter, as far as it matters here."""
+    """The used fields of peft's `adapter_config.json` of a LoRA adapter."""
 
     r: int
     lora_alpha: float
@@ -48,7 +48,6 @@ class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def scaling(self) -> float:
-        """The factor of B A."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
@@ -63,7 +62,7 @@ def config_text(config: AdapterConfig) -> str:
     """The configuration for `Manifest.adapter`: JSON with sorted keys and targets.
 
     Raises:
-        ValueError: no adapter that this encoding carries.
+        ValueError: this encoding does not support the adapter.
     """
     _check_config(config)
     ordered = msgspec.structs.replace(config, target_modules=tuple(sorted(set(config.target_modules))))
@@ -74,7 +73,7 @@ def read_config(text: str) -> AdapterConfig:
     """The configuration of a manifest.
 
     Raises:
-        HandshakeError: `sync.plan`, it is none.
+        HandshakeError: `sync.plan`, it is not valid.
     """
     try:
         config = msgspec.json.decode(text, type=AdapterConfig)
@@ -88,7 +87,7 @@ def _check_config(config: AdapterConfig) -> None:
     if config.r < 1 or not math.isfinite(config.lora_alpha) or not config.target_modules:
         raise ValueError(f"r {config.r}, alpha {config.lora_alpha}, targets {config.target_modules}")
     if config.bias != "none" or config.peft_type != "LORA":
-        raise ValueError(f"{config.peft_type} with bias {config.bias!r}: only LoRA without biases is carried")
+        raise ValueError(f"{config.peft_type} with bias {config.bias!r}: only LoRA without biases is supported")
 
 
 # ---------------------------------------------------------------- sending
@@ -104,29 +103,20 @@ def plan_adapter(specs: Iterable[TensorSpec], config: AdapterConfig, *, bucket_b
         ValueError: a tensor that is not LoRA of a linear layer, or `check_adapter`'s reasons.
     """
     _check_config(config)
-    named = [TensorSpec(saved_name(spec.name), spec.dtype, spec.shape) for spec in specs]
+    named = [TensorSpec(peft_name(spec.name), spec.dtype, spec.shape) for spec in specs]
     plan = plan_buckets(sorted(named, key=lambda spec: _module_and_half(spec.name)), bucket_bytes=bucket_bytes)
     _pair(plan.tensors, config)
     return plan
 
 
-def saved_name(name: str) -> str:
-    """The name that peft saves an adapter's tensor by, from that in the module or from itself.
+def peft_name(name: str) -> str:
+    """The name under which peft saves an adapter's tensor, from its name in the module or from itself.
 
     Raises:
-        ValueError: it is no tensor of a LoRA of a linear layer.
+        ValueError: it is not a LoRA tensor of a linear layer.
     """
     module, half = _module_and_half(name)
     return f"{PREFIX}{module}.{half}.weight"
-
-
-def adapter_manifest(
-    version: int, plan: Plan, bucket_digests: Sequence[str], *, base: str, config: AdapterConfig
-) -> Manifest:
-    """The manifest of an adapter; `base`: the digest of the weights that it is added to."""
-    text = config_text(config)
-    digest = whole_digest(bucket_digests, base=base, adapter=text)
-    return Manifest(version, plan.digest, plan.bucket_bytes, tuple(bucket_digests), digest, NAME, base, text)
 
 
 # ---------------------------------------------------------------- receiving
@@ -141,16 +131,16 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def check_adapter(manifest: Manifest, tensors: Sequence[Tensor], *, held: str) -> tuple[AdapterConfig, list[Pair]]:
-    """What an adapter changes, in the order of its modules; `held`: the digest of the full weights that are there.
+    """The pairs of an adapter, in the order of its modules; `held`: the digest of the full weights of the receiver.
 
     Raises:
-        HandshakeError: `sync.plan`, it is no adapter, not one for these weights, or its digest leaves something out.
+        HandshakeError: `sync.plan`, it is not an adapter, not for these weights, or its digest is wrong.
     """
     config = read_config(manifest.adapter)
     try:
-        if manifest.encoding != NAME or not manifest.base:
+        if manifest.encoding != ADAPTER or not manifest.base:
             raise ValueError(f"encoding {manifest.encoding!r}, base {manifest.base!r}")
-        if whole_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter) != manifest.digest:
+        if version_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter) != manifest.digest:
             raise ValueError("buckets, base and configuration do not make its digest")
         if manifest.base != held:
             raise ValueError(f"for weights {manifest.base}, here are {held or 'none'}")
@@ -159,9 +149,9 @@ def check_adapter(manifest: Manifest, tensors: Sequence[Tensor], *, held: str) -
         raise HandshakeError("sync.plan", f"adapter {manifest.version}: {error}", where="weightsync") from None
 
 
-def added(a: Matrix, b: Matrix, *, scaling: float) -> Matrix:
-    """What a pair adds to its weight: `scaling B A`, `[out, in]`, for numpy arrays and torch tensors alike; in the
-    precision that they are given in (float32, then one cast of the sum, is what a merge wants)."""
+def adapter_product(a: Matrix, b: Matrix, *, scaling: float) -> Matrix:
+    """The change of a weight by a pair: `scaling B A`, `[out, in]`, for numpy arrays and torch tensors, in the
+    precision of the inputs (for a merge: float32, then one cast of the sum)."""
     product: Matrix = (b @ a) * scaling
     return product
 
@@ -170,15 +160,15 @@ def _pair(tensors: Sequence[Tensor], config: AdapterConfig) -> list[Pair]:
     halves: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         module, half = _module_and_half(tensor.name)
-        if tensor.name != saved_name(tensor.name):
-            raise ValueError(f"{tensor.name}: {saved_name(tensor.name)} is its name")
+        if tensor.name != peft_name(tensor.name):
+            raise ValueError(f"{tensor.name}: {peft_name(tensor.name)} is its name")
         if module.rpartition(".")[2] not in config.target_modules:
             raise ValueError(f"{tensor.name}: its module is no target ({', '.join(config.target_modules)})")
         halves.setdefault(module, {})[half] = tensor
-    return [_checked(module, found, config.r) for module, found in halves.items()]
+    return [_make_pair(module, found, config.r) for module, found in halves.items()]
 
 
-def _checked(module: str, found: dict[str, Tensor], rank: int) -> Pair:
+def _make_pair(module: str, found: dict[str, Tensor], rank: int) -> Pair:
     if len(found) != 2:
         raise ValueError(f"{module}: {next(iter(found))} without its partner")
     a, b = found[A], found[B]
@@ -190,5 +180,5 @@ def _checked(module: str, found: dict[str, Tensor], rank: int) -> Pair:
 def _module_and_half(name: str) -> tuple[str, str]:
     match = _SAVED.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name} is no tensor of a LoRA of a linear layer")
+        raise ValueError(f"{name} is not a LoRA tensor of a linear layer")
     return match[1], match[2]

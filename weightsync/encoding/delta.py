@@ -1,32 +1,31 @@
-"""Encoding `delta`: what turns the bytes of one bucket into those of the next version, and back again.
+"""Encoding `delta`: the difference between the bytes of one bucket in two versions, in both directions.
 
 Guarantees:
 1. exact for every dtype: elements are compared and XORed as integers of their size, so -0.0, the payload of a NaN and
-   the bits of an fp8 are carried like any other;
+   the bits of an fp8 are kept;
 2. its own inverse: decoding the same blob twice restores the base;
-3. `decode` is all or nothing: a blob that is damaged or malformed in any way (checksum, header, counts, sizes, bytes
-   left over, streams that unpack to more than announced) raises `TransportError` before a byte is written; no stream
-   unpacks to more bytes than there are elements left, and nothing is written outside the tensors;
-4. thread-safe; the comparison, the gathering and zstd run without the interpreter's lock, so several buckets at a time
-   use several cores.
-It does not know whether `into` is the base that the blob was made for: digests of the result tell.
+3. `decode` is all or nothing: a damaged or malformed blob (checksum, header, counts, sizes, bytes left over, streams
+   that unpack to more than announced) raises `TransportError` before a byte is written; no stream unpacks to more bytes
+   than there are elements left, and nothing is written outside the tensors;
+4. thread-safe; comparison, gathering and zstd run without the interpreter's lock, so several buckets at a time use
+   several cores.
+It does not know whether `into` is the base of the blob: digests of the result show that.
 
 The blob: a header (magic with the format's number, checksum of the rest, size of the bucket, number of sections), then
 sections. Elements of one size are numbered through the bucket in the order of its tensors; a section lists the changes
 among `BLOCK_BYTES` of them at most: a stream of positions as gaps (a byte `g < 255` skips g elements and names the
 next one, 255 skips 255), then one stream of XORed values per byte of the element, lowest byte first, because the high
-bytes of a small step are nearly always zero. A stream is stored as it is where zstd does not make it smaller. A part
-with more changes than `DENSE` of its elements lists them all (a zero changes nothing): picking them out costs more.
+bytes of a small step are nearly always zero. A stream is stored unpacked if zstd does not make it smaller. A part with
+more changes than `DENSE` of its elements lists all of them (a zero changes nothing), which is cheaper than gathering.
 
-Example: a bucket of one BF16 tensor `[1000]` of which elements 3 and 600 changed from 1.0 (0x3F80) to 1.0078 (0x3F81)
-and from 0.0 to -0.0: gaps `3, 255, 255, 86`, low bytes `01 00`, high bytes `00 80`: 61 bytes in the place of 2,000.
+Example: a bucket of one BF16 tensor `[1000]` in which elements 3 and 600 changed from 1.0 (0x3F80) to 1.0078 (0x3F81)
+and from 0.0 to -0.0: gaps `3, 255, 255, 86`, low bytes `01 00`, high bytes `00 80`: 61 bytes instead of 2,000.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +38,14 @@ from asyncrl.wire import Buffer, Tensor
 from weightsync.plan.buckets import ITEM_BYTES
 from weightsync.transports.base import TransportError
 
-NAME = "delta"
 MAGIC = b"ADL\x01"  # the last byte is the number of the format
-#: Small numbers without order repeat no long strings: what pays is the entropy coder of level 1, and a table of matches
-#: that is kept short costs neither time nor the literals that it would break up.
+#: Small unordered numbers have no long repeated strings: the entropy coder of level 1 is enough, and a small table of
+#: matches saves time.
 ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=10)
-#: Compared at a time: both sides and the flags stay in a cache, and the interpreter's lock is taken back so seldom that
-#: waiting for the training thread to give it up does not add up.
+#: Compared at a time: both sides and the flags stay in a cache, and the interpreter's lock is taken rarely enough that
+#: waits for the training thread stay short.
 CHUNK_BYTES = 1 << 20
-BLOCK_BYTES = 16 << 20  # of one section: bounds what is held while encoding
+BLOCK_BYTES = 16 << 20  # of one section: bounds the memory of the encoder
 DENSE = 0.3
 ESCAPE = 255
 APPLY = 1 << 18  # positions at a time
@@ -66,10 +64,10 @@ def encode(old: Buffer, new: Buffer, tensors: Sequence[Tensor]) -> bytes:
 
     Args:
         old, new: the bytes of one bucket in two versions of one plan.
-        tensors: those that lie in it, in the order of the plan; what lies between them is not carried.
+        tensors: those in it, in the order of the plan; padding between them is left out.
 
     Raises:
-        ValueError: the buckets differ in size, or the tensors do not lie in them in order, at multiples of their item.
+        ValueError: the buckets differ in size, or the tensors are not in order or not aligned in them.
     """
     before, after = memoryview(old).cast("B"), memoryview(new).cast("B")
     if before.nbytes != after.nbytes:
@@ -84,27 +82,16 @@ def encode(old: Buffer, new: Buffer, tensors: Sequence[Tensor]) -> bytes:
     return _SEAL.pack(MAGIC, xxhash.xxh3_64_intdigest(body)) + body
 
 
-def encode_buckets(
-    old: Sequence[Buffer], new: Sequence[Buffer], groups: Sequence[Sequence[Tensor]], *, threads: int
-) -> list[bytes]:
-    """`encode` of every bucket of a version, `threads` at a time; `groups` as from
-    `weightsync.plan.buckets.by_bucket`."""
-    if not len(old) == len(new) == len(groups):
-        raise ValueError(f"{len(old)} and {len(new)} buckets, tensors of {len(groups)}")
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weightsync-delta") as pool:
-        return list(pool.map(encode, old, new, groups))
-
-
 def decode(blob: Buffer, into: memoryview, tensors: Sequence[Tensor]) -> None:
     """Turn the base's bytes of one bucket into those of the next version, in place.
 
     Args:
-        blob: from `encode`, over any way.
-        into: writable, the bytes of the bucket in the version that the blob was made from (or for: that undoes it).
-        tensors: those that lie in it, in the order of the plan.
+        blob: from `encode`.
+        into: writable, the bytes of the bucket in the version that the blob was made from (or for: to undo it).
+        tensors: those in it, in the order of the plan.
 
     Raises:
-        TransportError: the blob is not one for a bucket of this layout; nothing was written.
+        TransportError: the blob does not fit a bucket of this layout; nothing was written.
     """
     target = into.cast("B")
     if target.readonly:
@@ -112,7 +99,7 @@ def decode(blob: Buffer, into: memoryview, tensors: Sequence[Tensor]) -> None:
     try:
         spans = _spans(tensors, target.nbytes)
         views = {item: _views(target, item, ranges) for item, ranges in spans.items()}
-        sections = _read(memoryview(blob).cast("B"), target.nbytes, views)
+        sections = _read_sections(memoryview(blob).cast("B"), target.nbytes, views)
     except (ValueError, struct.error, zstandard.ZstdError) as error:
         raise TransportError(f"delta: {error}") from None
     for section in sections:
@@ -169,7 +156,7 @@ def _encode_items(old: list[Words], new: list[Words], item: int, packer: zstanda
 
 
 def _scan(old: list[Words], new: list[Words], chunk: int) -> Iterator[tuple[Words, Words, int]]:
-    """Chunk by chunk: where elements changed, their XORed values, and how many elements were compared."""
+    """Chunk by chunk: positions of changed elements, their XORed values, and the number of compared elements."""
     flags = np.empty(chunk, dtype=np.bool_)
     for before, after in zip(old, new, strict=True):
         for start in range(0, len(before), chunk):
@@ -214,7 +201,7 @@ def _smaller(stream: Bytes, packer: zstandard.ZstdCompressor) -> bytes:
 
 @dataclass(frozen=True)
 class _Section:
-    """Changes as they were read: `gaps` and `planes` were checked against each other and the elements there are."""
+    """Changes of one section; `gaps` and `planes` are checked against each other and against the elements."""
 
     item: int
     first: int
@@ -222,8 +209,8 @@ class _Section:
     planes: list[Bytes]
 
 
-def _read(blob: memoryview, nbytes: int, views: dict[int, list[Words]]) -> list[_Section]:
-    """The sections of a blob. Raises ValueError, struct.error or ZstdError where anything does not fit."""
+def _read_sections(blob: memoryview, nbytes: int, views: dict[int, list[Words]]) -> list[_Section]:
+    """The sections of a blob. Raises ValueError, struct.error or ZstdError if anything does not fit."""
     magic, checksum = _SEAL.unpack_from(blob)
     if magic != MAGIC:
         raise ValueError(f"begins with {bytes(magic)!r}, not {MAGIC!r}")
@@ -273,10 +260,10 @@ def _read_section(
 
 
 def _unpack(stored: memoryview, size: int, unpacker: zstandard.ZstdDecompressor) -> Bytes:
-    """A stream of exactly `size` bytes; as many stored bytes are the stream itself."""
+    """A stream of exactly `size` bytes; it is stored unpacked if it has as many bytes."""
     if stored.nbytes == size:
         return np.frombuffer(stored, dtype=np.uint8)
-    if zstandard.frame_content_size(stored) != size:  # asked first: room is made for what the frame says of itself
+    if zstandard.frame_content_size(stored) != size:  # checked first: memory is allocated by the frame's own size
         raise ValueError(f"a stream does not unpack to {size} bytes")
     plain = unpacker.decompress(stored, allow_extra_data=False)
     if len(plain) != size:
@@ -293,11 +280,11 @@ def _apply(section: _Section, views: list[Words]) -> None:
         steps = np.cumsum(np.add(gaps, named, dtype=np.int64))
         at = steps[named] + reached
         reached += int(steps[-1])
-        bytes_of = np.empty((len(at), item), dtype=np.uint8)
+        values = np.empty((len(at), item), dtype=np.uint8)
         for byte, plane in enumerate(section.planes):
-            bytes_of[:, byte] = plane[done : done + len(at)]
+            values[:, byte] = plane[done : done + len(at)]
         done += len(at)
-        _xor(views, at, bytes_of.view(f"<u{item}").reshape(-1))
+        _xor(views, at, values.view(f"<u{item}").reshape(-1))
 
 
 def _xor(views: list[Words], at: Words, values: Words) -> None:
@@ -308,7 +295,7 @@ def _xor(views: list[Words], at: Words, values: Words) -> None:
         high = low + int(np.searchsorted(at[low:], begin + len(view)))
         if high > low:
             places = at[low:high] - begin
-            if int(places[-1]) - int(places[0]) == high - low - 1:  # all of them: no picking
+            if int(places[-1]) - int(places[0]) == high - low - 1:  # contiguous
                 view[int(places[0]) : int(places[-1]) + 1] ^= values[low:high]
             else:
                 view[places] ^= values[low:high]

@@ -1,11 +1,10 @@
-"""How tensors become buckets: the pure planner of weight sync.
+"""Plans how tensors become buckets. Pure: no torch, no I/O.
 
 Guarantees:
 1. tensors keep the order they are given in; a tensor lies whole in one bucket, at a multiple of its item size;
 2. a bucket holds at most `bucket_bytes`, unless one tensor alone is larger;
 3. the plan digest covers names, dtypes, shapes, buckets, offsets and bucket sizes: equal digests, equal layouts;
-4. `check_layout` accepts nothing that a reader could leave its bucket with.
-No torch, no I/O.
+4. `check_layout` accepts no layout with a tensor outside of its bucket.
 
 Example: with `bucket_bytes=16`, tensors a F32 `[2]` (8 B), b U8 `[3]`, c F32 `[1]`, d F32 `[3]` lie at
 a 0:0, b 0:8, c 0:12 (aligned up from 11), d 1:0; `bucket_bytes` of the plan is `(16, 12)`.
@@ -22,6 +21,8 @@ import msgspec
 from asyncrl.errors import HandshakeError
 from asyncrl.wire import ALIGNMENT, Manifest, Tensor
 
+#: (start, stop) for each axis of a tensor.
+Box = tuple[tuple[int, int], ...]
 #: Bytes per element by safetensors dtype name.
 ITEM_BYTES = {
     "F64": 8,
@@ -48,7 +49,6 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -63,6 +63,15 @@ class Plan(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """Size of one copy of the weights, with the padding between tensors."""
         return sum(self.bucket_bytes)
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of all elements."""
+    return tuple((0, side) for side in shape)
+
+
+def volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int) -> Plan:
@@ -91,7 +100,7 @@ def plan_digest(tensors: Sequence[Tensor], bucket_bytes: Sequence[int]) -> str:
 
 
 def bucket_starts(bucket_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Where each bucket begins in a staging slot (aligned to 64 bytes), and the size of the slot."""
+    """The start of each bucket in a staging slot (aligned to 64 bytes), and the size of the slot."""
     starts, end = [], 0
     for size in bucket_bytes:
         starts.append(end)
@@ -99,7 +108,7 @@ def bucket_starts(bucket_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(starts), max(end, 1)
 
 
-def by_bucket(tensors: Sequence[Tensor], buckets: int) -> list[list[Tensor]]:
+def group_by_bucket(tensors: Sequence[Tensor], buckets: int) -> list[list[Tensor]]:
     """The tensors of each bucket, in plan order."""
     groups: list[list[Tensor]] = [[] for _ in range(buckets)]
     for tensor in tensors:

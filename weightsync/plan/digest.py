@@ -1,4 +1,4 @@
-"""Digests of weights: the same number at the learner, on the way and in the generator's model.
+"""Digests of weights: the same value at the learner, during the transfer and in the generator's model.
 
 Guarantees:
 1. a tensor is cut into pieces of `PIECE_BYTES` (the last one is shorter, an empty tensor has none); the digest of a
@@ -6,9 +6,8 @@ Guarantees:
    engine can compute it from its own tensors, and pieces can be digested on all cores, in any order;
 2. the digest of a version is blake3-128 over the ASCII of its bucket digests in order, for an adapter followed by a
    line with the digest of its base and one with its configuration.
-No torch; anything with the buffer protocol is accepted. blake3, because it runs at nearly the speed of a copy and yet
-nobody can make other weights with the same digest. Where tensors begin and end is not in it: the plan's digest covers
-that. Copying and digesting at once: `weightsync.copy_digest`.
+No torch; accepts any object with the buffer protocol. blake3 is nearly as fast as a copy, and still cryptographic. The
+borders of tensors are not part of it: the plan's digest covers them.
 
 Example: a bucket of tensors of 2.5 MiB and 100 B has four pieces (1, 1 and 0.5 MiB, 100 B); 64 bytes are hashed last.
 """
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from blake3 import blake3
 
 from asyncrl.wire import Buffer, Tensor
-from weightsync.plan.buckets import by_bucket
+from weightsync.plan.buckets import group_by_bucket
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 1 << 20
@@ -33,7 +32,7 @@ class Digest:
         self._pieces: list[bytes] = []
 
     def update(self, tensor: Buffer) -> None:
-        """Take the bytes of the next tensor, whole: another cut gives another digest. Other threads run meanwhile."""
+        """Add the bytes of the next tensor, whole: another cut gives another digest. Other threads run meanwhile."""
         view = memoryview(tensor).cast("B")
         for start in range(0, view.nbytes, PIECE_BYTES):
             self._pieces.append(blake3(view[start : start + PIECE_BYTES]).digest(length=DIGEST_BYTES))
@@ -49,7 +48,7 @@ def join_pieces(pieces: Iterable[bytes]) -> str:
 
 
 def bucket_digest(tensors: Iterable[Tensor], bucket: Buffer) -> str:
-    """Digest of one bucket from its bytes; `tensors` are those that lie in it."""
+    """Digest of one bucket from its bytes; `tensors` are those in it."""
     view = memoryview(bucket).cast("B")
     digest = Digest()
     for tensor in tensors:
@@ -57,7 +56,7 @@ def bucket_digest(tensors: Iterable[Tensor], bucket: Buffer) -> str:
     return digest.hexdigest()
 
 
-def whole_digest(bucket_digests: Sequence[str], *, base: str = "", adapter: str = "") -> str:
+def version_digest(bucket_digests: Sequence[str], *, base: str = "", adapter: str = "") -> str:
     """Digest of a version from those of its buckets; `base` and `adapter` as in a manifest."""
     digest = blake3("".join(bucket_digests).encode())
     if base or adapter:
@@ -65,20 +64,20 @@ def whole_digest(bucket_digests: Sequence[str], *, base: str = "", adapter: str 
     return digest.hexdigest(length=DIGEST_BYTES)
 
 
-def digest_tensors(tensors: Sequence[Tensor], bytes_of: Callable[[str], Buffer]) -> tuple[tuple[str, ...], str]:
+def digest_tensors(tensors: Sequence[Tensor], get_bytes: Callable[[str], Buffer]) -> tuple[tuple[str, ...], str]:
     """Bucket digests and the digest of the whole, from the bytes of each tensor by name.
 
     Raises:
-        ValueError: a tensor has another size than planned.
+        ValueError: the size of a tensor is not the planned one.
     """
     buckets = 1 + max((tensor.bucket for tensor in tensors), default=-1)
     digests = []
-    for group in by_bucket(tensors, buckets):
+    for group in group_by_bucket(tensors, buckets):
         digest = Digest()
         for tensor in group:
-            view = memoryview(bytes_of(tensor.name))
+            view = memoryview(get_bytes(tensor.name))
             if view.nbytes != tensor.nbytes:
                 raise ValueError(f"{tensor.name}: {view.nbytes} bytes, planned {tensor.nbytes}")
             digest.update(view)
         digests.append(digest.hexdigest())
-    return tuple(digests), whole_digest(digests)
+    return tuple(digests), version_digest(digests)

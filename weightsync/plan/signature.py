@@ -1,9 +1,9 @@
-"""Who says what the weights are: the learner signs every manifest with the run's key, a receiver checks it.
+"""Signatures of manifests: the learner signs with the run's key, a receiver checks.
 
-Weights travel outside of CURVE on most transports, and
-by way of services and other members: what counts is their digest, and the digest is in the manifest. Guarantees:
+Most transports do not use CURVE, and weights pass through services and other members. The digest in the manifest
+protects them. Guarantees:
 1. the signature covers every other field of the manifest: version, layout, digests, encoding, base and adapter;
-2. without keys (sockets in a private folder, loopback) nothing is signed and nothing is asked for.
+2. without keys (sockets in a private folder, loopback) nothing is signed and no signature is required.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from asyncrl.wire import Manifest
 PURPOSE = "manifest"
 
 
-def signed(manifest: Manifest, keys: Keys | None) -> Manifest:
-    """The manifest with its signature; as it is without keys."""
+def sign(manifest: Manifest, keys: Keys | None) -> Manifest:
+    """The manifest with its signature; unchanged without keys."""
     if keys is None:
         return manifest
-    return msgspec.structs.replace(manifest, signature=keys.sign(PURPOSE, _covered(manifest)))
+    return msgspec.structs.replace(manifest, signature=keys.sign(PURPOSE, _signed_bytes(manifest)))
 
 
 def is_genuine(manifest: Manifest, keys: Keys | None) -> bool:
     """Whether the run's key signed it; true without keys."""
-    return keys is None or keys.signed(manifest.signature, PURPOSE, _covered(manifest))
+    return keys is None or keys.signed(manifest.signature, PURPOSE, _signed_bytes(manifest))
 
 
-def _covered(manifest: Manifest) -> bytes:
+def _signed_bytes(manifest: Manifest) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(manifest, signature=""))

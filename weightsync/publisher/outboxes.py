@@ -1,11 +1,11 @@
-"""The publisher's ends of the transports that the configuration allows, each opened when it is first needed.
+"""The publisher's ends of the transports that the configuration allows; each is opened when it is first needed.
 
-When that is: with `stream` or `disk` set, when the first version is announced; with
-`auto` `local` at once (it needs nothing), `collective` and `stream` once the service has a member that is not on this
-host (it asks for the rendezvous), `disk` never (it copies everything once more: only where it is set). Guarantees:
-1. nothing listens, and nothing is written, before that;
-2. an address is offered only of an outbox that has the version.
-Transports are imported when they are opened: a run on one host loads neither.
+With `stream` or `disk` set that is when the first version is announced. With `auto`, `local` at once (it needs
+nothing), `collective` and `stream` once the service has a member on another host (it asks for the rendezvous), `disk`
+never (it copies everything once more: only if it is set). Guarantees:
+1. before that nothing listens and nothing is written;
+2. an address is offered only if its outbox has the version.
+Transports are imported when they are opened: a run on one host loads none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.wire import RoundReply
 from weightsync.publisher.delta_chain import Staged
 from weightsync.transports.base import Outbox, TransportError
 
-#: What `weightsync.transport` allows.
+#: Transports by `weightsync.transport`.
 ALLOWED = {
     "auto": ("local", "collective", "stream"),
     "local": ("local",),
@@ -25,12 +25,12 @@ ALLOWED = {
     "stream": ("stream",),
     "disk": ("disk",),
 }
-#: Opened for the first version where they are the only ones.
-AT_ONCE = ("stream", "disk")
+#: Opened for the first version if they are the only ones.
+OPEN_FIRST = ("stream", "disk")
 
 
 class Outboxes:
-    """All of one publisher, by what `weightsync.transport` says. `make` gives an outbox by transport name."""
+    """The outboxes for one value of `weightsync.transport`. `make` gives an outbox by transport name."""
 
     def __init__(self, transport: str, make: Callable[[str], Outbox]) -> None:
         self._names = ALLOWED[transport]
@@ -38,26 +38,26 @@ class Outboxes:
         self._open: dict[str, Outbox] = {}
         self._lock = threading.Lock()
 
-    def ways(self, version: Staged) -> dict[str, str]:
-        """Transports that may carry the version, with their addresses; empty: opened when it is asked for.
+    def addresses(self, version: Staged) -> dict[str, str]:
+        """Transports that may carry the version, with their addresses; empty: opened on request.
 
         Raises:
             TransportError: the version was overwritten before it could be offered.
-            Unavailable: no room (`disk.full`); trying again may help.
+            Unavailable: no room (`disk.full`); a retry may help.
             ConfigError: an address that this host does not have.
         """
-        ways = {}
+        found = {}
         for name in self._names:
             if name == "local":
-                ways[name] = str(version.slot.path)
-            elif name in self._open or (name in AT_ONCE and len(self._names) == 1):
-                ways[name] = self._get(name).offer(version)
+                found[name] = str(version.slot.path)
+            elif name in self._open or (name in OPEN_FIRST and len(self._names) == 1):
+                found[name] = self._get(name).offer(version)
             else:
-                ways[name] = ""
-        return ways
+                found[name] = ""
+        return found
 
-    def need(self) -> None:
-        """A member cannot map shared memory: open what reaches it. Raises ConfigError like `ways`."""
+    def open_remote(self) -> None:
+        """Open the transports that reach members without this shared memory. Raises ConfigError like `addresses`."""
         for name in self._names:
             if name != "local":
                 self._get(name).open()

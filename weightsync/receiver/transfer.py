@@ -1,18 +1,18 @@
 """Takes one version from an inbox into an engine: reads a blob ahead, decodes, applies, compares digests.
 
 Guarantees:
-1. a blob is read on a thread of its own while the one before is decoded, applied and digested; one thread uses the
-   inbox, from `open` to `close`;
-2. what counts is the digest of what the engine holds after it took a bucket (of what it was handed, where it cannot
-   say), compared with the manifest's, however the bytes came about;
+1. a separate thread reads a blob while the one before is decoded, applied and digested; one thread uses the inbox, from
+   `open` to `close`;
+2. each bucket is checked by the digest of what the engine holds after it took the bucket (of the bytes that it got, if
+   it cannot say), compared with the manifest's;
 3. with hops the bytes of the base are the engine's own (`read_bucket`); they are decoded in a buffer of this transfer,
-   the next bucket while the engine takes this one. The blobs of all hops but the last are kept until their buckets
-   are due: a transport hands out hop after hop;
-4. a bucket is read (or decoded) right into the room of an engine that lends it (`bucket_room`), else into memory of
-   the transport (of this transfer), which the engine copies;
-5. leaving it early, by an error, a deadline or a cancellation, leaves a reading thread with memory of its own, or with
-   room that its engine uses no more after the abort: it closes the inbox after its read.
-Every failure is a `TransportError`; `HopsUseless` says that whole weights would help.
+   the next bucket while the engine takes this one. The blobs of all hops except the last are kept until their buckets
+   are due: a transport delivers hop after hop;
+4. a bucket is read (or decoded) directly into memory that the engine lends (`bucket_room`), else into memory of the
+   transport (of this transfer), which the engine copies;
+5. after an error, a deadline or a cancellation the reading thread has its own memory, or memory that the engine does
+   not use after the abort; it closes the inbox after its read.
+Every failure is a `TransportError`; `HopsUseless` means that whole weights would help.
 
 Example (3 buckets, 2 hops): blobs 0 1 2 are kept, then blob 3 comes: bucket 0 = base, blob 0, blob 3; and so on.
 """
@@ -28,13 +28,13 @@ from typing import TypeVar
 from asyncrl.engine import Engine
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Buffer, Instruction, Manifest, Tensor
-from weightsync.plan.buckets import by_bucket
-from weightsync.plan.digest import bucket_digest, whole_digest
-from weightsync.receiver.relay_copy import HeldVersion
+from weightsync.plan.buckets import group_by_bucket
+from weightsync.plan.digest import bucket_digest, version_digest
+from weightsync.receiver.relay_copy import RelayCopy
 from weightsync.transports.base import Inbox, TransportError, blob_sizes
 
 T = TypeVar("T")
-CLOSE_S = 1.0  # for a read that is under way; after that its thread goes on alone
+CLOSE_S = 1.0  # for a read under way; after that its thread goes on alone
 Decode = Callable[[Buffer, memoryview, Sequence[Tensor]], None]
 
 
@@ -42,8 +42,8 @@ class HopsUseless(TransportError):
     """These hops do not lead to the version from what the engine holds."""
 
 
-class Reading:
-    """An inbox on its own thread, one blob ahead."""
+class Reader:
+    """Reads an inbox on its own thread, one blob ahead."""
 
     def __init__(self, inbox: Inbox, blobs: int, room: Callable[[int], memoryview | None]) -> None:
         self._inbox = inbox
@@ -52,7 +52,7 @@ class Reading:
         self._next = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-read")
         self._ahead: asyncio.Future[memoryview] | None = None
-        self.waited_s = 0.0  # time that the work stood still for the transport
+        self.waited_s = 0.0  # time spent waiting for the transport
 
     def _run(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
@@ -60,9 +60,9 @@ class Reading:
     async def open(self) -> None:
         """Reach the source and begin to read."""
         await self._run(self._inbox.open)
-        self._read_on()
+        self._read_ahead()
 
-    def _read_on(self) -> None:
+    def _read_ahead(self) -> None:
         self._ahead = None
         if self._next < self._blobs:
             self._ahead = self._run(self._inbox.read, self._next, self._room(self._next))
@@ -74,28 +74,28 @@ class Reading:
         started = time.perf_counter()
         view = await self._ahead  # bounded: the inbox keeps the deadline of its instruction
         self.waited_s += time.perf_counter() - started
-        self._read_on()
+        self._read_ahead()
         return view
 
     async def close(self) -> None:
-        """Close the inbox on its thread; does not wait long for a read that is stuck (it has the deadline itself)."""
+        """Close the inbox on its thread; does not wait long for a stuck read (which has its own deadline)."""
         if self._ahead is not None:
             self._ahead.cancel()
-            self._ahead.add_done_callback(_heard)
+            self._ahead.add_done_callback(_retrieve)
         closed = self._run(self._inbox.close)
-        closed.add_done_callback(_heard)
+        closed.add_done_callback(_retrieve)
         self._pool.shutdown(wait=False)
         await asyncio.wait({closed}, timeout=CLOSE_S)
 
 
-def _heard(future: asyncio.Future[T]) -> None:
-    """Nobody waits for it any more: its error is not worth a line in the log."""
+def _retrieve(future: asyncio.Future[T]) -> None:
+    """Retrieve its error: without a waiter it is not worth a line in the log."""
     if future.done() and not future.cancelled():
         future.exception()
 
 
-class Intake:
-    """One transfer. `taken` is the host copy after `run`, where it was asked for."""
+class Transfer:
+    """One transfer. `copy` is the host copy after `run`, with `keep`."""
 
     def __init__(
         self,
@@ -108,48 +108,48 @@ class Intake:
         decode: Decode | None = None,
     ) -> None:
         assert instruction.manifest is not None
-        self.taken: HeldVersion | None = None
+        self.copy: RelayCopy | None = None
         self._engine = engine
         self._manifest: Manifest = instruction.manifest
         self._hops = instruction.hops
         self._tensors = tensors
-        self._groups = by_bucket(tensors, len(self._manifest.bucket_bytes))
+        self._groups = group_by_bucket(tensors, len(self._manifest.bucket_bytes))
         self._keep = keep
         self._decode = decode
         blobs = len(blob_sizes(self._manifest, self._hops))
-        self._reading = Reading(inbox, blobs, (lambda _: None) if self._hops else self._room)
+        self._reader = Reader(inbox, blobs, (lambda _: None) if self._hops else self._room)
         self._encoded: list[list[bytes]] = []
         self._buckets: list[Buffer] = []
-        self._lent: dict[int, memoryview] = {}  # room of the engine, by bucket
+        self._lent: dict[int, memoryview] = {}  # memory of the engine, by bucket
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which nothing could be done but wait for the transport."""
-        return self._reading.waited_s
+        """Seconds spent waiting for the transport."""
+        return self._reader.waited_s
 
     async def run(self) -> None:
         """Bring every bucket into the engine. Raises TransportError."""
         manifest = self._manifest
-        digest = whole_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
+        digest = version_digest(manifest.bucket_digests, base=manifest.base, adapter=manifest.adapter)
         if digest != manifest.digest:
             raise TransportError("the manifest's bucket digests do not make its digest")
         try:
-            await self._reading.open()
+            await self._reader.open()
             for _ in self._hops[:-1]:
-                self._encoded.append([bytes(await self._reading.next()) for _ in self._groups])
+                self._encoded.append([bytes(await self._reader.next()) for _ in self._groups])
             if self._hops:
                 self._encoded.append([])
-                await self._take_decoded()
+                await self._take_hops()
             else:
                 for number in range(len(self._groups)):
-                    await self._take(number, await self._reading.next())
+                    await self._take(number, await self._reader.next())
         finally:
-            await self._reading.close()
+            await self._reader.close()
         if self._keep:
-            self.taken = HeldVersion(manifest, self._tensors, self._hops, self._buckets, self._encoded)
+            self.copy = RelayCopy(manifest, self._tensors, self._hops, self._buckets, self._encoded)
 
     def _room(self, number: int) -> memoryview | None:
-        """Room of the engine for this bucket, if it lends any."""
+        """Memory of the engine for this bucket, if it lends any."""
         lend: Callable[[int], memoryview | None] | None = getattr(self._engine, "bucket_room", None)
         room = lend(number) if lend is not None else None
         if room is not None:
@@ -165,26 +165,26 @@ class Intake:
             kind = HopsUseless if self._hops else TransportError
             raise kind(f"bucket {number} of version {self._manifest.version} has another digest than published")
         if self._keep:
-            room = self._lent.get(number)  # the engine's own bytes, wherever these came from
+            room = self._lent.get(number)  # the engine's own memory
             self._buckets.append(room if room is not None else await asyncio.to_thread(bytes, view))
 
-    async def _take_decoded(self) -> None:
-        """Every bucket by hops; the next one is decoded while the engine takes this one."""
-        coming = asyncio.ensure_future(self._decoded(0))
+    async def _take_hops(self) -> None:
+        """Take every bucket by hops; the next one is decoded while the engine takes this one."""
+        coming = asyncio.ensure_future(self._decode_bucket(0))
         try:
             for number in range(len(self._groups)):
                 bucket = await coming  # bounded: the deadline of the inbox, and three copies of one bucket
                 if number + 1 < len(self._groups):
-                    coming = asyncio.ensure_future(self._decoded(number + 1))
+                    coming = asyncio.ensure_future(self._decode_bucket(number + 1))
                 await self._take(number, bucket)
         finally:
             coming.cancel()
             await asyncio.wait({coming}, timeout=CLOSE_S)
-            _heard(coming)
+            _retrieve(coming)
 
-    async def _decoded(self, number: int) -> memoryview:
+    async def _decode_bucket(self, number: int) -> memoryview:
         """The bytes of one bucket: the engine's, changed by the blobs of all hops."""
-        last = await self._reading.next()
+        last = await self._reader.next()
         bucket = self._room(number)
         if bucket is None:
             bucket = memoryview(bytearray(self._manifest.bucket_bytes[number]))

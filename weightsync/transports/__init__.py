@@ -1,1 +1,1 @@
-"""Ways to move buckets: one interface (`base`), one file per transport, one contract test suite over all."""
+"""Transports of buckets: one interface (`base`), one file per transport, one contract test suite over all."""

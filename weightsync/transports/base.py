@@ -1,9 +1,9 @@
 """The interface of transports: an outbox at the publisher, an inbox at each generator.
 
-Implemented by the files beside this one. Guarantees of every transport:
-1. no call waits longer than the deadline it was given;
-2. what `read` returns may be wrong (torn, corrupt): the receiver compares digests, a transport need not;
-3. a failure raises `sync.failed` (`TransportUnusable` where trying again cannot help); the next round starts afresh.
+Guarantees of every transport:
+1. no call waits longer than its deadline;
+2. the result of `read` may be wrong (torn, corrupt): the receiver compares digests, a transport need not;
+3. a failure raises `sync.failed` (`TransportUnusable` if a retry cannot help); the next round starts afresh.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from asyncrl.errors import WorkError
 from asyncrl.wire import Hop, Instruction, Manifest, RoundReply, Tensor
 
-#: Begins the error that a member reports where trying the same address again cannot help.
+#: Prefix of a member's error if a retry of the same address cannot help.
 UNUSABLE = "unusable: "
 
 
@@ -34,39 +34,39 @@ class TransportUnusable(TransportError):
 
 
 def blob_sizes(manifest: Manifest, hops: Sequence[Hop]) -> tuple[int, ...]:
-    """Sizes of the blobs that a transport carries: the buckets, or with hops the encoded buckets of each hop in turn
-    (blob `h * buckets + k` is bucket k of hop h)."""
+    """Sizes of the carried blobs: the buckets, or with hops the encoded buckets of each hop in turn (blob
+    `h * buckets + k` is bucket k of hop h)."""
     return tuple(size for hop in hops for size in hop.nbytes) if hops else manifest.bucket_bytes
 
 
 class Version(Protocol):
-    """A version as its holder (the publisher, or a member that relays) hands it to an outbox."""
+    """A version of the publisher, or of a member that relays, for an outbox."""
 
     manifest: Manifest
     tensors: tuple[Tensor, ...]
     hops: tuple[Hop, ...]  # oldest first
 
     def blobs(self, hops: Sequence[Hop]) -> AbstractContextManager[list[memoryview] | None]:
-        """The blobs of `blob_sizes(manifest, hops)`, kept as they are while the context lasts; None where the version
-        is gone, or these hops are not (a suffix of) its own."""
+        """The blobs of `blob_sizes(manifest, hops)`, unchanged while the context lasts; None if the version is gone, or
+        these hops are not (a suffix of) its own."""
 
-    def gone(self) -> bool:
-        """Whether what `blobs` handed out may be something else by now: nothing more is to be sent of it."""
+    def is_gone(self) -> bool:
+        """Whether the bytes from `blobs` may have changed: nothing more may be sent."""
 
 
 class Outbox(Protocol):
-    """The end of one transport at who holds a version. Used by the sync threads, never by the training thread."""
+    """The sending end of one transport. Used by the sync threads, never by the training thread."""
 
     def open(self) -> str:
-        """Make it reachable (again: no effect); its address."""
+        """Make it reachable and return its address. Idempotent."""
 
     def offer(self, version: Version) -> str:
-        """From now on serve this version (the one before may end); its address for the members, which may differ from
-        version to version. Transports that only `send` have nothing to do."""
+        """Serve this version from now on (the one before may end); its address for the members, which can depend on the
+        version. Transports that only `send` do nothing."""
 
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
-        """Carry the blobs to the members that `reply.ranks` names; blocks at most `deadline_s`. Transports that
-        members pull from have nothing to do."""
+        """Carry the blobs to the members in `reply.ranks`; blocks at most `deadline_s`. Transports that members pull
+        from do nothing."""
 
     def close(self) -> None: ...
 
@@ -77,12 +77,12 @@ class Inbox(Protocol):
     def open(self) -> None: ...
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
-        """The bytes of blob `number` of `blob_sizes`; called once for every blob, in order. Valid until the next but
-        one is read, or `close`: the receiver reads one ahead while it works on the one before. `into` has the blob's
-        size: the bytes may be put there, which saves a copy; then it is what is returned."""
+        """The bytes of blob `number` of `blob_sizes`; called once for every blob, in order. Valid until the second next
+        read, or `close`: the receiver reads one blob ahead. `into` has the blob's size: a transport may put the bytes
+        there, which saves a copy, and return it."""
 
     def close(self) -> None:
-        """Give everything back; any time, also after a failure."""
+        """Free everything; at any time, also after a failure."""
 
 
 InboxMaker = Callable[[Instruction], Inbox]

@@ -1,7 +1,6 @@
 """Transports by name, made from the configuration.
 
-A transport's packages
-are imported when it is first used: torch for `collective`, fsspec for `disk` at a URL.
+The packages of a transport are imported when it is first used: torch for `collective`, fsspec for `disk` at a URL.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from asyncrl.net.keys import Keys
 from asyncrl.wire import Instruction
 from weightsync.transports.base import Inbox, InboxMaker, Outbox
 
-#: Below the run folder, where `weightsync.disk_dir` is empty.
+#: In the run folder, if `weightsync.disk_dir` is empty.
 DISK_FOLDER = "weights"
 
 
-def inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, InboxMaker]:
+def make_inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, InboxMaker]:
     """Makers of inboxes by transport name."""
     from weightsync.transports.shared_memory import LocalInbox, Maps
 
@@ -44,10 +43,10 @@ def inboxes(config: WeightSyncConfig, *, keys: Keys | None = None) -> dict[str, 
     return {"local": local, "collective": collective, "stream": stream, "disk": disk}
 
 
-def outbox(
+def make_outbox(
     name: str, config: WeightSyncConfig, *, run_dir: Path, keys: Keys | None = None, insecure: bool = False
 ) -> Outbox:
-    """The outbox of a transport other than `local` (whose versions lie in the staging slots). Raises KeyError."""
+    """The outbox of a transport except `local` (whose versions are in the staging slots). Raises KeyError."""
     if name == "collective":
         from weightsync.transports.collective import CollectiveOutbox
 

@@ -1,19 +1,19 @@
 """Transport `collective`: one broadcast per blob in a process group of its own.
 
-The publisher hosts a TCPStore; every formation is a new process group under a prefix of its own (the generation),
-never re-used. Steps of a generation:
+The publisher hosts a TCPStore; every formation is a new process group under its own prefix (the generation), never
+re-used. Steps of a generation:
 1. every member sets `here/<rank>` and the publisher waits for all of them, at most a quarter of the deadline;
-2. it writes the ranks that came (`group`); who is not among them leaves, the others build the group;
+2. it writes the ranks that came (`group`); a member that is not among them leaves, the others build the group;
 3. one broadcast of a uint8 tensor per blob (bucket, or encoded bucket of a hop), rank 0 sends. The next blob is staged
    while one is under way; a member has two buffers, so that it works on one blob while the next arrives.
-Guarantees: a member that never comes costs a quarter of the deadline, one that dies or stops in the middle fails the
-whole generation within half of it; the survivors get a new generation. Collectives run on threads of their own:
-nothing waits longer than the deadline even where the backend cannot be interrupted (such a thread ends with its
-operation, at most half a deadline later; Gloo ends by its own limit, NCCL is aborted).
-The address names the backend (`gloo://host:port`): a member that cannot speak it is told to another transport.
-Gloo, NCCL and HCCL have no authentication; Gloo listens where the host name resolves to (`GLOO_SOCKET_IFNAME` chooses
-the interface): use it on an isolated network. The store listens at `weightsync.collective_host` alone, on a free port.
-Imports torch when this file is imported; nobody imports it before the transport is needed.
+Guarantees: a member that never comes costs a quarter of the deadline; one that dies or stops in the middle fails the
+whole generation within half of it; the survivors get a new generation. Collectives run on separate threads: nothing
+waits longer than the deadline even if the backend cannot be interrupted (such a thread ends with its operation, at most
+half a deadline later; Gloo ends by its own limit, NCCL is aborted).
+The address names the backend (`gloo://host:port`): a member without that backend gets another transport.
+Gloo, NCCL and HCCL have no authentication; Gloo listens at the address of the host name (`GLOO_SOCKET_IFNAME` chooses
+the interface): use it on an isolated network. The store listens only at `weightsync.collective_host`, on a free port.
+This module imports torch; import it only when the transport is needed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from asyncrl.runtime.device import collective_backend
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import Instruction, RoundReply
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.process_groups import Place, dist, group_of
+from weightsync.transports.process_groups import Place, dist, group_maker
 from weightsync.transports.worker_thread import Worker
 
 JOIN_SHARE = 0.25  # of the deadline: for members to appear
 OPERATION_SHARE = 0.5  # of the deadline: for one broadcast; Gloo cannot be interrupted within it
 REACH_SHARE = 0.2  # of the deadline: to connect to the store, which torch tries twice
-END_S = 0.5  # a group that is in order ends at once
+END_S = 0.5  # a healthy group ends at once
 
 
 def _seconds(value: float) -> timedelta:
@@ -50,13 +50,13 @@ class CollectiveOutbox:
         self._host = host
         self._timeout_s = timeout_s
         self._backend = collective_backend(backend)
-        self._make_group = group_of(self._backend)
+        self._make_group = group_maker(self._backend)
         self._place = Place(self._backend, device=device)
         self._generation = 0  # the last one that was formed
         self._store: Any = None
 
     def open(self) -> str:
-        """Start the store; `backend://host:port`. Raises `config.network` where this host lacks that address."""
+        """Start the store; `backend://host:port`. Raises `config.network` if this host lacks that address."""
         if self._store is None:
             self._store = self._listen()
         return f"{self._backend}://{self._host}:{self._store.port}"
@@ -83,14 +83,14 @@ class CollectiveOutbox:
         )
 
     def offer(self, version: Version) -> str:
-        """Nothing: members do not pull."""
+        """Only `open`: members do not pull."""
         return self.open()
 
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None:
         """Form the generation and broadcast every blob. Raises TransportError."""
         self.open()
         if reply.generation <= self._generation:
-            raise TransportError(f"generation {reply.generation} after {self._generation}: a group is never used again")
+            raise TransportError(f"generation {reply.generation} after {self._generation}: a group is used once")
         self._generation = reply.generation
         sending = _Sending(self._make_group, self._place, deadline_s)
         worker = Worker(f"generation-{reply.generation}")
@@ -98,7 +98,7 @@ class CollectiveOutbox:
         ranks = sorted(reply.ranks.values())
         try:
             worker.run(lambda: sending.run(store, ranks, blobs), timeout_s=deadline_s)
-        except RuntimeError as error:  # DistError and what the backends raise
+        except RuntimeError as error:  # DistError and errors of the backends
             sending.abort()
             raise TransportError(f"generation {reply.generation}: {error}") from None
         except TransportError:
@@ -151,7 +151,7 @@ class _Sending:
             time.sleep(0.005)
 
     def abort(self) -> None:
-        """Interrupt what runs, where the backend can."""
+        """Interrupt the running operation, if the backend can."""
         _abort(self._group)
 
     def end(self) -> None:
@@ -174,18 +174,18 @@ class CollectiveInbox:
         self._deadline = time.monotonic() + instruction.deadline_s
         self._operation_s = instruction.deadline_s * OPERATION_SHARE
         self._device = device
-        self._buffers = [bytearray(), bytearray()]  # what `read` gave out lasts until the next but one
+        self._buffers = [bytearray(), bytearray()]  # a result of `read` is valid until the second next read
         self._place: Place | None = None
         self._group: Any = None
         self._failed = False
         self._worker: Worker | None = None
 
     def open(self) -> None:
-        """Appear at the store, learn who came, build the group."""
+        """Report at the store, wait for the list of ranks, build the group."""
         backend, _, place = self._instruction.address.rpartition("://")
         host, _, port = place.rpartition(":")
         try:
-            make_group = group_of(backend or "gloo")
+            make_group = group_maker(backend or "gloo")
             self._place = Place(backend or "gloo", device=self._device)
         except ConfigError as error:
             raise TransportUnusable(f"collective: {error.message}") from None
@@ -205,13 +205,13 @@ class CollectiveInbox:
         self._group = make_group(dist.PrefixStore("pg", store), present.index(rank) + 1, len(present) + 1, timeout)
 
     def _do(self, what: str, work: Any) -> None:
-        """Run it on the worker within the deadline; every failure is a TransportError, and the last one."""
+        """Run it on the worker within the deadline; every failure is a TransportError and ends the group."""
         worker = self._worker
         if worker is None or self._failed:
             raise TransportError(f"{what}: the group is closed, or has failed")
         try:
             worker.run(work, timeout_s=self._deadline - time.monotonic())
-        except (RuntimeError, ValueError) as error:  # DistError, what the backends raise; an address that is none
+        except (RuntimeError, ValueError) as error:  # DistError, errors of the backends; a bad address
             self._failed = True
             raise TransportError(f"{what}: {error}") from None
         except TransportError:
@@ -219,7 +219,7 @@ class CollectiveInbox:
             raise
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
-        """Take part in the broadcast of blob `number`, right into `into` where there is one."""
+        """Take part in the broadcast of blob `number`, directly into `into` if given."""
         size = self._sizes[number]
         if into is None and len(self._buffers[number % 2]) < size:
             self._buffers[number % 2] = bytearray(size)
@@ -238,7 +238,7 @@ class CollectiveInbox:
         self._place.fetch(tensor, view)
 
     def close(self) -> None:
-        """Leave the group; an operation that hangs ends by its own limit."""
+        """Leave the group; a hanging operation ends by its own limit."""
         worker, self._worker = self._worker, None
         if worker is not None:
             if self._failed:

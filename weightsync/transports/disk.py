@@ -1,20 +1,20 @@
-"""Transport `disk`: a folder per version with safetensors files, on a disk that both ends see, or in an object store.
+"""Transport `disk`: a folder per version with safetensors files, on a shared disk or in an object store.
 
-`DiskOutbox` stands at the publisher, `DiskInbox` at each member. `v00000007-1f2e3d4c5b6a` holds
+`DiskOutbox` runs at the publisher, `DiskInbox` at each member. `v00000007-1f2e3d4c5b6a` holds
 
     model-00001-of-00003.safetensors   one per bucket; adapter_model-... for an adapter (with one bucket no number)
-    model.safetensors.index.json       which tensor is in which file, where there are several
+    model.safetensors.index.json       the file of each tensor, if there are several
     hop-00000.bin ...                  the encoded buckets of a hop one after the other, oldest hop first
     manifest.json                      manifest, tensors, hops and the size of every file; written last
 
 Guarantees:
-1. a version that can be seen is whole: it is written under a hidden name, flushed to the disk and renamed; in an
-   object store the manifest is written last and nothing is read without one;
-2. the last `KEPT` versions are kept, so that who reads the one before can end; older ones and what a killed publisher
-   left behind are removed;
-3. readers check digest and sizes before they take a byte, and read into memory of their own: a file that goes away is
-   an error, never a SIGBUS;
-4. tensors have their names in Hugging Face format: safetensors loads the files, transformers the folder beside a
+1. a visible version is whole: it is written under a hidden name, flushed to the disk and renamed; in an object store
+   the manifest is written last and nothing is read without one;
+2. the last `KEPT` versions are kept, so that readers of the one before can finish; older ones and the remains of a
+   killed publisher are removed;
+3. readers check digest and sizes before they take a byte, and read into their own memory: a file that disappears is an
+   error, never a SIGBUS;
+4. tensors have their names in Hugging Face format: safetensors loads the files, transformers the folder next to a
    config.json.
 A file system that hangs cannot be interrupted: the receiver's deadline ends the round, not the call.
 
@@ -33,13 +33,13 @@ import msgspec
 from asyncrl.errors import UNREADABLE, ConfigError, HandshakeError, Unavailable
 from asyncrl.runtime.failpoints import failpoint
 from asyncrl.wire import ALIGNMENT, Hop, Instruction, Manifest, RoundReply, Tensor
-from weightsync.plan.buckets import by_bucket, check_layout
+from weightsync.plan.buckets import check_layout, group_by_bucket
 from weightsync.transports.base import TransportError, TransportUnusable, Version, blob_sizes
-from weightsync.transports.object_store import File, Folders, folders_at
+from weightsync.transports.object_store import File, Folders, open_folders
 
 KEPT = 2
 MANIFEST = "manifest.json"
-#: Names of this layout; whatever else lies in the folder is not touched.
+#: Names of this layout; other files in the folder are not touched.
 PATTERN = r"v\d{8,}-[0-9a-f]{12}"
 
 
@@ -51,12 +51,10 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def folder_name(manifest: Manifest) -> str:
-    """Name of a version's folder."""
     return f"v{manifest.version:08d}-{manifest.digest[:12]}"
 
 
 def file_names(manifest: Manifest) -> list[str]:
-    """Name of each bucket's file."""
     stem = "adapter_model" if manifest.encoding == "adapter" else "model"
     count = len(manifest.bucket_bytes)
     if count == 1:
@@ -64,8 +62,8 @@ def file_names(manifest: Manifest) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def header_of(tensors: Sequence[Tensor], manifest: Manifest) -> bytes:
-    """The head of a bucket's file: the tensors lie without the padding that they have between them in the bucket."""
+def file_header(tensors: Sequence[Tensor], manifest: Manifest) -> bytes:
+    """The head of a bucket's file. The file has no padding between tensors, unlike the bucket."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(manifest.version)}}
     end = 0
     for tensor in tensors:
@@ -80,14 +78,14 @@ def header_of(tensors: Sequence[Tensor], manifest: Manifest) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _packed(tensors: Sequence[Tensor]) -> int:
+def _packed_size(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _index(manifest: Manifest, tensors: Sequence[Tensor]) -> bytes:
     names = file_names(manifest)
     table = {
-        "metadata": {"total_size": _packed(tensors)},
+        "metadata": {"total_size": _packed_size(tensors)},
         "weight_map": {tensor.name: names[tensor.bucket] for tensor in tensors},
     }
     return msgspec.json.format(msgspec.json.encode(table))
@@ -102,9 +100,10 @@ class DiskOutbox:
         self._kept: list[str] = []  # oldest first
 
     def open(self) -> str:
-        """Make the folder, remove what a killed publisher left. Raises `config.network` where it cannot be written."""
+        """Make the folder, remove the remains of a killed publisher. Raises `config.network` if it cannot be
+        written."""
         if self._folders is None:
-            folders = folders_at(self._root)
+            folders = open_folders(self._root)
             try:
                 folders.make_ready()
                 self._kept = folders.names(PATTERN)
@@ -116,11 +115,11 @@ class DiskOutbox:
         return self._folders.root
 
     def offer(self, version: Version) -> str:
-        """Write the version. Raises `disk.full` where there is no room, TransportError where else it fails."""
+        """Write the version. Raises `disk.full` without room, TransportError on other failures."""
         self.open()
         assert self._folders is not None
         name = folder_name(version.manifest)
-        if name not in self._kept or not self._whole(name, version):
+        if name not in self._kept or not self._is_written(name, version):
             self._remove(name)
             try:
                 self._write(name, version)
@@ -133,8 +132,8 @@ class DiskOutbox:
             self._remove(old)
         return self._folders.path(name)
 
-    def _whole(self, name: str, version: Version) -> bool:
-        """Whether this very version lies there, with these hops."""
+    def _is_written(self, name: str, version: Version) -> bool:
+        """Whether this version is there, with these hops."""
         assert self._folders is not None
         try:
             contents = read_contents(self._folders, name)
@@ -151,14 +150,14 @@ class DiskOutbox:
     def _write(self, name: str, version: Version) -> None:
         assert self._folders is not None
         manifest, buckets = version.manifest, len(version.manifest.bucket_bytes)
-        groups = by_bucket(version.tensors, buckets)
+        groups = group_by_bucket(version.tensors, buckets)
         with version.blobs(()) as blobs, version.blobs(version.hops) as steps:
             if blobs is None or (version.hops and steps is None):
                 raise TransportError(f"version {manifest.version} was superseded before it was written")
             files: list[File] = []
             for file, group, blob in zip(file_names(manifest), groups, blobs, strict=True):
                 parts = [blob[one.offset : one.offset + one.nbytes] for one in group if one.nbytes]
-                files.append((file, [header_of(group, manifest), *parts]))
+                files.append((file, [file_header(group, manifest), *parts]))
             for number in range(len(version.hops)):
                 assert steps is not None
                 files.append((f"hop-{number:05d}.bin", list(steps[number * buckets : (number + 1) * buckets])))
@@ -180,11 +179,11 @@ class DiskOutbox:
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None: ...
 
     def close(self) -> None:
-        """Nothing to give back: the versions stay, they are the last word of this run."""
+        """Keep the versions: they are results of this run."""
 
 
 def read_contents(folders: Folders, name: str) -> Contents:
-    """The manifest of a version's folder. Raises TransportError where there is none, or no readable one."""
+    """The manifest of a version's folder. Raises TransportError if it is missing or cannot be read."""
     try:
         return msgspec.json.decode(folders.read(name, MANIFEST), type=Contents)
     except OSError as error:
@@ -202,13 +201,13 @@ class DiskInbox:
         self._hops = instruction.hops
         self._sizes = blob_sizes(instruction.manifest, instruction.hops)
         self._tensors: list[list[Tensor]] = []
-        self._first = 0  # the folder's own hops may begin earlier
+        self._first = 0  # the folder may have earlier hops
         self._folders: Folders | None = None
 
     def open(self) -> None:
-        """Read the manifest, compare what was told with what is there. Raises TransportUnusable where no such folder
-        can be seen from here."""
-        folders = folders_at(self._root)
+        """Read the manifest and compare it with the instruction. Raises TransportUnusable if the folder is not visible
+        here."""
+        folders = open_folders(self._root)
         if not folders.visible():
             raise TransportUnusable(f"disk: {self._root} is not visible here")
         contents = read_contents(folders, self._name)
@@ -223,7 +222,7 @@ class DiskInbox:
         except HandshakeError as error:
             raise TransportError(f"disk: {self._name}: {error.message}") from None
         self._first = len(contents.hops) - len(self._hops)
-        self._tensors = by_bucket(contents.tensors, len(self._manifest.bucket_bytes))
+        self._tensors = group_by_bucket(contents.tensors, len(self._manifest.bucket_bytes))
         self._folders = folders
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
@@ -239,7 +238,7 @@ class DiskInbox:
                 group = self._tensors[number]
                 parts = [data[one.offset : one.offset + one.nbytes] for one in group if one.nbytes]
                 file = file_names(self._manifest)[number]
-                self._folders.read_into(self._name, file, len(header_of(group, self._manifest)), parts)
+                self._folders.read_into(self._name, file, len(file_header(group, self._manifest)), parts)
         except OSError as error:
             raise TransportError(f"disk: blob {number} of {self._name}: {error}") from None
         return data

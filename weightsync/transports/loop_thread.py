@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, for transports whose callers block.
+"""An event loop in its own thread, for transports with blocking callers.
 
-Guarantees: every call ends within its time; `close` ends the thread and what still runs on it.
+Guarantees: every call ends within its time; `close` ends the thread and everything that runs on it.
 
 Example: `LoopThread("pull").start(asyncio.sleep(0.1, "done")).result(1.0)` is "done".
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """One loop; made, used and closed from any thread, one at a time."""
+    """One loop; usable from any thread, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -45,7 +45,7 @@ class LoopThread:
             raise TransportError(f"{self._thread.name} is closed") from None
 
     def call(self, work: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a function there and wait for it. Raises what it raises, TransportError after `timeout_s`."""
+        """Run a function there and wait for it. Raises its errors, and TransportError after `timeout_s`."""
 
         async def run() -> T:
             return work()
@@ -56,10 +56,10 @@ class LoopThread:
             raise TransportError(f"{self._thread.name} does not answer within {timeout_s:g} s") from None
 
     def close(self, last: Callable[[], None]) -> None:
-        """Run `last` there, cancel the rest and end the thread. Again: no effect."""
+        """Run `last` there, cancel the rest and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
-        with suppress(TransportError):  # somebody else was faster
+        with suppress(TransportError):  # another thread closed it
             self.start(self._finish(last))
         self._thread.join(CLOSE_S)
 

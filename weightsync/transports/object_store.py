@@ -1,11 +1,11 @@
-"""Where the disk transport keeps its folders: a file system, or an object store through fsspec.
+"""The folders of the disk transport: on a file system, or in an object store through fsspec.
 
 Guarantees:
-1. `write` shows a folder whole or not at all: on a file system by a rename after everything is on the disk, in an
-   object store by its last file, without which nobody reads the others;
-2. names come from this process, never from what was read;
+1. `write` makes a folder visible as a whole or not at all: on a file system by a rename after everything is on the
+   disk, in an object store by its last file, without which readers ignore the others;
+2. names come from this process, never from file contents;
 3. every failure is an OSError, whatever the store raises.
-fsspec is needed for a URL alone: `pip install asyncrl[object-store]`, and the package of the store (s3fs, gcsfs).
+A URL needs fsspec: `pip install asyncrl[object-store]`, and the package of the store (s3fs, gcsfs).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class Folders(Protocol):
     root: str
 
     def make_ready(self) -> None:
-        """Make the root, remove what was begun and not ended."""
+        """Make the root, remove unfinished folders."""
 
     def visible(self) -> bool:
         """Whether the root can be seen from this process."""
 
     def names(self, pattern: str) -> list[str]:
-        """The whole folders whose name fits, oldest first."""
+        """The complete folders with matching names, oldest first."""
 
     def path(self, name: str) -> str:
         """The address of a folder."""
 
     def write(self, name: str, files: Sequence[File], *, each: Callable[[], None], last: Callable[[], None]) -> None:
-        """Write a folder; `each` is called before every file, `last` before it can be seen."""
+        """Write a folder; `each` is called before every file, `last` before the folder becomes visible."""
 
     def remove(self, name: str) -> None:
-        """Remove a folder, also one that is not there."""
+        """Remove a folder, if it exists."""
 
     def size(self, name: str, file: str) -> int:
-        """Size of a file, -1 where it is not there."""
+        """Size of a file, -1 if it does not exist."""
 
     def read(self, name: str, file: str) -> bytes: ...
 
@@ -57,20 +57,20 @@ class Folders(Protocol):
         """Fill the parts with the bytes from `start` on."""
 
 
-def folders_at(root: str) -> Folders:
+def open_folders(root: str) -> Folders:
     """Folders at a path or URL. Raises `config.extra` for a URL without fsspec."""
-    return Stored(root) if "://" in root else Files(root)
+    return ObjectFolders(root) if "://" in root else FileFolders(root)
 
 
-class Files:
-    """On a file system."""
+class FileFolders:
+    """Folders on a file system."""
 
     def __init__(self, root: str) -> None:
         self.root = root
         self._path = Path(root)
 
     def make_ready(self) -> None:
-        """One publisher writes here, so what is hidden was left by one that ended."""
+        """One publisher writes here, so hidden folders are remains of an earlier one."""
         self._path.mkdir(parents=True, exist_ok=True)
         for path in self._path.glob(".v*"):
             shutil.rmtree(path)
@@ -105,7 +105,7 @@ class Files:
             raise
 
     def remove(self, name: str) -> None:
-        """Hidden first, so that nobody begins to read it; who has a file open ends."""
+        """Hide it first, so that no new reader starts; readers with an open file can finish."""
         hidden = self._path / f".{name}"
         shutil.rmtree(hidden, ignore_errors=True)
         if (self._path / name).exists():
@@ -150,8 +150,8 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-class Stored:
-    """In an object store: nothing can be renamed, so a folder is whole when it has its last file."""
+class ObjectFolders:
+    """Folders in an object store. Nothing can be renamed: a folder is complete when it has its last file."""
 
     def __init__(self, root: str) -> None:
         try:
@@ -171,17 +171,17 @@ class Stored:
         self._marks: dict[str, str] = {}  # the last file of each folder written here
 
     def make_ready(self) -> None:
-        """Object stores need no folders; a bucket that is not there shows."""
-        with _as_os_error():
+        """Object stores need no folders; a missing bucket raises."""
+        with _convert_errors():
             self._store.makedirs(self._path, exist_ok=True)
 
     def visible(self) -> bool:
-        """Object stores are seen from everywhere; what is missing shows when it is read."""
+        """Always: missing objects raise when they are read."""
         return True
 
     def names(self, pattern: str) -> list[str]:
-        """By name: stores know no time that all of them agree on."""
-        with _as_os_error():
+        """Sorted by name: the times of a store are not reliable."""
+        with _convert_errors():
             self._store.invalidate_cache()
             found = [str(path).rstrip("/").rpartition("/")[2] for path in self._store.ls(self._path, detail=False)]
         return sorted(name for name in found if re.fullmatch(pattern, name))
@@ -190,7 +190,7 @@ class Stored:
         return f"{self.root}/{name}"
 
     def write(self, name: str, files: Sequence[File], *, each: Callable[[], None], last: Callable[[], None]) -> None:
-        with _as_os_error():
+        with _convert_errors():
             for number, (file, parts) in enumerate(files, start=1):
                 each()
                 if number == len(files):
@@ -200,27 +200,27 @@ class Stored:
                         out.write(part)
 
     def remove(self, name: str) -> None:
-        with _as_os_error():
+        with _convert_errors():
             self._store.invalidate_cache()
             if self._store.exists(f"{self._path}/{name}"):
                 self._store.rm(f"{self._path}/{name}", recursive=True)
 
     def size(self, name: str, file: str) -> int:
         try:
-            with _as_os_error():
+            with _convert_errors():
                 return int(self._store.size(f"{self._path}/{name}/{file}"))
         except FileNotFoundError:
             return -1
 
     def read(self, name: str, file: str) -> bytes:
-        with _as_os_error():
+        with _convert_errors():
             self._store.invalidate_cache()
             return bytes(self._store.cat_file(f"{self._path}/{name}/{file}"))
 
     def read_into(self, name: str, file: str, start: int, parts: Sequence[memoryview]) -> None:
-        """One request for all parts: what lies between them in memory lies in one piece there."""
+        """One request for all parts: they are contiguous in the file."""
         size = sum(part.nbytes for part in parts)
-        with _as_os_error():
+        with _convert_errors():
             data = memoryview(self._store.cat_file(f"{self._path}/{name}/{file}", start=start, end=start + size))
         if data.nbytes != size:
             raise OSError("the file ends too early")
@@ -230,11 +230,11 @@ class Stored:
 
 
 @contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Stores raise what their packages like."""
+def _convert_errors() -> Iterator[None]:
+    """Turn the errors of a store's package into OSError."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # of s3fs, gcsfs or any other: they share no class, and none of theirs may end a role
+    except Exception as error:  # s3fs, gcsfs and others share no class, and none of their errors may end a role
         raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,9 +1,8 @@
 """Process groups for the collective transport: by backend, with the tensors that the backend can carry.
 
-Imports torch. Which backend a host has is the device layer's word. `nccl` and `hccl` need
-tensors on their device, so each blob is staged there and back; `gloo` reads and writes host memory in place.
-Measured on Gloo alone: `nccl` and `hccl` have never run on their hardware here. `hccl` is tested by name, with a
-backend of that name that is Gloo inside.
+Imports torch. The device layer chooses the backend of a host. `nccl` and `hccl` need tensors on their device, so each
+blob is copied there and back; `gloo` reads and writes host memory in place. Only Gloo was measured; `nccl` and `hccl`
+have never run on their hardware. `hccl` is tested by name, with a backend of that name that is Gloo inside.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch.distributed
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import collective_device, device_module
 
-#: The names of torch.distributed that type checkers do not see.
+#: Names of torch.distributed that type checkers do not know.
 dist: Any = torch.distributed
 GroupMaker = Callable[[Any, int, int, timedelta], Any]
 
@@ -34,30 +33,30 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """The group of a backend that registered itself with torch, as torch_npu does."""
-    return registered("hccl")(store, rank, size, timeout)
+    """A group of a backend that registered itself with torch, as torch_npu does."""
+    return registered_maker("hccl")(store, rank, size, timeout)
 
 
 #: Process groups by backend.
 GROUPS: dict[str, GroupMaker] = {"gloo": _gloo, "nccl": _nccl, "hccl": _hccl}
 
 
-def group_of(backend: str) -> GroupMaker:
-    """The maker of process groups. Raises `config.extra` for a backend that this build does not have."""
+def group_maker(backend: str) -> GroupMaker:
+    """The maker of process groups. Raises `config.extra` for a backend that this build lacks."""
     if backend not in GROUPS:
         raise ConfigError("config.extra", f"collective backend {backend!r} is not one of {', '.join(GROUPS)}")
     if backend == "nccl" and not dist.is_nccl_available():
         raise ConfigError("config.extra", "collective backend nccl: this build of torch does not have it")
     if backend == "hccl":
-        registered("hccl")
+        registered_maker("hccl")
     return GROUPS[backend]
 
 
-def registered(backend: str) -> GroupMaker:
+def registered_maker(backend: str) -> GroupMaker:
     """The maker of a backend from `torch.distributed.Backend.register_backend`; its package is imported if need be.
 
-    Torch offers no public call that makes such a group beside the default one, which is the trainer's: so this reads
-    the creator that was registered (`Backend._plugins`; a test fails should torch move it).
+    Torch has no public call for such a group next to the default one, which belongs to the trainer. So this reads the
+    registered creator (`Backend._plugins`; a test fails if torch moves it).
     """
     if not hasattr(dist.Backend, backend.upper()):
         try:
@@ -66,7 +65,7 @@ def registered(backend: str) -> GroupMaker:
             raise ConfigError("config.extra", f"collective backend {backend}: {error}") from None
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
-        raise ConfigError("config.extra", f"collective backend {backend}: nothing registered it with torch")
+        raise ConfigError("config.extra", f"collective backend {backend}: no package registered it with torch")
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         if not plugin.extended_api:
@@ -85,10 +84,10 @@ def registered(backend: str) -> GroupMaker:
 
 
 class Place:
-    """Where a backend wants its tensors: host memory in place, or a device with a copy there and back."""
+    """The memory of a backend's tensors: host memory in place, or a device with a copy there and back."""
 
     def __init__(self, backend: str, *, device: str = "") -> None:
-        """Raises `config.type` where this host has no such device; `device` is chosen by the backend where empty."""
+        """Raises `config.type` if this host has no such device; the backend chooses an empty `device`."""
         found = collective_device(backend, device)
         self._device = found.torch_device
         self._finish = found.synchronize
@@ -100,13 +99,13 @@ class Place:
         return host.to(self._device, copy=True) if self.staged else host
 
     def room(self, view: memoryview) -> torch.Tensor:
-        """A tensor whose bytes `fetch` brings into the view."""
+        """A tensor to receive into; `fetch` brings its bytes to the view."""
         if not self.staged:
             return torch.frombuffer(view, dtype=torch.uint8)
         return torch.empty(view.nbytes, dtype=torch.uint8, device=self._device)
 
     def fetch(self, tensor: torch.Tensor, view: memoryview) -> None:
-        """Bring what arrived into the view."""
+        """Copy the received bytes to the view."""
         if self.staged:
             torch.frombuffer(view, dtype=torch.uint8).copy_(tensor)
             self._finish()

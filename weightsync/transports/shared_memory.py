@@ -1,11 +1,11 @@
 """Transport `local`: shared memory on one host. One writer, any number of readers, no copy in between.
 
-The staging slots of the publisher are files that the members map read-only. Guarantees:
+Members map the staging slots of the publisher read-only. Guarantees:
 1. a reader never blocks the writer: an old slot may be overwritten while it is read, which a wrong bucket digest shows;
 2. slots are never truncated in place, so a reader cannot be killed by SIGBUS;
-3. a file that is not there, not ours or too small raises `TransportUnusable`: this member does not share the host;
-4. a slot stays mapped from round to round (`Maps`): faulting its pages in costs as much as copying them twice. What the
-   publisher removed is unmapped when the next one is opened.
+3. a missing, foreign or too small file raises `TransportUnusable`: this member does not share the host;
+4. a slot stays mapped from round to round (`Maps`), because page faults cost as much as two copies. Removed slots are
+   unmapped when the next one is opened.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Maps:
             os.close(descriptor)
 
     def _forget(self) -> None:
-        """Drop what the publisher has removed."""
+        """Unmap the slots that the publisher has removed."""
         for key, (path, _) in list(self._known.items()):
             try:
                 there = os.stat(path, follow_symlinks=False)
@@ -60,7 +60,7 @@ class Maps:
 
 
 class LocalInbox:
-    """Maps the slot that the instruction names; `maps` keeps it for the rounds to come."""
+    """Maps the slot of the instruction; `maps` keeps it for later rounds."""
 
     def __init__(self, instruction: Instruction, maps: Maps | None = None) -> None:
         assert instruction.manifest is not None
@@ -76,11 +76,11 @@ class LocalInbox:
         self._view = self._maps.view(self._path, self._needed)
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
-        """A view of the bucket in the mapping: who takes it copies it once, so `into` would save nothing."""
+        """A view of the bucket in the mapping: the engine copies it once, so `into` would save nothing."""
         assert self._view is not None
         start = self._starts[number]
         return self._view[start : start + self._sizes[number]]
 
     def close(self) -> None:
-        """Forget the view (a digest may still be running on it in its thread)."""
+        """Drop the view (a thread may still digest it)."""
         self._view = None

@@ -1,22 +1,21 @@
 """Transport `stream`: members pull a version in pieces over ZeroMQ, each at its own pace.
 
-`StreamOutbox` stands at who holds a version, the publisher or a member that relays; `StreamInbox` at who lacks it.
-Guarantees:
-1. flow control: a reader has at most `WINDOW` pieces asked for and not consumed, so that is all that it and its source
-   hold for it beside the version itself and two blobs; a slow or stopped reader harms itself alone;
-2. every request names version, hops, blob and offset, and may be asked again: after a cut the reader goes on where it
-   was, and what has arrived is not sent again;
-3. a version that is gone is an error at once; while a member pulls, its version is kept from being overwritten, one
-   version at a time; it is given up when all have read it, or nobody asks for `IDLE_S`;
+`StreamOutbox` serves (the publisher, or a member that relays); `StreamInbox` pulls. Guarantees:
+1. flow control: a reader has at most `WINDOW` pieces requested and not consumed; this, the version itself and two blobs
+   are all the memory at both ends; a slow or stopped reader harms only itself;
+2. every request names version, hops, blob and offset, and may be repeated: after a cut the reader goes on from there,
+   and nothing is sent again that has arrived;
+3. a version that is gone is an error at once; while a member pulls, its version is not overwritten, one version at a
+   time; it is released when all have read it, or without a request for `IDLE_S`;
 4. beyond loopback both ends hold the run's keys, a source the join key as its own; a frame that was damaged, or
-   overwritten before it left, fails its checksum and is asked for again;
+   overwritten before it left, fails its checksum and is requested again;
 5. a source that stays silent for half the deadline is an error; nothing waits longer than the deadline;
-6. pieces begin small and double while they come fast, halve while they come slowly: what is under way takes a few
-   seconds at most also on a slow line, so that nothing is taken for lost that is only late.
+6. pieces begin small, double while they come fast and halve while they come slowly: requests take a few seconds at most
+   also on a slow line, so that a late answer does not count as lost.
 Large pieces leave without a copy, and a blob of one piece arrives without one.
 
-Example (chunk_bytes 4 MiB, one bucket of 10 MiB): four pieces of 256 KiB are asked for at once; each that comes within
-0.1 s lets the next one be twice as large: 512 KiB, 1, 2, 4 and the rest.
+Example (chunk_bytes 4 MiB, one bucket of 10 MiB): four pieces of 256 KiB are requested at once; each that comes within
+0.1 s doubles the size of the next: 512 KiB, 1, 2, 4 and the rest.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from weightsync.transports.loop_thread import LoopThread
 WINDOW = 4  # pieces asked for ahead
 LARGEST_PIECE = 64 << 20
 FIRST_PIECE = 256 << 10  # also the smallest
-FAST_S, SLOW_S = 0.1, 0.5  # waited for a piece: the next ones are larger, or smaller
+FAST_S, SLOW_S = 0.1, 0.5  # wait for a piece: the next ones are larger, or smaller
 REQUEST_BYTES = 1 << 20  # more than any request has
-IDLE_S = 2.0  # a version is not kept for readers that ask nothing for so long
+IDLE_S = 2.0  # a version is not kept for readers that are silent for so long
 LOOK_S = 0.25
 STALL_SHARE = 0.5  # of the deadline: longest silence
-RESEND_S = 5.0  # a connection that was cut is noticed at once; this is for a lost or damaged answer
+RESEND_S = 5.0  # for a lost or damaged answer; a cut connection is noticed at once
 CALL_S = 5.0
 
 
-class _Kept:
-    """A version that is kept for its readers: views of its blobs, valid until `release`."""
+class _Serving:
+    """A version that is held for its readers: views of its blobs, valid until `release`."""
 
     def __init__(self, version: Version) -> None:
         self.version = version
@@ -61,7 +60,7 @@ class _Kept:
 
 
 class StreamOutbox:
-    """Serves the newest version, and the one before for who is in the middle of it."""
+    """Serves the newest version, and the one before for readers in the middle of it."""
 
     def __init__(self, host: str = "127.0.0.1", *, keys: Keys | None = None, insecure: bool = False) -> None:
         self._bind = f"tcp://{host}:*"
@@ -70,15 +69,15 @@ class StreamOutbox:
         self._loop: LoopThread | None = None
         self._responder: Responder | None = None
         self._versions: dict[str, Version] = {}  # by digest, oldest first; replaced as a whole, so without a lock
-        self._kept: _Kept | None = None  # of the loop's thread
+        self._serving: _Serving | None = None  # used on the loop's thread
 
     def open(self) -> str:
-        """Listen on a free port. Raises `config.network` where that is impossible, or unsafe."""
+        """Listen on a free port. Raises `config.network` if that is impossible, or unsafe."""
         if self._loop is None:
             loop = LoopThread("serve")
             try:
                 self._responder = loop.call(self._listen, timeout_s=CALL_S)
-            except BaseException:  # whatever it is, the thread does not outlive it
+            except BaseException:  # the thread must end on any error
                 loop.close(lambda: None)
                 raise
             self._loop = loop
@@ -99,7 +98,7 @@ class StreamOutbox:
     def send(self, reply: RoundReply, blobs: Sequence[memoryview], *, deadline_s: float) -> None: ...
 
     def close(self) -> None:
-        """Stop serving; readers hear nothing more."""
+        """Stop serving; readers get no more answers."""
         loop, self._loop = self._loop, None
         self._versions = {}
         if loop is not None:
@@ -123,10 +122,10 @@ class StreamOutbox:
         message = call.message
         if not isinstance(message, Fetch):
             raise WireError("wire.unexpected", f"{type(message).__name__} at a source of weights")
-        version = self._version_of(message.digest)
+        version = self._find_version(message.digest)
         hops = hops_from(version.hops, message.base)
         with ExitStack() as stack:
-            blobs = self._blobs_of(version, hops, message, stack)
+            blobs = self._get_blobs(version, hops, message, stack)
             if not 0 <= message.blob < len(blobs):
                 raise TransportError(f"version {version.manifest.version} has no blob {message.blob}")
             blob = blobs[message.blob]
@@ -138,29 +137,29 @@ class StreamOutbox:
             call.reply(Fetched(message.blob, message.offset, blob.nbytes), [blob[message.offset : end]])
             self._note(call.peer, message, last=end == blob.nbytes and not any(map(len, blobs[message.blob + 1 :])))
 
-    def _version_of(self, digest: str) -> Version:
-        if self._kept is not None and self._kept.version.gone():
+    def _find_version(self, digest: str) -> Version:
+        if self._serving is not None and self._serving.version.is_gone():
             self._release()
-        kept = self._kept
+        kept = self._serving
         if kept is not None and kept.version.manifest.digest == digest:
             return kept.version
         if digest not in self._versions:
-            raise _gone(digest)
+            raise _gone_error(digest)
         return self._versions[digest]
 
-    def _blobs_of(self, version: Version, hops: Sequence[Hop], message: Fetch, stack: ExitStack) -> list[memoryview]:
-        """The blobs; of the version that is kept they stay, of another one they last as long as `stack`."""
-        if self._kept is None:
-            self._kept = _Kept(version)
+    def _get_blobs(self, version: Version, hops: Sequence[Hop], message: Fetch, stack: ExitStack) -> list[memoryview]:
+        """The blobs; of the held version they stay, of another one they last as long as `stack`."""
+        if self._serving is None:
+            self._serving = _Serving(version)
             self._look_later()
-        if self._kept.version is not version:
+        if self._serving.version is not version:
             return _enter(stack, version, hops)
-        if message.base not in self._kept.blobs:
-            self._kept.blobs[message.base] = _enter(self._kept.stack, version, hops)
-        return self._kept.blobs[message.base]
+        if message.base not in self._serving.blobs:
+            self._serving.blobs[message.base] = _enter(self._serving.stack, version, hops)
+        return self._serving.blobs[message.base]
 
     def _note(self, peer: bytes, message: Fetch, *, last: bool) -> None:
-        kept = self._kept
+        kept = self._serving
         if kept is None or kept.version.manifest.digest != message.digest:
             return
         kept.used = time.monotonic()
@@ -172,8 +171,8 @@ class StreamOutbox:
         asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
-        """Give the kept version up once nobody reads it."""
-        kept = self._kept
+        """Release the held version once it has no readers."""
+        kept = self._serving
         if kept is None:
             return
         if not kept.readers or time.monotonic() - kept.used > IDLE_S:
@@ -182,7 +181,7 @@ class StreamOutbox:
             self._look_later()
 
     def _release(self) -> None:
-        kept, self._kept = self._kept, None
+        kept, self._serving = self._serving, None
         if kept is not None:
             kept.blobs.clear()
             kept.stack.close()
@@ -191,16 +190,16 @@ class StreamOutbox:
 def _enter(stack: ExitStack, version: Version, hops: Sequence[Hop]) -> list[memoryview]:
     blobs = stack.enter_context(version.blobs(hops))
     if blobs is None:
-        raise _gone(version.manifest.digest)
+        raise _gone_error(version.manifest.digest)
     return blobs
 
 
-def _gone(digest: str) -> TransportError:
+def _gone_error(digest: str) -> TransportError:
     return TransportError(f"the version with digest {digest[:12]} is gone")
 
 
 def hops_from(hops: Sequence[Hop], base: str) -> tuple[Hop, ...]:
-    """The hops that begin at the version with digest `base`; none where that is empty. Raises TransportError."""
+    """The hops that begin at the version with digest `base`; none if that is empty. Raises TransportError."""
     if not base:
         return ()
     for number, hop in enumerate(hops):
@@ -215,7 +214,7 @@ class StreamInbox:
         self._address = instruction.address
         self._keys = keys.among_workers() if keys is not None else None
         self._chunk = min(chunk_bytes, LARGEST_PIECE)
-        self._piece = min(FIRST_PIECE, self._chunk)  # size of the next one to be asked for
+        self._piece = min(FIRST_PIECE, self._chunk)  # size of the next one
         self._digest = instruction.manifest.digest
         self._base = instruction.hops[0].base_digest if instruction.hops else ""
         self._sizes = blob_sizes(instruction.manifest, instruction.hops)
@@ -223,7 +222,7 @@ class StreamInbox:
         self._stall_s = instruction.deadline_s * STALL_SHARE
         self._left = self._pieces()
         self._asked: deque[tuple[Fetch, concurrent.futures.Future[Packet]]] = deque()
-        self._buffers = [bytearray(), bytearray()]  # what `read` gave out lasts until the next but one
+        self._buffers = [bytearray(), bytearray()]  # a result of `read` is valid until the second next read
         self._loop: LoopThread | None = None
         self._requester: AsyncRequester | None = None
 
@@ -236,7 +235,7 @@ class StreamInbox:
                 offset += nbytes
 
     def open(self) -> None:
-        """Connect and ask for the first pieces."""
+        """Connect and request the first pieces."""
         self._loop = LoopThread("pull")
         try:
             self._requester = self._loop.call(self._connect, timeout_s=CALL_S)
@@ -262,7 +261,7 @@ class StreamInbox:
             self._asked.append((piece, loop.start(requester.request(piece, timeout_s=timeout_s))))
 
     def read(self, number: int, into: memoryview | None = None) -> memoryview:
-        """The blob; waits for those of its pieces that are still under way. A blob of one piece is where it came."""
+        """The blob; waits for its pieces. A blob of one piece is not copied."""
         size = self._sizes[number]
         if not size:
             return memoryview(b"")
@@ -313,7 +312,7 @@ class StreamInbox:
             self._piece = max(min(FIRST_PIECE, self._chunk), self._piece // 2)
 
     def close(self) -> None:
-        """Stop pulling; the thread ends."""
+        """Stop pulling and end the thread."""
         loop, self._loop = self._loop, None
         self._asked.clear()
         if loop is not None:

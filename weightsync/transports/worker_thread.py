@@ -1,8 +1,7 @@
-"""A thread for work that may hang where nothing can interrupt it: collectives, a driver.
+"""A thread for work that may hang and cannot be interrupted: collectives, a driver.
 
-Guarantees: `run` returns or raises within its time; the
-thread is a daemon, so that what hangs in it never keeps a process alive; `close` lets it end as soon as what it does
-returns.
+Guarantees: `run` returns or raises within its time; the thread is a daemon, so that hanging work never keeps a process
+alive; after `close` it ends as soon as its work returns.
 
 Example: `Worker("group").run(lambda: 6 * 7, timeout_s=1.0)` is 42.
 """
@@ -32,7 +31,7 @@ class Worker:
         self._thread.start()
 
     def run(self, work: Callable[[], T], *, timeout_s: float) -> T:
-        """What `work` returns or raises. Raises TransportError after `timeout_s`; the work may go on."""
+        """The result of `work`, or its error. Raises TransportError after `timeout_s`; the work may go on."""
         future = self.submit(work)
         try:
             return future.result(max(timeout_s, 0.0))
@@ -42,13 +41,13 @@ class Worker:
             del future  # an error, its traceback and this frame would hold each other, and a process group with them
 
     def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run it there; what it returns or raises, when it does."""
+        """Run `work` there; its result, or its error."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._queue.put((future, work))
         return future
 
     def close(self, last: Callable[[], None], *, within_s: float = 0.0) -> None:
-        """Run `last` there after all that was asked for, then end; wait for it no longer than `within_s`."""
+        """Run `last` there after all other work, then end; wait at most `within_s`."""
         self._queue.put((concurrent.futures.Future(), last))
         self._queue.put(None)
         if within_s:
@@ -58,9 +57,9 @@ class Worker:
 def _work(tasks: queue.SimpleQueue[_Work | None]) -> None:
     while (task := tasks.get()) is not None:  # bounded: close() wakes it; a daemon ends with its process
         future, work = task
-        if future.set_running_or_notify_cancel():  # from now on it cannot be cancelled, only left alone
+        if future.set_running_or_notify_cancel():  # from now on it cannot be cancelled
             try:
                 future.set_result(work())
-            except BaseException as error:  # whoever waits hears it
+            except BaseException as error:  # the caller gets it
                 future.set_exception(error)
-        del task, future, work  # what they hold must not outlive them
+        del task, future, work  # their references must not outlive them

@@ -36,7 +36,7 @@ from learners.backends.base import WeightSpec
 from learners.backends.fsdp2.sharded_module import OWN, Sharded
 from learners.gang.gang import Gang
 from learners.models.logprobs import whole_of
-from weightsync.encoding.adapter import A, AdapterConfig, B, added, config_text, saved_name
+from weightsync.encoding.adapter import A, AdapterConfig, B, adapter_product, config_text, peft_name
 
 FOLDER = "adapter"  # below that of the merged export
 _NAME = "default"  # as peft calls an adapter that has no name
@@ -123,7 +123,7 @@ class Leaving:
             return tensor
         module = own.removesuffix(f"{_BASE}weight")
         a, b = (parameter(f"{module}.{half}.{_NAME}.weight").detach().float() for half in (A, B))
-        return added(a, b, scaling=self._scaling).add_(tensor).to(tensor.dtype)
+        return adapter_product(a, b, scaling=self._scaling).add_(tensor).to(tensor.dtype)
 
 
 class Adapters:
@@ -142,7 +142,7 @@ class Adapters:
     def specs(self) -> list[WeightSpec]:
         """What `iter_weights` gives, in its order."""
         return [
-            WeightSpec(saved_name(name), self._sent_name, tuple(self._sharded.root.get_parameter(OWN + name).shape))
+            WeightSpec(peft_name(name), self._sent_name, tuple(self._sharded.root.get_parameter(OWN + name).shape))
             for name in self._lora.pairs()
         ]
 
@@ -153,7 +153,7 @@ class Adapters:
         for name in self._lora.pairs():
             parameter = self._sharded.root.get_parameter(OWN + name).detach()
             # Offloaded ones are on the host, where the group of a mesh may have no transport.
-            yield saved_name(name), whole_of(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
+            yield peft_name(name), whole_of(parameter.to(device=self._gang.device.torch_device, dtype=self._dtype))
 
     def iter_weights(self) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
         """Name and bytes as `specs` says, on rank 0; the others take part and get nothing."""

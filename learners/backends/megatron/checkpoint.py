@@ -26,7 +26,7 @@ from asyncrl.errors import UNREADABLE, AsyncRLError
 from learners.backends.megatron.mapping import Local, Part, joined, shared, slices, within
 from learners.backends.megatron.weights import open_tensors
 from learners.backends.sharded_checkpoint import Start, shard_path
-from weightsync.plan.layouts import Box, volume, whole
+from weightsync.plan.buckets import Box, full_box, volume
 
 _EXTRA, _STARTS = "extra/", "starts"
 
@@ -133,9 +133,9 @@ class Store:
             common = shared(box, part.box)
             if common is None:
                 continue
-            there = whole([high - low for low, high in box])
+            there = full_box([high - low for low, high in box])
             elements = self._files[number].get_slice(name)[slices(within(common, box, there))]
-            found[slices(within(common, part.box, whole(found.shape)))] = elements
+            found[slices(within(common, part.box, full_box(found.shape)))] = elements
             missing -= volume(common)
         if missing:
             raise AsyncRLError("learner.checkpoint", f"{missing} elements of {name} are not in {self._folder}")

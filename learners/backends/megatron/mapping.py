@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.errors import ConfigError
 from learners.gang.topology import Topology
-from weightsync.plan.layouts import Box, whole
+from weightsync.plan.buckets import Box, full_box
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 #: Tensors of a layer, in the order of its modules in transformers.
@@ -194,12 +194,12 @@ def _layer(facts: Facts, place: Topology, own: str, theirs: str, *, fused: bool)
 
 
 def _whole(place: Topology, own: str, theirs: str, shape: tuple[int, ...]) -> Local:
-    return Local(own, shape, (Part(theirs, shape, whole(shape), whole(shape)),), None, place.tensor_place > 0)
+    return Local(own, shape, (Part(theirs, shape, full_box(shape), full_box(shape)),), None, place.tensor_place > 0)
 
 
 def _rows(name: str, total: int, rest: tuple[int, ...], *, start: int, at: int, count: int) -> Part:
     """`count` rows from `start` on of a tensor of `total` rows, at row `at` of the parameter."""
-    return Part(name, (total, *rest), ((start, start + count), *whole(rest)), ((at, at + count), *whole(rest)))
+    return Part(name, (total, *rest), ((start, start + count), *full_box(rest)), ((at, at + count), *full_box(rest)))
 
 
 def _vocabulary(facts: Facts, place: Topology, own: str, theirs: str) -> Local:
@@ -239,7 +239,7 @@ def _columns(place: Topology, own: str, theirs: str, shape: tuple[int, int]) -> 
     rows, columns = shape
     each = columns // place.tensor
     box = ((0, rows), (each * place.tensor_place, each * (place.tensor_place + 1)))
-    return Local(own, (rows, each), (Part(theirs, shape, box, whole((rows, each))),), 1)
+    return Local(own, (rows, each), (Part(theirs, shape, box, full_box((rows, each))),), 1)
 
 
 def joined(local: Local) -> list[tuple[str, Box, list[Part]]]:

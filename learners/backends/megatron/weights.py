@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncrl.errors import UNREADABLE, ConfigError
 from learners.backends.megatron.mapping import Local, Part, Source, slices
-from weightsync.plan.layouts import volume
+from weightsync.plan.buckets import volume
 
 
 def open_tensors(path: Path) -> Any:

@@ -16,24 +16,38 @@ Example: W0 `[2, 2]` = 0, r = 1, alpha = 2, A = [[1, 2]], B = [[3], [0]]: W = 2 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from asyncrl.errors import AsyncRLError, WorkError
 from asyncrl.wire import Buffer, Manifest, Tensor
-from producers.engines.hf.weights import DTYPES, Layout, Update, bytes_of
-from weightsync.encoding.adapter import Pair, added, check_adapter
-from weightsync.plan.digest import Digest, whole_digest
+from producers.engines.hf.layout import DTYPES, Layout, Room, tensor_bytes
+from weightsync.encoding.adapter import Pair, adapter_product, check_adapter
+from weightsync.plan.digest import Digest, version_digest
 
-if TYPE_CHECKING:
-    from producers.engines.hf.weights import ModelWeights
+
+class BaseWeights(Protocol):
+    """The weights that an adapter is added to."""
+
+    base: str  # their digest
+    kept: dict[str, torch.Tensor]  # base values of the parameters that an adapter changed
+
+    @property
+    def room(self) -> Room: ...
+
+    def base_value(self, name: str) -> torch.Tensor: ...
+
+    def parameter(self, name: str) -> torch.nn.Parameter | None: ...
+
+    def linear(self, module: str) -> torch.nn.Parameter | None:
+        """The weight of a linear layer; None if there is none of that name, or it shares its weight."""
 
 
 class AdapterUpdate:
     """One version of an adapter, on its way or in force."""
 
-    def __init__(self, weights: ModelWeights, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, weights: BaseWeights, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
         """Raises `sync.failed` on another base, `sync.plan` on an adapter that this model or formula cannot take."""
         if not manifest.base or manifest.base != weights.base:
             raise WorkError(
@@ -48,7 +62,7 @@ class AdapterUpdate:
         self._weights = weights
         config, pairs = check_adapter(manifest, tensors, held=weights.base)
         self._scaling = config.scaling
-        self._pairs = by_parameter(pairs, weights)
+        self._pairs = pairs_by_parameter(pairs, weights)
         self._values = {item.name: torch.empty(item.shape, dtype=DTYPES[item.dtype]) for item in tensors}
         self._merged: dict[str, torch.Tensor] = {}
 
@@ -66,7 +80,7 @@ class AdapterUpdate:
             base = self._weights.base_value(name)
             a, b = (self._values[item.name].to(base.device, torch.float32) for item in (pair.a, pair.b))
             merged = self._weights.room.take(name, base.shape, base.dtype, base.device)
-            merged.copy_(added(a, b, scaling=self._scaling).add_(base))
+            merged.copy_(adapter_product(a, b, scaling=self._scaling).add_(base))
             self._merged[name] = merged
             self.products[name] = _digest(merged)
 
@@ -82,6 +96,13 @@ class AdapterUpdate:
                 kept[name] = old
         self._merged = {}
 
+    def attest(self, parameters: Mapping[str, torch.nn.Parameter], *, base: str) -> str:
+        """Digest of the adapter over what the model holds: A, B, the base, and the products. The bytes of the model are
+        not those of the manifest, so they are compared with the computed ones; if they differ, so does the digest."""
+        digests = [self.layout.bucket_digest(number, self.held) for number in range(len(self.layout.buckets))]
+        wrong = [name for name, digest in self.products.items() if _digest(parameters[name].data) != digest]
+        return version_digest([*digests, *wrong], base=base, adapter=self.manifest.adapter)
+
     def _exchange(self, name: str, value: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
         parameter = self._weights.parameter(name)
         assert parameter is not None
@@ -91,7 +112,7 @@ class AdapterUpdate:
         return old
 
 
-def by_parameter(pairs: Sequence[Pair], weights: ModelWeights) -> dict[str, Pair]:
+def pairs_by_parameter(pairs: Sequence[Pair], weights: BaseWeights) -> dict[str, Pair]:
     """The pairs by the parameter that they change. Raises `sync.plan` where one does not fit this model."""
     found: dict[str, Pair] = {}
     for pair in pairs:
@@ -110,18 +131,8 @@ def by_parameter(pairs: Sequence[Pair], weights: ModelWeights) -> dict[str, Pair
     return found
 
 
-def attest(update: Update, parameters: Mapping[str, torch.nn.Parameter], *, base: str) -> str:
-    """Digest of the adapter in force over what is held: A, B, the base, and the products in the model. The model's own
-    bytes are not those of the manifest, so they are compared with what was computed; where they differ, the digest is
-    one that nobody has published."""
-    assert isinstance(update, AdapterUpdate)
-    digests = [update.layout.bucket_digest(number, update.held) for number in range(len(update.layout.buckets))]
-    wrong = [name for name, digest in update.products.items() if _digest(parameters[name].data) != digest]
-    return whole_digest([*digests, *wrong], base=base, adapter=update.manifest.adapter)
-
-
 def _digest(tensor: torch.Tensor) -> str:
     digest = Digest()
     names = {dtype: name for name, dtype in DTYPES.items()}
-    digest.update(bytes_of(tensor, names[tensor.dtype]).data)
+    digest.update(tensor_bytes(tensor, names[tensor.dtype]).data)
     return digest.hexdigest()

@@ -13,7 +13,7 @@ from asyncrl.errors import WorkError
 from producers.engines.group_sender import GroupSender, pieces
 from producers.engines.sglang.control_api import SGLangServer
 from producers.engines.staged_weights import StagedVersion
-from weightsync.plan.digest import bucket_digest, whole_digest
+from weightsync.plan.digest import bucket_digest, version_digest
 
 
 async def load(server: SGLangServer, group: GroupSender, staged: StagedVersion, label: str, *, recompute: bool) -> None:
@@ -35,4 +35,4 @@ async def load(server: SGLangServer, group: GroupSender, staged: StagedVersion, 
 def digest_of(staged: StagedVersion) -> str:
     """Digest of a version as it lies in its file."""
     groups = enumerate(staged.groups)
-    return whole_digest([bucket_digest(tensors, staged.bucket(number)) for number, tensors in groups])
+    return version_digest([bucket_digest(tensors, staged.bucket(number)) for number, tensors in groups])

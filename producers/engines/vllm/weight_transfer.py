@@ -32,8 +32,8 @@ from vllm.v1.sample.sampler import Sampler
 from asyncrl.wire import Tensor
 from producers.engines.vllm.plugin import register
 from weightsync.copy_digest import digest_all
-from weightsync.plan.buckets import bucket_starts, by_bucket
-from weightsync.plan.digest import whole_digest
+from weightsync.plan.buckets import bucket_starts, group_by_bucket
+from weightsync.plan.digest import version_digest
 
 register()  # as a worker extension this module is imported before the backend is looked up
 
@@ -122,7 +122,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         """Load every bucket and note the digest of what was loaded."""
-        groups = by_bucket(update_info.planned(), len(update_info.bucket_bytes))
+        groups = group_by_bucket(update_info.planned(), len(update_info.bucket_bytes))
         began = time.perf_counter()
         digests = []
         for number, group in enumerate(groups):
@@ -130,7 +130,7 @@ class StagedWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
             bytes_of = {tensor.name: memory[tensor.offset : tensor.offset + tensor.nbytes] for tensor in group}
             digests.append(digest_all(part.cpu().numpy() for part in bytes_of.values()))
             self._load([(tensor.name, _view(bytes_of[tensor.name], tensor)) for tensor in group])
-        self._arrived.digest = whole_digest(digests)
+        self._arrived.digest = version_digest(digests)
         self._arrived.seconds["load"] = time.perf_counter() - began
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from producers.rewards.forms.base import Form, Parameters, listed, short
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
+from producers.rewards.forms.base import Form, Parameters, listed
+from producers.rewards.sample import RewardSample, describe
 
 
 class AReaL(Form):
@@ -67,7 +65,7 @@ class OpenRLHF(Form):
         found: list[dict[str, Any]] = [{"score": reward} for reward in rewards]
         logs = raw.get("extra_logs") or {}
         if not isinstance(logs, dict):
-            raise TypeError(f"extra_logs is no dict: {short(logs)}")
+            raise TypeError(f"extra_logs is no dict: {describe(logs)}")
         extra = {**({"scores": raw["scores"]} if raw.get("scores") is not None else {}), **logs}
         for name, value in extra.items():
             values = listed(value)

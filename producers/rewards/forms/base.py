@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
+from producers.rewards.sample import RewardSample, describe
 
 
 class Parameters(NamedTuple):
@@ -56,7 +55,7 @@ class Form(ABC):
         """A batch result as one raw value for each sample. Raises TypeError where it is not so many."""
         values = listed(raw)
         if values is None or len(values) != count:
-            raise TypeError(f"a batch function must give a list of {count} numbers, it gave {short(raw)}")
+            raise TypeError(f"a batch function must give a list of {count} numbers, it gave {describe(raw)}")
         return values
 
 
@@ -64,11 +63,6 @@ def listed(raw: Any) -> list[Any] | None:
     """A list, tuple, array or tensor as a list; None for anything else."""
     items = raw.tolist() if hasattr(raw, "tolist") else raw
     return list(items) if isinstance(items, list | tuple) else None
-
-
-def short(raw: Any) -> str:
-    """Type and beginning of a value."""
-    return f"{type(raw).__name__} {repr(raw)[:80]}"
 
 
 def columns_of(samples: Sequence[RewardSample], *, without: str) -> dict[str, list[Any]]:

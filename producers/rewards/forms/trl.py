@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from producers.rewards.forms.base import Form, Parameters, columns_of
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
+from producers.rewards.sample import RewardSample
 
 
 def nothing(*_: Any, **__: Any) -> None:

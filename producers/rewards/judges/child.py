@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from asyncrl.errors import AsyncRLError
 from asyncrl.runtime.role import die_with_parent
 from producers.rewards.child import applies, limit
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Asked, Model, Outcome, Problem
 from producers.rewards.pipe import WHOLE_BATCH, Begin, Closed, FunctionSpec, Job, Pipe, Ready, Result, Setup
+from producers.rewards.sample import RewardSample
 
 
 def model_of(asked: Asked) -> Model:

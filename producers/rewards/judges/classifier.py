@@ -21,8 +21,8 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Asked, Done, Outcome, Problem, Verdict, checked, in_batches, problem_of
+from producers.rewards.sample import RewardSample
 
 DIGESTED = ("config.json", "tokenizer.json", "model.safetensors.index.json")
 HEAD_BYTES = 1 << 20  # of every file of weights that its digest covers, at both ends

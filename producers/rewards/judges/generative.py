@@ -28,7 +28,6 @@ from asyncrl.plugins import find
 from asyncrl.runtime.device import Device
 from producers.data.tokenizer import Tokenizer
 from producers.engines.initial_weights import commit_folder
-from producers.rewards.functions import RewardSample
 from producers.rewards.judges.classifier import folder_digest
 from producers.rewards.judges.templates import messages_of, number_in, yes_share
 from producers.rewards.outcome import (
@@ -42,6 +41,7 @@ from producers.rewards.outcome import (
     in_batches,
     problem_of,
 )
+from producers.rewards.sample import RewardSample
 
 END_S = 10.0  # for an engine to stop
 

@@ -24,10 +24,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import UNREADABLE, ConfigError
-from producers.rewards.functions import RewardSample
 from producers.rewards.judges import rate_limit as pace
 from producers.rewards.judges.templates import messages_of, number_in, summed, yes_share
 from producers.rewards.outcome import Asked, Done, Problem, Verdict, checked, each
+from producers.rewards.sample import RewardSample
 
 AGAIN = frozenset({408, 425, 429})  # and 5xx
 SHOWN = 200  # characters of a refusal

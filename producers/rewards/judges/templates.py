@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from asyncrl.config.sections.judge import FIELD, JudgeConfig
-from producers.rewards.functions import RewardSample
 from producers.rewards.outcome import Problem, Verdict
+from producers.rewards.sample import RewardSample
 
 SHOWN = 120  # characters of an answer in a failure
 

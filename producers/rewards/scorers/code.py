@@ -21,11 +21,11 @@ from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import UNREADABLE, Unavailable
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorers.extract import fenced
 from producers.rewards.scorers.ground_truth import json_truth
 
 if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
     from producers.sandbox import Sandbox, SandboxResult
 
 LANGUAGES = ("python", "python3", "py")
@@ -48,6 +48,7 @@ with open("outputs.jsonl", "w") as results:
 """
 ASSERTS = """
 import json, runpy, sys
+from producers.rewards.sample import RewardSample
 jobs = json.load(open("inputs.json"))
 space = runpy.run_path("program.py", run_name="program")
 with open("outputs.jsonl", "w") as results:

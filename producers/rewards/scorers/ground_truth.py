@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.errors import UNREADABLE
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
+from producers.rewards.sample import RewardSample
 
 
 def truth_of(sample: RewardSample) -> Any:

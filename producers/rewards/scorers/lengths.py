@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
+from producers.rewards.sample import RewardSample
 
 
 class Length:

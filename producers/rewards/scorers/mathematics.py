@@ -11,13 +11,11 @@ from __future__ import annotations
 import importlib
 import re
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.errors import ConfigError
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorers.ground_truth import truth_of
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[-.0-9\\][^\s${}]*?)(?=[.,;]?(?:[\s$]|$)))")
 NUMBER = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")

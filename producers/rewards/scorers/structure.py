@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.errors import UNREADABLE, ConfigError
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorers.extract import fenced
 from producers.rewards.scorers.ground_truth import json_truth
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
 
 
 class JSONSchema:

@@ -6,13 +6,11 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from producers.rewards.sample import RewardSample
 from producers.rewards.scorers.extract import between
 from producers.rewards.scorers.ground_truth import truths_of
-
-if TYPE_CHECKING:
-    from producers.rewards.functions import RewardSample
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -1,0 +1,297 @@
+"""Finished samples as producers send them: which are accepted, duplicates, or refused, and what follows.
+
+The rules are the same for training groups and held-out prompts. Guarantees:
+1. an answer under an old token is refused; the same answer twice is acknowledged and changes nothing;
+2. samples of weights that were not published, or without the digest where it is known, are refused and their prompt is
+   issued again. The producer gets no lease under that version for `lease_timeout_s`, so one wrong generator cannot use
+   up the attempts of all prompts;
+3. a sample made by an older version than the lease's lowers the deadline of its group, a newer one does not raise it;
+4. a group is complete with the first `group_size` samples that arrive. With `over_issue` more were asked for: those are
+   refused, their generation is cancelled, and nothing downstream sees them;
+5. a group with all rewards passes the filters before it is READY.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from asyncrl.config.judges import row_data_source
+from asyncrl.versions import oldest_version
+from asyncrl.wire import Piece, Pieces, PiecesReply, SampleHead, Samples, SamplesReply
+from buffers.groups.failure_budget import TOO_MANY_PARTS, FailureBudget, Verdict
+from buffers.groups.group_table import GroupTable
+from buffers.groups.leases import Leases
+from buffers.groups.live_settings import LiveSettings
+from buffers.groups.partial_samples import PartialSamples
+from buffers.groups.records import Group, Record, Sample, State
+from buffers.groups.transaction import SampleEvent, Transaction
+from buffers.groups.workers import Workers
+
+COMPLETE = "cancelled: the group is complete"
+LOST_LEASE = "token: the lease was lost"
+#: Kinds of refusal that the weights of the generator cause -> why its lease is lost, for the history.
+NOT_PUBLISHED = {"version": "unknown_version", "digest": "wrong_digest"}
+
+
+class IntakeTarget(Protocol):
+    """Where accepted samples go."""
+
+    @property
+    def size(self) -> int:
+        """Samples of a complete item."""
+
+    def get(self, number: int) -> Any:
+        """The item, or None if it takes no samples any more."""
+
+    def gone_reason(self, number: int) -> str:
+        """Why the item takes no samples."""
+
+    def wrong_version(self, head: Samples) -> str:
+        """Why samples of these versions are not wanted; empty if they are."""
+
+    def store(self, item: Any, head: Samples, accepted: set[int], record: Record) -> None:
+        """Take the accepted samples of a message; `record` says where their bytes lie."""
+
+    def poison(self, item: Any, reason: str) -> None:
+        """The samples of the item may not be used."""
+
+
+class SampleIntake:
+    """Decides on messages of samples for one kind of items."""
+
+    def __init__(
+        self,
+        tx: Transaction,
+        table: GroupTable,
+        *,
+        workers: Workers,
+        live: LiveSettings,
+        budget: FailureBudget,
+        leases: Leases,
+        target: IntakeTarget,
+    ) -> None:
+        self.tx = tx
+        self.table = table
+        self.workers = workers
+        self.live = live
+        self.budget = budget
+        self.leases = leases
+        self.target = target
+
+    def take(
+        self, head: Samples, *, checksum: int, invalid: Callable[[], str], keep: Callable[[], Record]
+    ) -> SamplesReply:
+        """Take finished samples. `invalid` says why they may not be used, `keep` stores their bytes."""
+        self.workers.see("producer", head.producer, self.tx.now)
+        item = self.target.get(head.group)
+        if item is None:
+            reason = self.target.gone_reason(head.group)
+            return self._reply(head, [], [], {sample.index: reason for sample in head.samples})
+        accepted, duplicate, refused = self.sort(item, head, checksum)
+        if accepted:
+            reason = (
+                invalid() or self.target.wrong_version(head) or self.wrong_digest(head) or self._wrong_rewards(head)
+            )
+            if reason:
+                refused |= dict.fromkeys(accepted, self._refuse(item, reason))
+                accepted = []
+            else:
+                self.target.store(item, head, set(accepted), keep())
+        return self._reply(head, accepted, duplicate, refused)
+
+    def _reply(self, head: Samples, accepted: list[int], duplicate: list[int], refused: dict[int, str]) -> SamplesReply:
+        cancelled = self.workers.take_cancelled(head.producer)
+        return SamplesReply(tuple(accepted), tuple(duplicate), refused, cancelled)
+
+    def sort(self, item: Any, head: Samples, checksum: int) -> tuple[list[int], list[int], dict[int, str]]:
+        """Which samples are new, which are duplicates, which are refused and why."""
+        current = bool(item.holder) and head.token == item.token
+        room = self.target.size - len(item.samples)
+        if current and not item.samples and len(head.samples) <= room:  # the usual case: all samples are new
+            return [sample.index for sample in head.samples], [], {}
+        accepted: list[int] = []
+        duplicate: list[int] = []
+        refused: dict[int, str] = {}
+        for sample in head.samples:
+            known = item.samples.get(sample.index)
+            if known is not None:
+                # A held-out prompt that is scored keeps its samples, but no records.
+                same = not item.records or item.records[known.record].checksum == checksum
+                if known.token == head.token and same:
+                    duplicate.append(sample.index)
+                else:
+                    refused[sample.index] = "already there with other content"
+            elif not current:
+                was_complete = head.token == item.token != 0
+                refused[sample.index] = COMPLETE if was_complete else LOST_LEASE  # COMPLETE: asked for beyond the size
+            elif len(accepted) == room:
+                refused[sample.index] = COMPLETE
+            else:
+                accepted.append(sample.index)
+        return accepted, duplicate, refused
+
+    def _refuse(self, item: Any, reason: str) -> str:
+        """The samples may not be used: the text of the refusal."""
+        kind = reason.split(":", maxsplit=1)[0]
+        if kind in NOT_PUBLISHED and item.attempt < self.live.current.max_reissue:
+            # The service has not heard of these weights: a wrong producer, or a store or a learner that went back while
+            # generators have not yet. The prompt is not at fault, so it is tried again before it counts as poisoned.
+            self.leases.lose(item, NOT_PUBLISHED[kind])
+            return f"not published: {reason}"
+        self.target.poison(item, reason)
+        return f"poison: {reason}"
+
+    def wrong_digest(self, head: Samples | Pieces) -> str:
+        """Why these are not samples of published weights; empty if they are.
+
+        A version without a known digest passes: modes without weights have none, and a commit may still arrive.
+        """
+        for version in {*head.digests, *(version for sample in head.samples for version, _ in sample.runs)}:
+            known, digest = self.table.digests.get(version), head.digests.get(version, "")
+            if known and digest not in known:
+                self.workers.bar(head.producer, version, self.tx.now + self.live.current.lease_timeout_s)
+                held = f"holds {digest} as version {version}" if digest else f"names none for version {version}"
+                return f"digest: {head.producer} {held}, published was {known[-1]}"
+        return ""
+
+    def _wrong_rewards(self, head: Samples) -> str:
+        bad = [index for index, reward in head.rewards.items() if not math.isfinite(reward)]
+        if bad:
+            return f"reward: of sample {bad[0]} is not finite"
+        for index, parts in head.parts.items():
+            for name, value in parts.items():
+                if not math.isfinite(value):
+                    return f"reward: part {name} of sample {index} is not finite"
+        return "" if all(map(self.budget.accept_parts, head.parts.values())) else f"reward: {TOO_MANY_PARTS}"
+
+    def pieces(
+        self, head: Pieces, *, invalid: Callable[[], str], keep: Callable[[Piece], Record], partial: PartialSamples
+    ) -> PiecesReply:
+        """Take pieces of samples. `invalid` says why they may not be kept, `keep` stores the bytes of one."""
+        self.workers.see("producer", head.producer, self.tx.now)
+        group: Group | None = self.target.get(head.group)
+        if group is None:
+            why = self.target.gone_reason(head.group)
+        elif not group.holder or head.token != group.token:
+            why = COMPLETE if head.token == group.token else LOST_LEASE
+        else:
+            why = invalid() or self.wrong_digest(head)
+            why = f"not kept: {why}" if why else ""
+        cancelled = self.workers.take_cancelled(head.producer)
+        if group is None or why:
+            return PiecesReply({}, {item.index: why for item in head.samples}, cancelled)
+        reply = partial.take(group, head, keep)
+        return PiecesReply(reply.kept, reply.refused, cancelled)
+
+
+class GroupSamples:
+    """Samples of training groups: storing them, and the way of a complete group to READY."""
+
+    def __init__(
+        self,
+        tx: Transaction,
+        table: GroupTable,
+        live: LiveSettings,
+        budget: FailureBudget,
+    ) -> None:
+        self.tx = tx
+        self.table = table
+        self.live = live
+        self.budget = budget
+
+    @property
+    def size(self) -> int:
+        """Samples of a complete group."""
+        return self.live.current.group_size
+
+    def get(self, number: int) -> Group | None:
+        return self.table.groups.get(number)
+
+    def gone_reason(self, number: int) -> str:
+        """Why there is no group of this number."""
+        ended = self.table.ended.get(number)
+        if ended is not None:
+            return f"gone: {State(ended.state).name.lower()} ({ended.reason})"
+        return "gone: retired" if number in self.table.retired else "unknown group"
+
+    def wrong_version(self, head: Samples) -> str:
+        return ""  # the deadline of the group follows from the versions
+
+    def poison(self, group: Group, reason: str) -> None:
+        self.budget.poison(group, reason)
+
+    def store(self, group: Group, head: Samples, accepted: set[int], record: Record) -> None:
+        verdict: Verdict | None = None
+        with self.table.edit(group):
+            group.records.append(record)
+            if self.live.current.judges and head.row and group.source is None:
+                group.source = row_data_source(head.row)
+            oldest = self._add_samples(group, head, accepted)
+            group.deadline = min(group.deadline or 0, oldest + group.bound)
+            if len(group.samples) == self.size:
+                verdict = self.complete(group)
+        if verdict is not None:
+            self.budget.reject(group, verdict)
+
+    def _add_samples(self, group: Group, head: Samples, accepted: set[int]) -> int:
+        """Add the accepted samples of a message to the group; the oldest version of their tokens."""
+        timestamp, record, rewards = self.tx.timestamp, len(group.records) - 1, head.rewards
+        oldest_of_all = math.inf
+        digests = {-1: ""}
+        for item in head.samples:
+            index, runs = item.index, item.runs
+            if index not in accepted:
+                continue
+            oldest, newest = version_range(item)
+            if len(runs) > 1:
+                digests = {version: head.digests.get(version, "") for version, _ in runs}
+            elif oldest not in digests or len(digests) > 1:  # nearly all samples of a message share one version
+                digests = {oldest: head.digests.get(oldest, "")}
+            oldest_of_all = min(oldest_of_all, oldest)
+            reward = rewards.get(index)
+            parts = head.parts.get(index, {}) if head.parts and reward is not None else {}
+            group.samples[index] = Sample(
+                head.token, item.length, oldest, record, item.finish, reward, parts, newest=newest
+            )
+            if group.underway:
+                self.table.drop_partial(group, index)
+            self.tx.sample_event(
+                SampleEvent(
+                    timestamp, group.id, index, head.token, head.producer, item.length, runs, digests, reward, parts
+                )
+            )
+        return int(oldest_of_all)
+
+    def complete(self, group: Group) -> Verdict | None:
+        """All samples of the group, which is being edited, are in."""
+        if self.live.current.over_issue:
+            self.table.cancel(group, "complete")
+        self.table.drop_partial(group)
+        if self.live.current.judges and group.source is None:
+            group.source = ""  # no row was sent
+        group.state, group.holder, group.unscored = State.UNSCORED, "", self.tx.wall_time
+        self.tx.event("unscored", g=group.id)
+        return self.become_ready(group)
+
+    def become_ready(self, group: Group) -> Verdict | None:
+        """Make a group that is being edited READY if all rewards are in; its end if a filter rejects it."""
+        if group.state != State.UNSCORED or any(sample.reward is None for sample in group.samples.values()):
+            return None
+        verdict = self.budget.filter(group)
+        if verdict is not None:
+            return verdict
+        meta = self.table.meta
+        meta.sequence += 1
+        self.table.put("meta")
+        group.state, group.sequence, group.ready = State.READY, meta.sequence, self.tx.wall_time
+        self.tx.event("ready", g=group.id)
+        return None
+
+
+def version_range(item: SampleHead) -> tuple[int, int]:
+    """The smallest and the largest version of a sample's tokens; (0, 0) without tokens."""
+    if len(item.runs) == 1:
+        return item.runs[0][0], item.runs[0][0]
+    return oldest_version(item.runs) or 0, max((version for version, _ in item.runs), default=0)

@@ -1,0 +1,160 @@
+"""Requests of producers: leases, samples, pieces of samples, returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl import wire
+from asyncrl.errors import WireError
+from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.responder import Call
+from asyncrl.wire import Buffer
+from buffers.groups.records import Record
+from buffers.payloads import partial_samples
+from buffers.service.context import Context, Poll
+
+
+class ProducerRequests:
+    """A lease request waits here until there is work for it. A newer one of the same producer supersedes it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.polls: dict[str, Poll] = {}
+
+    def look_at_polls(self) -> None:
+        """Answer the polls that have work, or whose time is over."""
+        for name, poll in list(self.polls.items()):
+            leases: tuple[wire.Lease, ...] = ()
+            ended = self.context.ended
+            if not ended and self.context.machine.budget.fault is None:
+                leases = self._lease(poll.call, poll.call.message.max_groups)
+            if leases or ended or self.context.now >= poll.until:
+                del self.polls[name]
+                self._answer(poll.call, leases, ended)
+
+    def _lease(self, call: Call, max_groups: int) -> tuple[wire.Lease, ...]:
+        ask: wire.LeaseRequest = call.message
+        version, request = ask.engine_version, call.request
+        groups = self.context.machine.lease(
+            ask.producer, engine_version=version, max_groups=max_groups, request=request, now=self.context.now
+        )
+        return groups + self.context.evaluations.prompt_leases.lease(
+            ask.producer, engine_version=version, request=request
+        )
+
+    def _answer(self, call: Call, leases: tuple[wire.Lease, ...], ended: bool = False, why: str = "") -> None:
+        ask: wire.LeaseRequest = call.message
+        machine = self.context.machine
+        self.context.mark_answered("producer", ask.producer, call)
+        if not why and not leases:
+            fault = machine.budget.fault
+            why = fault[1] if fault else machine.lease_blocked(ask.engine_version, ask.producer)
+            why = self.context.end_reason if ended else why
+        begun, payloads = self._partial_samples(leases)
+        self.context.answer(call, wire.Leases(leases, machine.table.meta.version, why, ended, begun), payloads)
+
+    def _partial_samples(self, leases: Sequence[wire.Lease]) -> tuple[tuple[wire.Begun, ...], list[Buffer]]:
+        """The partial samples that other producers made of these groups, with their payloads."""
+        machine = self.context.machine
+        leases = [lease for lease in leases if not is_evaluation(lease.group)]  # held-out prompts have none
+        if not any(machine.table.groups[lease.group].underway for lease in leases):
+            return (), []
+        limit = self.context.config.network.max_message_bytes
+        begun, payloads, damaged = partial_samples.load(leases, machine, self.context.segments, max_bytes=limit)
+        if damaged:
+            machine.partial.discard_damaged(damaged)
+        return begun, payloads
+
+    def lease(self, call: Call) -> None:
+        """A `LeaseRequest`: it becomes a poll, unless it was answered before."""
+        ask: wire.LeaseRequest = call.message
+        worker = self.context.machine.workers.see("producer", ask.producer, self.context.now)
+        waiting = self.polls.get(ask.producer)
+        if waiting is not None and waiting.call.request > call.request:
+            return  # an old request sent again: its producer waits for a newer one by now
+        if waiting is not None and waiting.call.request < call.request:
+            self._answer(waiting.call, (), why="superseded by a newer request")
+        if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
+            self._answer(call, self._lease(call, 0), ended=self.context.ended)
+            return
+        self.polls[ask.producer] = self.context.poll(call, ask.wait_s)
+
+    # ------------------------------------------------------------ samples
+
+    def samples(self, call: Call) -> None:
+        """Samples that come with their payload, verified by the decoder."""
+        if len(call.payloads) != 1:
+            raise WireError("wire.decode", f"samples come with one payload frame, not {len(call.payloads)}")
+        self._take(call, call.message, bytes(call.header), call.payloads[0], checksum=call.checksum)
+
+    def samples_at(self, call: Call) -> None:
+        """Samples that lie in a file of their producer on this host."""
+        ask: wire.SamplesAt = call.message
+        limit = self.context.config.network.max_message_bytes
+        header, payload = self.context.segments.guests.read(ask.producer, ask.place, max_bytes=limit)
+        head = wire.decode_samples(header)
+        if head.producer != ask.producer:
+            raise WireError("wire.unexpected", f"samples of {head.producer} come from {ask.producer}")
+        self._take(call, head, header, payload, checksum=ask.place.checksum, place=ask.place)
+
+    def _take(
+        self,
+        call: Call,
+        head: wire.Samples,
+        header: Buffer,
+        payload: Buffer,
+        *,
+        checksum: int,
+        place: wire.Place | None = None,
+    ) -> None:
+        context, machine = self.context, self.context.machine
+        intake = context.evaluations.intake if is_evaluation(head.group) else machine.intake
+
+        def invalid() -> str:
+            # Producers hear of a publish before the learner's commit arrives here, hence one version more.
+            newest = machine.table.meta.newest + 1
+            more = 0 if intake is not machine.intake else machine.settings.over_issue
+            return wire.validate_samples(head, payload, group_size=intake.target.size + more, newest_version=newest)
+
+        def keep() -> Record:
+            context.counters["ingest_bytes"] += memoryview(payload).nbytes
+            unscored = len(head.rewards) < len(head.samples)  # reward workers will ask for it
+            if place is not None:
+                context.counters["place_bytes"] += memoryview(payload).nbytes
+                return context.segments.adopt(place, header, payload, again=unscored)
+            return context.segments.append(header, payload, checksum, again=unscored)
+
+        reply = intake.take(head, checksum=checksum, invalid=invalid, keep=keep)
+        if reply.refused and any(why.startswith("poison: ") for why in reply.refused.values()):
+            context.dead_letters.put(group=head.group, token=head.token, header=header, payload=payload)
+        context.counters["duplicates"] += len(reply.duplicate)
+        context.counters["refused_samples"] += len(reply.refused)
+        context.answer(call, reply)
+
+    def pieces(self, call: Call) -> None:
+        """Pieces of samples that are still being generated."""
+        head: wire.Pieces = call.message
+        context, machine = self.context, self.context.machine
+        if len(call.payloads) != 1:
+            raise WireError("wire.decode", f"pieces come with one payload frame, not {len(call.payloads)}")
+        arrays, wrong = partial_samples.check(
+            head,
+            call.payloads[0],
+            group_size=machine.settings.group_size + machine.settings.over_issue,
+            max_tokens=context.config.sampling.max_new_tokens,
+            newest_version=machine.table.meta.newest + 1,
+        )
+        reply = machine.pieces(
+            head,
+            invalid=lambda: wrong,
+            keep=lambda item: partial_samples.store(head, item, arrays, context.segments),
+            now=context.now,
+        )
+        context.counters["refused_pieces"] += len(reply.refused)
+        context.answer(call, reply)
+
+    def give_back(self, call: Call) -> None:
+        """A `LeaseReturn`."""
+        self.context.machine.give_back(call.message, now=self.context.now)
+        self.context.evaluations.leases.give_back(call.message)
+        self.context.answer(call, wire.Ok())

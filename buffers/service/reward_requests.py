@@ -1,0 +1,96 @@
+"""Requests of reward workers: samples to score, and their scores."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from typing import Any
+
+import msgspec
+
+from asyncrl import wire
+from asyncrl.config.judges import display_name
+from asyncrl.errors import error_for
+from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.net.responder import Call
+from buffers.groups.scoring import ToScore
+from buffers.service.context import Context, Poll
+from buffers.service.replies import reward_reply
+
+
+class RewardRequests:
+    """A request for samples waits here until there are some. A newer one of the same worker supersedes it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.polls: dict[str, Poll] = {}
+
+    def look_at_polls(self) -> None:
+        """Answer the polls that have work, or whose time is over."""
+        for name, poll in list(self.polls.items()):
+            items, ended = self._lease(poll.call), self.context.ended
+            if items or ended or self.context.now >= poll.until:
+                del self.polls[name]
+                self._answer(poll.call, items, ended)
+
+    def _lease(self, call: Call) -> list[ToScore]:
+        """Samples of training first, then those of an evaluation, at least its share of `max_samples`."""
+        ask: wire.RewardRequest = call.message
+        machine, evaluations, request = self.context.machine, self.context.evaluations, call.request
+        room, judge = ask.max_samples, ask.judge
+        items = machine.scoring.lease(ask.worker, max_samples=room, request=request, judge=judge)
+        share = max(1, int(evaluations.config.share * room), room - len(items))
+        return items + evaluations.scoring.lease(ask.worker, max_samples=share, request=request, judge=judge)
+
+    def _answer(self, call: Call, items: list[ToScore], ended: bool) -> None:
+        context = self.context
+        context.mark_answered("reward", call.message.worker, call)
+        owners: ChainMap[int, Any] = ChainMap(
+            context.evaluations.table.prompts,  # type: ignore[arg-type]
+            context.machine.table.groups,
+        )
+        work, payloads, damaged = reward_reply(items, owners, context.segments)
+        context.machine.batches.lose_payloads([number for number in damaged if not is_evaluation(number)])
+        context.evaluations.lose_payloads([number for number in damaged if is_evaluation(number)])
+        context.answer(call, wire.RewardWork(work, ended and not items), payloads)
+
+    def lease(self, call: Call) -> None:
+        """A `RewardRequest`: it becomes a poll, unless it was answered before."""
+        ask: wire.RewardRequest = call.message
+        self._check_judge(ask)
+        worker = self.context.machine.workers.see("reward", ask.worker, self.context.now)
+        waiting = self.polls.get(ask.worker)
+        if waiting is not None and waiting.call.request > call.request:
+            return
+        if waiting is not None and waiting.call.request < call.request:
+            self.context.answer(waiting.call, wire.RewardWork(()))
+        if call.request <= worker.answered:  # its answer was lost, or crossed with this copy
+            self._answer(call, self._lease(call), self.context.ended)
+            return
+        self.polls[ask.worker] = self.context.poll(call, ask.wait_s)
+
+    def _check_judge(self, ask: wire.RewardRequest | wire.Scores) -> None:
+        names = self.context.machine.judges.names
+        if ask.judge not in names:
+            known = ", ".join(map(display_name, names))
+            text = f"{ask.worker} scores for judge {display_name(ask.judge)!r}: this run has {known}"
+            raise error_for("reward.judge", text)
+
+    def scores(self, call: Call) -> None:
+        """`Scores` of training groups and of held-out prompts, which may come in one message."""
+        message: wire.Scores = call.message
+        self._check_judge(message)
+        reply = self.context.machine.scores(_select(message, held_out=False), now=self.context.now)
+        held_out = _select(message, held_out=True)
+        if held_out.scores or held_out.failures:
+            accepted, refused = self.context.evaluations.scoring.take(held_out)
+            reply = wire.ScoresReply(reply.accepted + accepted, {**reply.refused, **refused})
+        self.context.answer(call, reply)
+
+
+def _select(message: wire.Scores, *, held_out: bool) -> wire.Scores:
+    """The scores of held-out prompts, or those of training groups."""
+    return msgspec.structs.replace(
+        message,
+        scores=tuple(one for one in message.scores if is_evaluation(one.group) == held_out),
+        failures=tuple(one for one in message.failures if is_evaluation(one.group) == held_out),
+    )

@@ -1,0 +1,170 @@
+"""The tensors of a version in the memory of a model: layout by bucket, spare room, bytes and digests.
+
+Guarantees: tensors carry Hugging Face names; every parameter of the model must be in the manifest (a tied one once,
+under any of its names) with its shape, else `sync.plan`; a dtype that the model cannot hold without loss is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.wire import Buffer, Manifest, Tensor
+from weightsync.copy_digest import copy_digest, digest_all
+from weightsync.plan.buckets import group_by_bucket
+from weightsync.plan.digest import version_digest
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Wire dtype -> dtypes of a model that hold every one of its values.
+_HOLDS = {
+    "F64": (torch.float64,),
+    "F32": (torch.float32, torch.float64),
+    "F16": (torch.float16, torch.float32, torch.float64),
+    "BF16": (torch.bfloat16, torch.float32, torch.float64),
+}
+
+
+class Room:
+    """Tensors by name, and storages by bucket, that belong to nobody now: the room for the next version."""
+
+    def __init__(self) -> None:
+        self._spare: dict[str, torch.Tensor] = {}
+        self._buckets: tuple[torch.Tensor, ...] = ()
+
+    def take_buckets(self, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Storages of these sizes on the CPU, uint8, with any content."""
+        spare, self._buckets = self._buckets, ()
+        if [storage.numel() for storage in spare] == list(sizes):
+            return spare
+        return tuple(torch.empty(size, dtype=torch.uint8) for size in sizes)
+
+    def give_buckets(self, storages: tuple[torch.Tensor, ...]) -> None:
+        """Keep them for the next `take_buckets`; no tensor may be a view into them any more."""
+        self._buckets = storages
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of that form with any content."""
+        found = self._spare.pop(name, None)
+        if found is not None and (tuple(found.shape), found.dtype, found.device) == (tuple(shape), dtype, device):
+            return found
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def give(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep it for the next `take`."""
+        if tensor.is_contiguous():
+            self._spare[name] = tensor
+
+
+class Layout:
+    """The tensors of a version by bucket, and their bytes wherever they are held."""
+
+    def __init__(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        self.sizes = manifest.bucket_bytes
+        self.tensors = tuple(tensors)
+        self.buckets = group_by_bucket(tensors, len(manifest.bucket_bytes))
+
+    def bucket_digest(self, number: int, held: Callable[[str], torch.Tensor]) -> str:
+        """Digest of one bucket of what `held` gives by name, in the dtypes of the layout."""
+        return digest_all(tensor_bytes(held(tensor.name), tensor.dtype) for tensor in self.buckets[number])
+
+    def digest(self, held: Callable[[str], torch.Tensor]) -> str:
+        """Digest of all buckets."""
+        return version_digest([self.bucket_digest(number, held) for number in range(len(self.buckets))])
+
+    def read(self, number: int, into: memoryview, held: Callable[[str], torch.Tensor]) -> bool:
+        """Write the bytes of one bucket; padding is left as it is. False where `into` is no bucket of this layout."""
+        if not 0 <= number < len(self.sizes) or into.nbytes != self.sizes[number]:
+            return False
+        target = np.frombuffer(into, dtype=np.uint8)
+        for tensor in self.buckets[number]:
+            target[tensor.offset : tensor.offset + tensor.nbytes] = tensor_bytes(held(tensor.name), tensor.dtype)
+        return True
+
+    def fill(self, number: int, data: Buffer, held: Callable[[str], torch.Tensor]) -> str:
+        """Copy one bucket out of its bytes into what `held` gives; the digest of what is held of it then.
+
+        Raises `sync.plan` where the bytes are too few.
+        """
+        view = np.frombuffer(data, dtype=np.uint8)
+        pairs = []
+        for tensor in self.buckets[number]:
+            part = view[tensor.offset : tensor.offset + tensor.nbytes]
+            if part.size != tensor.nbytes:
+                raise AsyncRLError("sync.plan", f"{tensor.name} leaves bucket {number} of {view.size} bytes")
+            pairs.append((held(tensor.name), part, tensor))
+        if all(is_plain(target, DTYPES[tensor.dtype]) for target, _, tensor in pairs):
+            return copy_digest((_bytes_view(target).numpy(), part) for target, part, _ in pairs)
+        for target, part, tensor in pairs:
+            copy_into(target, part, tensor)
+        return self.bucket_digest(number, held)
+
+
+class Update(Protocol):
+    """A version on its way."""
+
+    manifest: Manifest
+    layout: Layout
+    missing: set[int]
+
+    def apply(self, number: int, data: Buffer) -> str | None:
+        """Take the bytes of one bucket; the digest of what is held of it, None where that is still to be read."""
+
+    def held(self, name: str) -> torch.Tensor:
+        """What is held of a tensor of the layout."""
+
+    def complete(self) -> None:
+        """Every bucket is there: what is left to be made of them, beside the decode loop."""
+
+    def exchange(self) -> None:
+        """Make it the model's."""
+
+
+def check_layout(model: torch.nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Raise `sync.plan` where these tensors are not the parameters of the model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    given = set()
+    for tensor in tensors:
+        parameter = parameters.get(tensor.name)
+        if parameter is None:
+            raise AsyncRLError("sync.plan", f"this model has no parameter {tensor.name!r}")
+        if tuple(parameter.shape) != tuple(tensor.shape):
+            raise AsyncRLError("sync.plan", f"{tensor.name}: {tuple(tensor.shape)} sent, {tuple(parameter.shape)} here")
+        if parameter.dtype not in _HOLDS.get(tensor.dtype, ()):
+            held = str(parameter.dtype).removeprefix("torch.")
+            raise AsyncRLError(
+                "sync.plan",
+                f"{tensor.name}: sent as {tensor.dtype}, which {held} does not hold without loss",
+                remedy='set producers.dtype = "auto", or both ends to the same dtype',
+            )
+        given.add(id(parameter))
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
+    if missing:
+        raise AsyncRLError("sync.plan", f"the manifest lacks {len(missing)} parameters, first {missing[0]!r}")
+
+
+def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes of a tensor of that dtype can be copied to `target` as they are."""
+    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+
+
+def copy_into(target: torch.Tensor, part: np.ndarray[Any, np.dtype[np.uint8]], tensor: Tensor) -> None:
+    """Copy the bytes of one tensor into `target`, which may hold them in a wider dtype or on another device."""
+    dtype = DTYPES[tensor.dtype]
+    if is_plain(target, dtype):
+        np.copyto(_bytes_view(target).numpy(), part)
+    else:
+        target.copy_(torch.from_numpy(part.copy()).view(dtype).view(tensor.shape))
+
+
+def tensor_bytes(held: torch.Tensor, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a tensor in a wire dtype, uint8 `[nbytes]`; a view where nothing has to be converted."""
+    array: np.ndarray[Any, np.dtype[np.uint8]] = _bytes_view(held.to(DTYPES[dtype]).contiguous()).cpu().numpy()
+    return array
+
+
+def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().view(torch.uint8)

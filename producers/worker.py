@@ -1,0 +1,342 @@
+"""The producer's work: leases groups, generates them with one engine, sends the samples.
+
+Guarantees:
+1. it asks for work with the version that its engine holds, not with one that it has only heard of (the gate race), and
+   not at all while the engine is of no version (an update in place);
+2. each sample leaves as it finishes, with the digests of the weights that made it;
+3. a lost lease stops its generation, and so does one that the buffer cancels (dropped, or complete without it); a
+   prompt that cannot be encoded is given back as dead with its reason.
+It owns no state: its leases are granted again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from msgspec.structs import asdict
+
+from asyncrl.config import Config, SamplingConfig
+from asyncrl.engine import Engine, EngineCapabilities, GenDelta, GenRequest
+from asyncrl.environment import EnvironmentFailure
+from asyncrl.errors import Unavailable
+from asyncrl.evaluation.ids import is_evaluation
+from asyncrl.runtime.failpoints import failpoint
+from asyncrl.runtime.liveness import Sign
+from asyncrl.wire import Lease, Leases, PiecesReply, SamplesReply
+from buffers.client.client import ProducerClient
+from producers.data.evaluation_prompts import HeldOutPrompts
+from producers.data.prompts import BadPrompt, Prompts, Row, encode_prompt
+from producers.data.tokenizer import Tokenizer
+from producers.environments.multi_turn import environment_of
+from producers.rollout.capacity import capacity_of
+from producers.rollout.partial_samples import Trail
+from producers.rollout.rollout import Finished, extras_of, roll_out, side_by_side
+from producers.support.retry import Patience
+from weightsync.receiver.receiver import Receiver
+
+T = TypeVar("T")
+#: A lease request names the engine's version. After a swap a new one is sent at once, and after this long anyway.
+POLL_S = 0.25
+REASON_LETTERS = 300
+GIVE_BACK_S = 5.0  # at the end of the process
+ATTESTED_S = 5.0  # for the digest of what was committed
+#: First words of the reasons of a lost lease, as opposed to a bad sample.
+LOST = ("token", "gone", "unknown", "poison", "lease", "cancel")
+
+
+class Producer:
+    """One engine and the groups it is working on."""
+
+    poll_s = POLL_S
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        client: ProducerClient,
+        engine: Engine,
+        receiver: Receiver,
+        patience: Patience,
+        held_out: HeldOutPrompts | None = None,
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.patience = patience
+        self.engine = engine
+        self.receiver = receiver
+        self.waiting_for = ""
+        self.leaving = False  # set to end `run` between two requests, so that no granted lease is overlooked
+        self.tokenizer = Tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self.prompts = Prompts(config.data, seed=config.run.seed)
+        self.held_out = held_out or HeldOutPrompts(config)
+        self.environment = environment_of(config, self.tokenizer)
+        self.work: dict[asyncio.Task[None], Lease] = {}
+        self.capacity = capacity_of(config, EngineCapabilities("unknown", config.producers.slots, 0))
+        self.requests: dict[tuple[int, int], list[str]] = {}  # at the engine, by (group, token) of their lease
+        self.samples = 0
+        self.continued = self.saved_tokens = 0  # samples that others had begun, tokens not made again
+        self.refused = 0
+        self.cancelled = 0  # leases given up because the buffer said so
+        self._swaps = 0
+        self._version = -1
+        self._last = (time.monotonic(), 0.0)  # (when, busy_s) of the last heartbeat
+
+    async def run(self) -> None:
+        """Keep groups in flight until the run is done."""
+        await self.environment.open()
+        await self.receiver.wait_version(0, timeout_s=self.config.run.hang_timeout_s)
+        self.capacity = capacity_of(self.config, self.engine.capabilities())
+        done = False
+        while (self.work or not done) and not self.leaving:
+            groups = 0 if done else self.capacity.wanted(preempted=self.engine.health().preempted)
+            if groups:
+                done = await self._ask(groups)
+            elif self.work:
+                await asyncio.wait(self.work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in self.work if task.done()]:
+                self.capacity.ended(self.work.pop(task))
+                if not task.cancelled():
+                    task.result()
+
+    async def _ask(self, groups: int) -> bool:
+        """Lease up to that many groups and start them; True when none will come any more."""
+        asked = time.monotonic()
+        version, committed = self.engine.health().version, self.receiver.version
+        if version < 0:  # dirty; what is leased already stands still as well
+            self.waiting_for = self.receiver.waiting_for
+            await self.receiver.wait_newer(committed, self.poll_s)
+            return False
+        asking = [asyncio.ensure_future(self._lease(version, groups))]
+        newer = asyncio.ensure_future(self.receiver.wait_newer(committed, self.poll_s))
+        try:
+            # bounded: the receiver's wait is
+            await asyncio.wait({*asking, newer}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking[0].done() and self.engine.health().version > version:
+                # The service answers the older request first, now: with nothing, if it has not granted it meanwhile.
+                asking.append(asyncio.ensure_future(self._lease(self.engine.health().version, groups)))
+            answers = [self._take(await task) for task in asking]  # bounded: a request has its deadline
+        finally:
+            for task in (*asking, newer):
+                task.cancel()
+        if not any(answer.leases or answer.done for answer in answers):
+            # A service that answers at once (it knows that waiting is futile) must not make this a busy loop.
+            await asyncio.sleep(max(0.0, min(0.05, self.poll_s - (time.monotonic() - asked))))
+        return any(answer.done for answer in answers)
+
+    async def _lease(self, version: int, groups: int) -> Leases:
+        ask = partial(self.client.lease, engine_version=version, max_groups=groups, wait_s=self.poll_s)
+        return await self._patiently(ask)
+
+    def _take(self, answer: Leases) -> Leases:
+        """Start what was leased."""
+        self._heard(answer)
+        if answer.leases:
+            failpoint("producer.after_lease")
+        for lease in answer.leases:
+            if not is_evaluation(lease.group):  # its share comes beside that of training: the buffer bounds it
+                self.capacity.leased(lease, len(lease.missing))
+            self.work[asyncio.create_task(self._group(lease))] = lease
+        self.waiting_for = "" if self.work else answer.reason or "a lease"
+        return answer
+
+    def _heard(self, answer: Leases) -> None:
+        """An answer to a request for work came (see `producers.engines.dataset`)."""
+
+    async def _group(self, lease: Lease) -> None:
+        """Generate the missing samples of one leased group."""
+        prompts: Prompts | HeldOutPrompts = self.prompts
+        sampling = self.config.sampling
+        begun = self.client.begun.pop((lease.group, lease.token), ())
+        if is_evaluation(lease.group):
+            prompts, sampling = self.held_out, self.held_out.sampling
+        try:
+            row = prompts.row_of(lease.group)
+            prompt_ids = encode_prompt(row, self.config.data, self.tokenizer, self.environment.tools)
+        except BadPrompt as problem:
+            reason = problem.reason
+            await self._patiently(lambda: self.client.give_back([lease], reason=reason, dead=True))
+            return
+        request = GenRequest(
+            f"{lease.group}:{lease.token}",
+            prompt_ids,
+            tuple(lease.missing),
+            lease.seed,
+            sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_ids=self.tokenizer.eos_ids,
+            delta_tokens=0 if is_evaluation(lease.group) else self.config.producers.checkpoint_tokens,
+        )
+        if not self.config.environment.is_single_turn:
+            begun = ()  # turns cannot be taken up from tokens alone
+        trail = Trail(request, begun, self.receiver.digests)
+
+        async def deliver(finished: list[Finished]) -> bool:
+            await self._attested([item.sample for item in finished])
+            samples = [trail.whole(item.sample) for item in finished]
+            failpoint("producer.before_send")
+            reply = await self._patiently(
+                lambda: self.client.submit(
+                    lease,
+                    prompt_ids=prompt_ids,
+                    samples=samples,
+                    row=row,
+                    digests=trail.digests([sample.runs for sample in samples], self.receiver.digests),
+                    **extras_of(finished),
+                )
+            )
+            failpoint("producer.after_ack")
+            self.samples += len(samples)
+            for sample in samples if not is_evaluation(lease.group) else ():
+                done = len(sample.token_ids)
+                self.capacity.finished(lease, prompt_tokens=len(prompt_ids), response_tokens=done)
+            self.refused += len(reply.refused)
+            counts = trail.saved([sample for sample in samples if sample.index in reply.accepted])
+            self.continued, self.saved_tokens = self.continued + counts[0], self.saved_tokens + counts[1]
+            return await self._still_held(lease, reply)
+
+        try:
+            await self._play(lease, row, trail, sampling, deliver)
+        except EnvironmentFailure as failure:
+            print(f"group {lease.group}: {failure.reason}", flush=True)
+            reason = failure.reason[:REASON_LETTERS]
+            await self._patiently(lambda: self.client.give_back([lease], reason=reason))
+
+    async def _play(
+        self,
+        lease: Lease,
+        row: Row,
+        trail: Trail,
+        sampling: SamplingConfig,
+        deliver: Callable[[list[Finished]], Awaitable[bool]],
+    ) -> None:
+        """All parts of a group: what starts from the prompt, beside each sample that goes on from where others were."""
+        keep = partial(self._keep, lease, trail)
+
+        async def one_after_the_other(parts: Sequence[GenRequest]) -> bool:
+            for part in parts:
+                if not await roll_out(self.engine, self.environment, part, row=row, deliver=deliver, keep=keep):
+                    return False
+            return True
+
+        started, going_on = trail.parts(sampling)
+        self.requests[lease.group, lease.token] = [part.id for part in (*started, *going_on)]
+        try:
+            await side_by_side([one_after_the_other(parts) for parts in (started, *([part] for part in going_on))])
+        finally:
+            del self.requests[lease.group, lease.token]
+
+    async def _keep(self, lease: Lease, trail: Trail, deltas: list[GenDelta]) -> bool:
+        """Send what is new of samples under way; False once the lease is lost."""
+        await self._attested(deltas)
+        for delta in deltas:
+            trail.take(delta)
+        pieces = trail.pieces({delta.index for delta in deltas})
+        if not pieces:
+            return True
+        digests = trail.digests([piece.runs for piece in pieces], self.receiver.digests)
+        failpoint("producer.before_piece")
+        reply = await self._patiently(lambda: self.client.keep(lease, pieces, digests))
+        failpoint("producer.after_piece")
+        trail.kept(reply)
+        return await self._still_held(lease, reply)
+
+    async def _attested(self, made: Sequence[GenDelta]) -> None:
+        """A token can be made in the first step after a swap, while the digest of the new weights is computed."""
+        newest = max(version for delta in made for version, _ in delta.runs)
+        # Longer than a commit may take: where one hangs, `engine.broken` of the commit is what ends this process.
+        limit_s = self.config.weightsync.timeout_s + ATTESTED_S
+        await self.receiver.wait_version(newest, timeout_s=limit_s)
+
+    async def _still_held(self, lease: Lease, reply: SamplesReply | PiecesReply) -> bool:
+        """Whether an answer leaves this lease in force; others that it cancels are given up."""
+        await self._stop_work(reply.cancelled, but=lease)
+        if (lease.group, lease.token) in reply.cancelled:
+            return False
+        return not any(reason.lower().startswith(LOST) for reason in reply.refused.values())
+
+    async def _stop_work(self, cancelled: Sequence[tuple[int, int]], *, but: Lease | None = None) -> None:
+        """Give up leases whose samples nobody wants any more (`but` the one whose own delivery says so)."""
+        wanted = set(cancelled)
+        for task, lease in list(self.work.items()):
+            if (lease.group, lease.token) in wanted and lease is not but and not task.done():
+                self.cancelled += 1
+                await self.engine.abort(self.requests.get((lease.group, lease.token), []))
+                task.cancel()
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        def waits(code: str) -> None:
+            self.waiting_for = f"the buffer ({code})"
+
+        return await self.patience.ask(call, on_wait=waits)
+
+    async def heartbeats(self) -> None:
+        """Tell the buffer how it goes; renews the leases."""
+        while True:
+            stats = self.stats()
+            holds = tuple(self.work.values())
+            beat = partial(self.client.heartbeat, stats, waiting_for=self.waits(), holds=holds)
+            await self._stop_work(await self._patiently(beat))
+            await asyncio.sleep(self.config.log.heartbeat_s)
+
+    def waits(self) -> str:
+        """What it waits for; empty while it works."""
+        waits = self.receiver.waiting_for if self.engine.health().version < 0 else self.waiting_for
+        return waits or self.patience.waits_for
+
+    async def signs(self, sign: Sign) -> None:
+        """Signs of life that need no other role."""
+        try:
+            while True:
+                sign.beat(self.waits())
+                await asyncio.sleep(self.config.log.heartbeat_s)
+        finally:
+            sign.close()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of the heartbeat, by catalogue name."""
+        health = self.engine.health()
+        now, (then, busy) = time.monotonic(), self._last
+        self._last = (now, health.busy_s)
+        self._swaps += health.version != self._version
+        self._version = health.version
+        return {
+            "busy_share": min(1.0, (health.busy_s - busy) / max(1e-9, now - then)),
+            "generated_tokens": health.generated_tokens,
+            "generated_samples": self.samples,
+            "groups_in_flight": len(self.work),
+            "samples_in_flight": self.capacity.in_flight,
+            "held_tokens": self.capacity.held_tokens,
+            "kv_used": health.kv_used,
+            "preempted_samples": health.preempted,
+            "live_slots": health.running,
+            "engine_version": health.version,
+            "swaps": self._swaps,
+            "swap_s": health.swap_s,
+            "refused_samples": self.refused,
+            "continued_samples": self.continued,
+            "saved_tokens": self.saved_tokens,
+            **({} if self.environment.counts is None else asdict(self.environment.counts)),
+        }
+
+    async def give_back(self, reason: str) -> None:
+        """Cancel what is under way and return its leases; a buffer that is away takes them back by itself."""
+        leases = list(self.work.values())
+        for task in self.work:
+            task.cancel()
+        if self.work:
+            await asyncio.wait(self.work, timeout=GIVE_BACK_S)
+        self.work.clear()
+        if leases:
+            failpoint("producer.before_give_back")
+        if leases and not self.patience.gave_up:
+            try:
+                await asyncio.wait_for(self.client.give_back(leases, reason=reason), GIVE_BACK_S)
+            except (Unavailable, TimeoutError):
+                print(f"{len(leases)} leases could not be given back; they expire", file=sys.stderr, flush=True)
