@@ -137,9 +137,9 @@ def _make_held_out(task: str, path: Path, *, seed: int) -> None:
 
 def _make_answers(task: str, prompts: Path, *, seed: int) -> None:
     """Rows with prompts and answers, for configs/sft.toml, dpo.toml and reward_model.toml; created once."""
-    from asyncrl.demo import answers, tasks
+    from asyncrl.demo import tasks
 
-    for name, make in (("answers", answers.answer_rows), ("pairs", answers.pair_rows)):
+    for name, make in (("answers", tasks.answer_rows), ("pairs", tasks.pair_rows)):
         path = prompts.with_name(f"{prompts.stem}-{name}.jsonl")
         if not path.exists():
             print(f"{name:<9} {tasks.write_jsonl(path, make(task, ROWS, seed))} rows -> {path}", flush=True)

@@ -43,8 +43,7 @@ from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLErro
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
-from asyncrl.process_plan.outcome import Outcome
-from asyncrl.process_plan.plan import ONLOOKER, SERVICES, ProcessPlan
+from asyncrl.process_plan.plan import ONLOOKER, SERVICES, Outcome, ProcessPlan
 from asyncrl.runtime.host_facts import kill_group, reachable
 
 WINDOW_S = 600.0

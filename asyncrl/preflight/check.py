@@ -21,12 +21,11 @@ from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
-from asyncrl.preflight import trackers as check_trackers
 from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
 from asyncrl.preflight.companion_models import model_json
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, notes_on, starting
 from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
-from asyncrl.preflight.machine import Machine, check_ports, check_store, look_at_machine, missing
+from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, look_at_machine, missing
 from asyncrl.preflight.memory import RoleMemory, estimate
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
@@ -63,7 +62,7 @@ def check(
         ({"buffer"}, check_store),
         ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
         ({"learner"}, check_algorithm),
-        ({"learner"}, check_trackers.check_trackers),
+        ({"learner"}, check_trackers),
     ]
     errors: list[AsyncRLError] = []
     for wanted_by, look in checks:

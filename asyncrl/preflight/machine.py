@@ -9,18 +9,22 @@ Guarantees:
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.redis_url import restore_password
+from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
+from asyncrl.plugins import BUILT_IN
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.run_dir import RunDir
 
@@ -150,3 +154,39 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
             yield error_for("store.unreachable", problem, where="buffer.redis_url")
     elif buffer.store == "redis" and not any(shutil.which(name) for name in REDIS_SERVERS):
         yield error_for("store.no_server", f"none of {', '.join(REDIS_SERVERS)} is on the PATH", where="buffer.store")
+
+
+GROUP = "asyncrl.trackers"
+
+
+def check_trackers(config: Config) -> Iterator[AsyncRLError]:
+    """Everything that would end a tracker at its start; the run would continue without its curves."""
+    trackers = config.trackers
+    known = set(BUILT_IN[GROUP]) - {"tensorboard"} | {point.name for point in entry_points(group=GROUP)}
+    for name in trackers.use:
+        package = ONLINE.get(name, ("", ""))[0]
+        if name not in known:
+            what = f"{name!r} is not known: one of {', '.join(sorted(known))}"
+            yield ConfigError("config.type", what, where="trackers.use")
+        elif package and importlib.util.find_spec(package) is None:
+            what = f"tracker {name!r} needs the package {package}, which this environment lacks"
+            yield ConfigError("config.extra", what, where="trackers.use", remedy=f"pip install 'asyncrl[{name}]'")
+    yield from _check_secrets(config)
+    port = trackers.prometheus_port
+    if port and (problem := bind_problem(f"tcp://127.0.0.1:{port}")):
+        yield ConfigError(problem[0], problem[1], where=f"trackers.prometheus_port = {port}")
+
+
+def _check_secrets(config: Config) -> Iterator[AsyncRLError]:
+    for name, text in config.trackers.key_file.items():
+        path, where = Path(text).expanduser(), f"trackers.key_file.{name}"
+        try:
+            secret, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            yield ConfigError("config.type", f"{text}: {getattr(error, 'strerror', None) or error}", where=where)
+            continue
+        if not secret:
+            yield ConfigError("config.type", f"{text} is empty", where=where)
+        elif mode & 0o077:
+            what = f"{text} holds a secret and others may read it"
+            yield ConfigError("config.type", what, where=where, remedy=f"chmod 600 {text}")

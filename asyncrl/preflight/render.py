@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigErrors
+from asyncrl.preflight import check as checks
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 
 if TYPE_CHECKING:
@@ -87,3 +91,18 @@ def error_json(error: AsyncRLError) -> dict[str, Any]:
         "remedy": error.remedy,
         "exit_code": error.exit_code,
     }
+
+
+def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json_text: bool = False) -> int:
+    """Print the result; return the exit code."""
+    _, checked = checks.check_files(paths, overrides)
+    if as_json_text:
+        print(json.dumps(as_json(checked), indent=2))
+        return checked.errors[0].exit_code if checked.errors else 0
+    if text := render(checked):
+        print(text)
+    if checked.errors:
+        sys.stdout.flush()
+        raise ConfigErrors(checked.errors)
+    print(f"{' + '.join(map(str, paths))}: no mistakes found")
+    return 0

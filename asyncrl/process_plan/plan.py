@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.config import Config
 from asyncrl.config.judges import find_judge, list_judges
 from asyncrl.config.sections.judge import DEFAULT
@@ -221,3 +223,16 @@ def _command(
     gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.launcher.parent_guard", "--parent", "0", "--", *words)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a supervised set of processes ended. `failed` names the process whose end stopped the others."""
+
+    code: int
+    reason: str
+    wall_s: float
+    restarts: dict[str, int] = {}
+    failed: str = ""
+    last_lines: tuple[str, ...] = ()
+    given_up: dict[str, int] = {}  # workers that the run continued without: their last exit code
+    stopped: bool = False  # a signal came before the end

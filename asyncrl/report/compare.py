@@ -12,8 +12,8 @@ from html import escape
 from typing import Any
 
 from asyncrl.report.data import ENDS, RunData
-from asyncrl.report.evaluation import figure_value, list_sources, newest
 from asyncrl.report.html import card, seconds, table
+from asyncrl.report.learning import figure_value, list_sources, newest
 from asyncrl.report.page import frame, heading
 from asyncrl.report.settings import listed, plain_keys, value_at
 from asyncrl.report.summary import grade

@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.advice import CUT_SHARE
-from asyncrl.process_plan.outcome import Outcome
+from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.events import Recovery, StepLags, read_events, story
 from asyncrl.runtime.run_dir import RunDir, read_object
 

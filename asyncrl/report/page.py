@@ -14,12 +14,11 @@ from html import escape
 from typing import NamedTuple
 
 from asyncrl import __version__
-from asyncrl.report import evaluation, faults, learning, ledger, settings, staleness, timing, weights
-from asyncrl.report import length_bias as bias
+from asyncrl.report import learning, operation, settings, timing
 from asyncrl.report import samples as shown
 from asyncrl.report import summary as verdict
 from asyncrl.report.data import RunData
-from asyncrl.report.style import SCRIPT, STYLE
+from asyncrl.report.html import SCRIPT, STYLE
 from asyncrl.report.svg import SMOOTHING
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -36,21 +35,22 @@ class Chapter(NamedTuple):
 
 
 CHAPTERS = (
-    Chapter("learning", "Learning", "Does it learn: the reward of trained batches, and what the algorithm did.",
+    Chapter("learning", "Learning", "Rewards of the trained batches, and metrics of the algorithm.",
             (learning.learning,)),
-    Chapter("evaluation", "Evaluation", "Held-out prompts, never trained.", (evaluation.section,)),
-    Chapter("staleness", "Staleness", "How old the weights were that made what was trained, against the bound.",
-            (staleness.staleness, bias.lengths), lambda data: bool(data.audit.over_bound or data.audit.lengths.alarm)),
-    Chapter("time", "Time", "Who worked and who waited, and what the queue held.",
+    Chapter("evaluation", "Evaluation", "Held-out prompts, never trained.", (learning.evaluations,)),
+    Chapter("staleness", "Staleness", "The lag of the trained groups, against its bound.",
+            (learning.staleness, learning.lengths),
+            lambda data: bool(data.audit.over_bound or data.audit.lengths.alarm)),
+    Chapter("time", "Time", "Work and waits of every process, and the content of the queue.",
             (timing.utilisation, timing.queue, timing.throughput)),
-    Chapter("weights", "Weights", "How new weights came to the generators.", (weights.weights,),
+    Chapter("weights", "Weights", "How new weights reached the generators.", (operation.weights,),
             lambda data: bool(data.deliveries().wrong)),
-    Chapter("data", "Data", "Where every issued prompt went, and what the log proves.", (ledger.ledger,),
+    Chapter("data", "Data", "The outcome of every issued prompt, and the audit of the log.", (operation.ledger,),
             lambda data: not data.audit.ok or bool(data.audit.dead)),
-    Chapter("faults", "Faults", "What ended, and how long it took until the run went on.", (faults.faults,),
+    Chapter("faults", "Faults", "Failed processes, and the time to recovery.", (operation.faults,),
             lambda data: bool(data.recoveries)),
-    Chapter("samples", "Samples", "What the model wrote.", (shown.samples,)),
-    Chapter("setup", "Setup", "What was asked for, and what it ran on.",
+    Chapter("samples", "Samples", "Answers of the model.", (shown.samples,)),
+    Chapter("setup", "Setup", "Settings, processes and versions.",
             (settings.configuration, settings.processes, settings.versions)),
 )  # fmt: skip
 

@@ -1,15 +1,18 @@
-"""Events of some groups in the history of a run, read line by line."""
+"""Events of some groups in the history of a run, read line by line, and its dead letters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.config import Config
+from asyncrl.errors import UNREADABLE, ConfigError, WireError
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
 
 Event = dict[str, Any]
 _GROUP = re.compile(rb'"g":(\d+)[,}]')
@@ -62,3 +65,40 @@ def find_claim(run: RunDir, step: int) -> Event:
     if newest is None:
         raise ConfigError("trace.unknown", f"step {step} was never claimed", where=str(run.history))
     return newest
+
+
+class Letter(msgspec.Struct):
+    """A dead letter: its readable part, and its defect."""
+
+    path: str
+    size: int
+    wrong: str
+    producer: str = ""
+    indexes: tuple[int, ...] = ()
+    head: str = ""  # first bytes, if nothing can be decoded
+
+
+def load_letters(run: RunDir, config: Config, *, group: int | None = None) -> list[Letter]:
+    """The recorded dead letters (of one group), oldest first."""
+    if not run.dead.exists():
+        return []
+    found = run.dead.glob(f"g{'*' if group is None else group}-t*.frames")
+    paths = sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+    return [_letter(path, config) for path in paths]
+
+
+def _letter(path: Path, config: Config) -> Letter:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, payload = data[8 : 8 + size], data[8 + size :]
+    try:
+        message = decode_samples(header)
+    except WireError as error:
+        return Letter(str(path), len(data), error.message, head=header[:32].hex(" "))
+    indexes = tuple(item.index for item in message.samples)
+    try:
+        wrong = validate_samples(message, payload, group_size=config.sampling.asked_samples)
+        unpack_arrays(message.fields, payload)
+    except WireError as error:
+        wrong = error.message
+    return Letter(str(path), len(data), wrong or "the message itself is whole", message.producer, indexes)

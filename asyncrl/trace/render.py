@@ -14,8 +14,7 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.config.judges import display_name
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.dead_letters import Letter, load_letters
-from asyncrl.trace.history import find_claim, quarantined_groups
+from asyncrl.trace.history import Letter, find_claim, load_letters, quarantined_groups
 from asyncrl.trace.story import Sample, Story, Training, load_stories, load_story
 
 TEXT_LIMIT = 400  # characters of a prompt

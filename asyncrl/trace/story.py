@@ -20,8 +20,7 @@ from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.archive import Words, load_words
-from asyncrl.trace.dead_letters import Letter, load_letters
-from asyncrl.trace.history import Event, decode_event, group_events
+from asyncrl.trace.history import Event, Letter, decode_event, group_events, load_letters
 
 PROMPT_TIMEOUT_S = 30.0
 

@@ -14,13 +14,59 @@ keep the rules of the Pod Security Standard "restricted", unless `cluster.user` 
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.errors import EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE, ConfigError
 from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, summary
-from asyncrl.launcher.clusters.yaml import document
+
+_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+
+def document(value: Any) -> str:
+    """One document.
+
+    >>> print(document({"a": [1, {"b": "x: y"}], "c": {}}), end="")
+    a:
+      - 1
+      - b: "x: y"
+    c: {}
+    """
+    return "\n".join(_lines(value)) + "\n"
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict) and value:
+        found: list[str] = []
+        for key, item in value.items():
+            found += _entry(f"{_scalar(str(key))}:", item)
+        return found
+    if isinstance(value, list) and value:
+        found = []
+        for item in value:
+            first, *rest = _lines(item)
+            found += [f"- {first}", *(f"  {line}" for line in rest)]
+        return found
+    return [_scalar(value)]
+
+
+def _entry(head: str, item: Any) -> list[str]:
+    if isinstance(item, str) and "\n" in item.strip("\n") and item.endswith("\n") and not item.startswith((" ", "\n")):
+        return [f"{head} |", *(f"  {line}".rstrip() for line in item.splitlines())]
+    if isinstance(item, (dict, list)) and item:
+        return [head, *(f"  {line}" for line in _lines(item))]
+    return [f"{head} {_scalar(item)}"]
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _BARE.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value)
+
 
 CONFIG = "/etc/asyncrl/config.toml"
 KEYS = "/etc/asyncrl-keys"
