@@ -1,11 +1,11 @@
 """The command `asyncrl`: arguments in, exit code out.
 
-Called from the shell (entry point, or `python -m asyncrl`). Guarantees:
-1. nothing but the standard library is imported before the arguments are understood: `--help` answers at once;
-2. a user's mistake, and what the system refuses (a file, the disk), is its text and an exit code, never a traceback;
-   every mistake of a configuration comes at once; a bug is code 70 and a traceback;
+Guarantees:
+1. only the standard library is imported before the arguments are parsed, so `--help` answers at once;
+2. a mistake of the user, or a refusal of the system (a file, the disk), prints its text and returns an exit code,
+   without a traceback; all mistakes of a configuration are printed at once; a bug prints a traceback and returns code
+   70;
 3. no role package and nothing heavy (torch, redis, transformers, engines) is imported here or below.
-The commands themselves: `asyncrl.commands`.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(error: AsyncRLError) -> int:
-    """Say what is wrong, below what was said before; the exit code."""
+    """Print the error after everything that was printed before; return the exit code."""
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads it any more, or the disk is full
+    except OSError:  # the reader has closed the pipe, or the disk is full
         _stop_output()
     print(error.render(), file=sys.stderr)
     return error.exit_code
 
 
 def _stop_output() -> None:
-    """What is left in the buffer of stdout goes nowhere: the interpreter would try again at its end, and complain."""
+    """Discard what is left in the buffer of stdout: the interpreter would try to write it again at exit."""
     import os
 
     with open(os.devnull, "wb") as nowhere:
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the version; as an action of its own so that `--help` needs no import."""
+    """Prints the version. An action of its own, so that `--help` needs no import."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)

@@ -39,8 +39,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 class GenRequest(msgspec.Struct, frozen=True):
     """Generate some samples of one group. Sample `i` draws from its own stream, seeded by (`seed`, `i`).
 
-    With `begun` the sample was begun elsewhere: the last `begun` of `prompt_ids` are tokens of the response, and the
-    stream goes on at that place where the engine's numbers are counted (`EngineCapabilities.continues`).
+    With `begun` the sample continues a partial sample: the last `begun` of `prompt_ids` are tokens of the response. The
+    random stream continues at that place if the engine numbers its draws (`EngineCapabilities.continues`).
     """
 
     id: str
@@ -53,15 +53,16 @@ class GenRequest(msgspec.Struct, frozen=True):
     top_k: int = 0  # 0: off
     stop_ids: tuple[int, ...] = ()
     begun: int = 0
-    delta_tokens: int = 0  # a delta whenever about that many tokens are new; 0: one delta, at the end
-    priority: int = 0  # smaller first, where the engine can; else as they come
+    delta_tokens: int = 0  # send a delta after about that many new tokens; 0: one delta at the end
+    priority: int = 0  # smaller first, if the engine can; else in the order of arrival
 
 
 class GenDelta(msgspec.Struct, frozen=True):
-    """New tokens of one sample: `token_ids` i4 `[T]` (a stop token is among them), `logprobs` f4 `[T]`, `runs` of
-    versions over `[0, T)`, `start` the place of the first among the tokens of this request.
+    """New tokens of one sample: `token_ids` i4 `[T]` (including a stop token), `logprobs` f4 `[T]`, `runs` of versions
+    over `[0, T)`, `start` the place of the first token among those of this request.
 
-    `finish`: empty while more will come, else stop (a stop token), length (`max_new_tokens`) or abort."""
+    `finish`: empty while more will come, else stop (a stop token), length (`max_new_tokens`) or abort.
+    """
 
     id: str
     index: int
@@ -73,7 +74,7 @@ class GenDelta(msgspec.Struct, frozen=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
-    """How an engine is: `running` samples being decoded, `waiting` samples without a slot."""
+    """State of an engine: `running` samples are being decoded, `waiting` samples have no slot."""
 
     alive: bool
     version: int
@@ -81,44 +82,43 @@ class EngineHealth(msgspec.Struct, frozen=True):
     waiting: int
     generated_tokens: int = 0
     busy_s: float = 0.0  # time spent in forward passes since the start
-    swap_s: float = 0.0  # length of the last swap: how long decoding stood still
+    swap_s: float = 0.0  # length of the last swap: how long decoding paused
     detail: str = ""
-    kv_used: float = 0.0  # share of the K/V capacity
+    kv_used: float = 0.0  # used share of the KV cache
     paused: bool = False
-    preempted: int = 0  # samples thrown out for want of K/V, to be computed again, since the start
+    preempted: int = 0  # preempted samples (the KV cache was full), recomputed later; since the start
 
 
 class EngineCapabilities(msgspec.Struct, frozen=True):
-    """What an engine can do; fixed after `start`."""
+    """Capabilities of an engine; constant after `start`."""
 
     name: str
     max_samples: int  # decoded at once
     max_tokens: int  # of prompt and response together
-    kv_tokens: int = 0  # tokens of K/V that all samples together may hold; 0: not known
+    kv_tokens: int = 0  # tokens of KV cache for all samples together; 0: unknown
     kv: tuple[KV, ...] = ("keep", "recompute")
-    encodings: tuple[str, ...] = ("full",)  # of manifests: full, adapter
-    in_place: bool = False  # an update overwrites the weights: samples stand still from `begin_update` to the commit,
-    # and after an abort too, until a whole version came
-    continues: bool = False  # a sample with `begun` gets the very tokens that it would have got without a break
+    encodings: tuple[str, ...] = ("full",)  # encodings of manifests: full, adapter
+    in_place: bool = False  # an update overwrites the weights: samples pause from `begin_update` to the commit,
+    # and after an abort until a complete version has arrived
+    continues: bool = False  # a sample with `begun` gets the same tokens as without the interruption
     priority: bool = False
     seeded: bool = True  # the same seed and index give the same tokens, whatever else is decoded
 
 
 class Engine(Protocol):
-    """See the module. An update is `begin_update`, every bucket once, `commit_update` or `abort_update`.
+    """An inference engine. An update is `begin_update`, each bucket once, then `commit_update` or `abort_update`.
 
-    What an engine may leave out: `attest` of `Attesting` (then what it holds is read by `read_bucket` and digested
-    outside of it), and `bucket_room` of `Lending`. One that answers False to `read_bucket` gets whole weights alone;
-    where `apply_bucket` answers "", the digest of what it was handed counts. `begin_update` of a manifest with
-    `encoding = "adapter"` keeps the whole weights that were committed last, whose digest is `manifest.base`, and raises
-    `sync.failed` where it holds others.
+    Optional parts: `Attesting` (without it, weights are read by `read_bucket` and digested outside) and `Lending`. An
+    engine that returns False from `read_bucket` gets only full weights. If `apply_bucket` returns "", the digest of the
+    bytes that it was given counts. `begin_update` of a manifest with `encoding = "adapter"` keeps the full weights that
+    were committed last, with the digest `manifest.base`, and raises `sync.failed` if it holds others.
     """
 
     async def start(self) -> None:
         """Load the model; the version is -1 until the first update is committed."""
 
     async def close(self, *, grace_s: float) -> None:
-        """Stop decoding; samples under way end with an error."""
+        """Stop decoding; samples in progress end with an error."""
 
     def capabilities(self) -> EngineCapabilities: ...
 
@@ -128,60 +128,65 @@ class Engine(Protocol):
         """Deltas of the request's samples, in order within a sample."""
 
     async def abort(self, ids: Sequence[str] | None) -> int:
-        """Give up these requests (None: all): their iterators end without what is missing. How many samples."""
+        """Abort these requests (None: all): their iterators end early. Returns the number of samples."""
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Decode nothing from now on; returns once the step under way is done. `keep`: samples stay where they are;
-        `wait`: they are finished first, new ones wait; `abort`: as `abort(None)`."""
+        """Pause decoding; returns after the current step. `keep`: samples stay; `wait`: running samples finish first,
+        new ones wait; `abort`: as `abort(None)`.
+        """
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
 
     async def begin_update(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
-        """Prepare room for a version."""
+        """Prepare memory for a version."""
 
     async def apply_bucket(self, number: int, data: Buffer) -> str:
-        """Take the bytes of one bucket (copied before this returns); the digest of what is held of it now
-        (`weightsync.plan.digest.bucket_digest`), or the empty string from an engine that cannot say."""
+        """Take the bytes of one bucket (copied before this returns). Returns the digest of the bucket as it is now held
+        (`weightsync.plan.digest.bucket_digest`), or the empty string if the engine cannot compute it.
+        """
 
     async def read_bucket(self, number: int, into: memoryview) -> bool:
-        """Write the bytes of this bucket of the version in force, for a delta; False from an engine that cannot."""
+        """Write the bytes of this bucket of the current version, for a delta; False if the engine cannot."""
 
     async def commit_update(self) -> str:
-        """Make the new weights current between two decode steps; the digest of what the model now holds. What becomes
-        of the K/V of samples under way is `producers.kv_at_swap`. A paused engine stays paused."""
+        """Make the new weights current between two decode steps; return the digest of the weights that the model now
+        holds. `producers.kv_at_swap` decides about the KV cache of samples in progress. A paused engine stays paused.
+        """
 
     async def abort_update(self) -> None:
-        """Forget a begun update; the old version stays (unless in place)."""
+        """Discard an update; the old version stays (unless in place)."""
 
     def fingerprint(self) -> str:
-        """Model, tokenizer and dtype as a short digest; both ends of a run must agree."""
+        """A short digest of model, tokenizer and dtype; it must be the same for all processes of a run."""
 
 
 class Attesting(Protocol):
-    """What an engine may offer besides: to digest its weights where they lie."""
+    """Optional part of an engine: digest its weights in device memory."""
 
     async def attest(self) -> str:
-        """The digest of what the model holds now, read anew, laid out as in the manifest of the last commit: that
-        manifest's digest unless the weights have changed since; empty before the first commit. Called now and then
-        between commits, beside generation (`weightsync.receiver.attestation`)."""
+        """The digest of the weights that the model holds now, read again, in the layout of the last committed manifest.
+        It equals that manifest's digest unless the weights changed since; empty before the first commit. Called now
+        and then between commits, during generation (`weightsync.receiver.attestation`).
+        """
 
 
 class Lending(Protocol):
-    """What an engine may offer besides: room for a bucket where its bytes can stay, which saves a copy."""
+    """Optional part of an engine: memory for a bucket that its bytes can stay in, which saves a copy."""
 
     def bucket_room(self, number: int) -> memoryview | None:
-        """Where the bytes of this bucket of the update under way may be written, of the bucket's size, before
-        `apply_bucket` gets that very memory; None: nowhere. After `abort_update` somebody may still write there for a
-        moment, so an engine must not use it again then. After the commit it holds the bucket until the
-        `begin_update` that follows the next commit: a generator passes versions on from there."""
+        """Memory of the bucket's size for this bucket of the current update, before `apply_bucket` gets that very
+        memory; None: no memory. After `abort_update` a transport may still write there for a moment, so the engine
+        must not use it again then. After the commit it keeps the bucket until the `begin_update` that follows the
+        next commit, because a generator relays versions from there.
+        """
 
 
 def join_deltas(deltas: Iterable[GenDelta]) -> GenDelta:
-    """The deltas of one sample as one.
+    """Join the deltas of one sample.
 
     Raises:
-        WorkError: `engine.broken` where they do not follow each other.
+        WorkError: `engine.broken` if they do not follow each other.
     """
     parts = list(deltas)
     if len(parts) == 1 and parts[0].start == 0:
@@ -203,4 +208,4 @@ def join_deltas(deltas: Iterable[GenDelta]) -> GenDelta:
     return GenDelta(last.id, last.index, tokens, logprobs, tuple(runs), last.finish)
 
 
-joined = join_deltas  # the name in engines written before
+joined = join_deltas  # old name, for engines of third parties

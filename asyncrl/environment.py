@@ -28,40 +28,42 @@ from typing import Any, NamedTuple, Protocol, Union
 import msgspec
 
 Message = Mapping[str, Any]  # role, content, and what else the model's template knows
-#: Text (a user message where prompts are chat messages), messages, or nothing.
+#: Text (a user message if prompts are chat messages), messages, or nothing.
 Observation = Union[str, Message, Sequence[Message], None]
 Row = Mapping[str, Any]
-#: Why an environment failed, the first word of a reason after `environment.`.
+#: Why an environment failed: the first word of a reason after `environment.`.
 REASONS = ("raised", "timeout", "observation", "too_long", "no_reward", "not_finite", "result", "crashed", "abandoned")
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the policy wrote."""
+    """A tool call that the policy wrote."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What the policy said. `finish`: stop, length (it was cut), or empty where it was not asked at all, because no
-    room or no turn was left: then nothing else is set and the session is over."""
+    """One turn of the policy. `finish`: stop, length (truncated), or empty if the policy was not asked because no room
+    or no turn was left; then nothing else is set and the session is over.
+    """
 
     text: str = ""  # without special tokens
     token_ids: tuple[int, ...] = ()
     finish: str = ""
     calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()  # what is wrong with calls that cannot be read
-    number: int = 0  # of the session's turns, from 0
+    malformed: tuple[str, ...] = ()  # why calls cannot be parsed
+    number: int = 0  # number of the turn in the session, from 0
 
     @property
     def over(self) -> bool:
-        """Nothing was said: no room or no turn was left."""
+        """Whether the session is over: no room or no turn was left."""
         return not self.finish
 
 
 class Step(NamedTuple):
-    """The answer of an environment to a turn. `reward` None: it has no opinion of this turn; where no step has one,
-    reward workers score the sample. Numbers of `info["parts"]` are kept as parts of the reward."""
+    """The answer of an environment to a turn. `reward` None: no reward for this turn; if no step has one, reward
+    workers score the sample. Numbers in `info["parts"]` are kept as parts of the reward.
+    """
 
     observation: Observation = None
     reward: float | None = None
@@ -74,41 +76,42 @@ class Chat(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The conversation so far; with a text prompt its texts as messages. For reading only."""
+        """The conversation so far; with a text prompt, its texts as messages. Read-only."""
 
     @property
     def room(self) -> int:
-        """Tokens that the conversation may still grow by."""
+        """Number of tokens that the conversation may still grow by."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The schemas of the configured tools."""
 
     async def say(self, observation: Observation = None, *, max_new_tokens: int = 0) -> Turn:
-        """Show something, then let the policy speak (0: as long as there is room)."""
+        """Show something, then let the policy speak (0: up to the room that is left)."""
 
     def show(self, observation: Observation) -> None:
-        """To be seen before the next turn."""
+        """Add text that the policy sees before its next turn."""
 
     def restart(self, prompt: str | Sequence[Message]) -> None:
-        """Another conversation in the same sample: an edited history, a helper's. It is trained as a sequence of its
-        own and shares the sample's reward."""
+        """Start another conversation in the same sample: an edited history, or a helper's. It is trained as a separate
+        sequence and shares the sample's reward.
+        """
 
     def reward(self, value: float, *, turn: int = -1) -> None:
-        """Credit a turn that was taken (-1: the last one). The sample's reward is the sum of these and the result."""
+        """Reward a past turn (-1: the last one). The sample's reward is the sum of these rewards and the result."""
 
     async def call(self, turn: Turn) -> list[Message]:
-        """Run the tool calls of a turn, within their limits; one message for each, errors among them."""
+        """Run the tool calls of a turn within their limits; one message per call, errors included."""
 
 
 class Environment(Protocol):
-    """See the module. `close` may be left out."""
+    """An environment with steps. `close` is optional."""
 
     async def reset(self, row: Row) -> Observation:
-        """Begin; None: the policy sees the row's prompt."""
+        """Begin an episode; None: the policy sees the row's prompt."""
 
     async def step(self, action: Turn) -> Step:
-        """What follows a turn."""
+        """Respond to a turn."""
 
 
 Rollout = Callable[[Chat, Row], Awaitable[Union[float, Mapping[str, Any], None]]]

@@ -1,10 +1,10 @@
-"""Every error a user can meet: one tree, a stable code and a remedy each.
+"""Every error that a user can meet: one hierarchy, with a stable code and a remedy for each.
 
 Guarantees:
-1. each `AsyncRLError` carries a code of `CATALOGUE`, a message, where it happened and what to do;
-2. `exit_code` says what a supervisor does: 2, 65, 75 and 78 are final, the others are restarted within a budget;
-3. `render()` is what the terminal shows; a user error never shows a traceback.
-It does not log and does not exit: the outermost loop of a role does.
+1. each `AsyncRLError` has a code of `CATALOGUE`, a message, a place and a remedy;
+2. `exit_code` decides what a supervisor does: 2, 65, 75 and 78 are final, others are restarted within a budget;
+3. `render()` is the text for the terminal; a user error never shows a traceback. This module does not log and does not
+   exit: the outermost loop of a role does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ EXIT_UNAVAILABLE = 69
 EXIT_INTERNAL = 70
 EXIT_FENCED = 75
 EXIT_HANDSHAKE = 78
-EXIT_STOPPED = 143  # a job that was stopped before its end, as of a process that SIGTERM ended
-#: Exit codes after which starting the same process again cannot help.
+EXIT_STOPPED = 143  # a job that SIGTERM stopped before its end
+#: Exit codes after which a restart of the same process cannot help.
 FINAL_EXIT_CODES = frozenset({EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_FENCED, EXIT_HANDSHAKE})
 
 
 class ErrorInfo(NamedTuple):
-    """What a code means: a title, what the reader does about it, and the exit code of a role that ends with it."""
+    """Meaning of a code: a title, a remedy, and the exit code of a role that ends with it."""
 
     title: str
     remedy: str
@@ -175,7 +175,7 @@ CATALOGUE: dict[str, ErrorInfo] = {
 
 
 class AsyncRLError(Exception):
-    """The root of the tree. `code` must stand in `CATALOGUE`."""
+    """Base class of all errors. `code` must be in `CATALOGUE`."""
 
     def __init__(self, code: str, message: str, *, where: str = "", remedy: str = "", suggestion: str = "") -> None:
         info = CATALOGUE[code]
@@ -184,7 +184,7 @@ class AsyncRLError(Exception):
         self.message = message
         self.where = where
         self.remedy = remedy or info.remedy
-        self.suggestion = suggestion  # the name or value that was probably meant, alone
+        self.suggestion = suggestion  # only the name or value that was probably meant
         self.exit_code = info.exit_code
 
     def render(self) -> str:
@@ -201,11 +201,11 @@ class ConfigError(AsyncRLError):
 
 
 class Unavailable(AsyncRLError):
-    """Something outside this process does not answer in time."""
+    """Another process or service does not answer in time."""
 
 
 class WireError(AsyncRLError):
-    """A frame that this process will not accept."""
+    """A frame that this process does not accept."""
 
 
 class Fenced(AsyncRLError):
@@ -213,7 +213,7 @@ class Fenced(AsyncRLError):
 
 
 class StateLost(AsyncRLError):
-    """The buffer knows less than it did (its store was emptied or rolled back): the learner must register again."""
+    """The buffer has lost state (its store was emptied or restored): the learner must register again."""
 
 
 class HandshakeError(AsyncRLError):
@@ -258,13 +258,13 @@ def error_for(code: str, message: str, *, where: str = "", remedy: str = "", sug
     return kind(code, message, where=where, remedy=remedy, suggestion=suggestion)
 
 
-# What decoding bytes may raise that another process wrote or a disk damaged: `msgspec.DecodeError` alone is not enough,
-# since text that is no UTF-8 raises UnicodeDecodeError (both are ValueErrors) and deep nesting RecursionError.
+# Errors of decoding bytes of another process or a damaged disk: `msgspec.DecodeError` alone is not enough,
+# because invalid UTF-8 raises UnicodeDecodeError (both are ValueErrors) and deep nesting raises RecursionError.
 UNREADABLE = (ValueError, RecursionError)
 
 
 def refused(error: OSError) -> AsyncRLError:
-    """What the operating system refused, with the file that it names: `disk.full`, else `file.refused`."""
+    """The error for a refusal of the operating system, with the file: `disk.full`, else `file.refused`."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     where = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     return AsyncRLError("disk.full" if full else "file.refused", error.strerror or str(error), where=where)

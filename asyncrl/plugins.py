@@ -1,10 +1,10 @@
-"""What third parties implement, found by name: engines (their contract: `asyncrl.engine`), environments
-(`asyncrl.environment`), rewards, prompt sources, trackers.
+"""Plugins of third parties, found by name: engines (`asyncrl.engine`), environments (`asyncrl.environment`), rewards,
+prompt sources, trackers.
 
 Guarantees:
 1. a name is looked up in the built-in table first, then in the entry-point group; an unknown name is an error that
    lists the known ones;
-2. nothing heavy is imported before a plugin is asked for.
+2. nothing heavy is imported before a plugin is needed.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ RewardFunction = Callable[..., Any]
 
 
 class TrackerRun(msgspec.Struct, frozen=True):
-    """What a tracker is made with: `asyncrl.trackers` plugins are called with one of these."""
+    """Argument of a tracker's factory (entry-point group `asyncrl.trackers`)."""
 
     project: str
-    name: str  # of the run
-    id: str  # the same for every process of one run folder: a tracker that starts again goes on with its run
-    folder: Path  # for its own files; it exists
+    name: str  # name of the run
+    id: str  # constant for a run folder: a restarted tracker continues its run
+    folder: Path  # folder for the tracker's own files; it exists
     config: dict[str, Any] = {}  # the resolved configuration
     options: dict[str, Any] = {}  # `trackers.options` of this tracker
-    secret: str = ""  # of `trackers.key_file`; empty: from the tracker's own variable
-    offline: bool = False  # nothing leaves this machine
+    secret: str = ""  # from `trackers.key_file`; empty: the tracker's own variable
+    offline: bool = False  # write only to this machine
 
 
 class Tracker(Protocol):
-    """Where metrics go beside the JSONL files. Names are tags: `health/lag_mean` (`asyncrl.metrics.pages`).
+    """Destination of metrics in addition to the JSONL files. Names are tags: `health/lag_mean`
+    (`asyncrl.metrics.pages`).
 
-    A step may come again, after a restart of the tracker or of the learner: the last numbers count. Either call may
-    raise or take its time: it is made from a process of its own.
+    A step may be logged again after a restart of the tracker or the learner; the last values count. Each call may
+    raise or take long: it runs in a separate process.
     """
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Numbers of one step, all of them finite."""
+        """Log the numbers of one step; all are finite."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
 
 
 BUILT_IN: dict[str, dict[str, str]] = {
@@ -91,7 +92,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
 
 
 def find(group: str, name: str) -> Any:
-    """The plugin of that name in the group. Raises `config.type` listing the known names."""
+    """The plugin of that name in the group. Raises `config.type` with the known names."""
     known = dict(BUILT_IN.get(group, {}))
     known.update({point.name: point.value for point in entry_points(group=group)})
     if name not in known:

@@ -71,7 +71,8 @@ def check_environment(
 ) -> list[Any]:
     """The findings (`name`, `kept`, `detail`) about an environment, played with a row and given answers.
 
-    `model`: a folder whose tokenizer and chat template show what is observed; `config`: a TOML whose settings count.
+    `model`: a folder with a tokenizer and chat template that render the observations; `config`: a TOML with the
+    settings.
     """
     from asyncrl.config import load
 
@@ -83,7 +84,7 @@ def check_environment(
 
 
 def run_contract(module: str, words: Sequence[str], *, limit_s: float) -> int:
-    """Run a contract test as a process of its own, with the current folder on its path; its exit code."""
+    """Run a contract test in a separate process, with the current folder on its path; return its exit code."""
     path = os.pathsep.join(part for part in (os.getcwd(), os.environ.get("PYTHONPATH", "")) if part)
     try:
         done = subprocess.run(

@@ -1,7 +1,6 @@
-"""What an audit finds: the counts, the violations, and how they are told.
+"""Result of an audit: counts, violations, and their text.
 
-Filled by `asyncrl.audit.reader` and `asyncrl.audit.verdict`, shown by `asyncrl audit`, the report and the demo. A
-violation is one line, `kind: text`; the kinds stand in `asyncrl.audit.prove`.
+A violation is one line, `kind: text`; `asyncrl.audit.prove` lists the kinds.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import msgspec
 
 from asyncrl.metrics.length_bias import Lengths
 
-SHOWN = 20  # violations of one kind that are spelled out
+SHOWN = 20  # violations of one kind that are printed
 
 
 class Tuned(msgspec.Struct):
-    """A change of settings, and the lags of the groups that were trained from then on, until the next change."""
+    """A change of settings, and the lags of the groups trained between it and the next change."""
 
     n: int
     t: float
@@ -30,18 +29,18 @@ class Tuned(msgspec.Struct):
 
 
 class Audit(msgspec.Struct):
-    """The verdict and the counts it rests on."""
+    """The verdict and its counts."""
 
     ok: bool = True
     ended: bool = False
     done: bool = False
     issued: int = 0
     trained: int = 0
-    trainings: int = 0  # more than `trained` where groups are reused
+    trainings: int = 0  # more than `trained` if groups are reused
     dropped: dict[str, int] = {}
     dead: dict[str, int] = {}
     superseded: int = 0
-    rolled_back: int = 0  # groups whose training a restart from an older checkpoint took back for good
+    rolled_back: int = 0  # groups whose training a restart from an older checkpoint took back permanently
     in_flight: int = 0
     lost: int = 0
     doubled: int = 0
@@ -63,8 +62,8 @@ class Audit(msgspec.Struct):
     replayed_steps: int = 0
     lost_leases: int = 0
     cancelled_leases: int = 0
-    fenced: int = 0  # messages of learners or services that had been replaced, as far as the log holds them
-    evaluations: list[int] = []  # steps of those that ended
+    fenced: int = 0  # messages of replaced learners or services in the log
+    evaluations: list[int] = []  # steps of finished evaluations
     evaluation_prompts: dict[str, int] = {}  # of all of them: prompts, scored, failed, missing
     evaluation_samples: int = 0  # that were scored
     torn: bool = False
@@ -73,7 +72,7 @@ class Audit(msgspec.Struct):
     notes: list[str] = []
 
     def violation(self, kind: str, text: str) -> None:
-        """Note a violation; many of one kind are cut short."""
+        """Record a violation; many of one kind are truncated."""
         self.ok = False
         if kind == "doubled":
             self.doubled += 1

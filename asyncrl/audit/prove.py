@@ -58,8 +58,9 @@ __all__ = ["Audit", "Expected", "audit", "audit_command", "audit_file", "audit_r
 
 
 class Log:
-    """The events of a history, one by one; afterwards `damaged`: numbers of lines that cannot be read, and `torn`:
-    whether the last line was cut. An absent file has no events."""
+    """The events of a history one by one; afterwards `damaged`: numbers of unreadable lines, and `torn`: whether the
+    last line is incomplete. A missing file has no events.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,8 +112,9 @@ def audit(
 
 
 def audit_run(root: Path) -> Audit:
-    """The audit of a run folder. Its config.toml, where there is one, says the size of a group and whether lag above
-    a bound is allowed; its fork.json which run it continues, and from where."""
+    """The audit of a run folder. Its config.toml, if present, gives the size of a group and whether lag above a bound
+    is allowed; its fork.json the parent run and the step of the fork.
+    """
     from asyncrl.config import load
     from asyncrl.errors import AsyncRLError
     from asyncrl.runtime.run_dir import RunDir, read_object
@@ -129,15 +131,15 @@ def audit_run(root: Path) -> Audit:
             correct_above=config.learner.algorithm.shaping.correct_above,
         )
     except AsyncRLError:
-        pass  # the log alone
+        pass  # only the log
     found = audit_file(run.history, expected=known)
-    if read_object(run.result).get("done") is True and not found.done:  # the buffer notes the end before the learner
+    if read_object(run.result).get("done") is True and not found.done:  # the buffer records the end before the learner
         found.violation("log", "result.json says that the run is done, the log has no such end: lines are missing")
     return found
 
 
 def _parent_commits(root: Path, parent: str, step: int) -> dict[int, Commit]:
-    """The surviving steps of the parent up to the fork; none where its folder is not here."""
+    """The surviving steps of the parent up to the fork; empty if its folder is not on this host."""
     if not parent:
         return {}
     reader = Reader()
@@ -147,7 +149,7 @@ def _parent_commits(root: Path, parent: str, step: int) -> dict[int, Commit]:
 
 
 def audit_command(root: Path, *, as_json: bool) -> int:
-    """`asyncrl audit`: 0 where nothing was found, else 1."""
+    """`asyncrl audit`: 0 without violations, else 1."""
     from asyncrl.errors import ConfigError
 
     if not (root / "history.jsonl").exists():

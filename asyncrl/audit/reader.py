@@ -1,11 +1,11 @@
-"""Follows the events of a history for the audit: what became of every group, step, lease and epoch.
+"""Follows the events of a history for the audit: the state of every group, step, lease and epoch.
 
 Guarantees:
-1. what cannot be true when an event is read is a violation at once; what depends on the end is left to
-   `asyncrl.audit.verdict`;
+1. an event that is impossible when it is read is a violation at once; `asyncrl.audit.verdict` judges the rest at the
+   end;
 2. the surviving history: a learner that registers at step s takes back the commits after s;
-3. what the service holds in memory (who has a lease) is judged within one of its lives alone: a store may come back as
-   it was a second before its crash.
+3. state in the service's memory (holders of leases) is judged within one of its lives: a store may be restored to its
+   state of a second before the crash.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _HANDLED = frozenset(
         "fenced",
     }
 )
-#: Reasons of a lost lease that give up the samples of the group, too.
+#: Reasons of a lost lease that also discard the group's samples.
 FORGETFUL = frozenset({"late", "payload_lost", "store_lost", "abandoned"})
 
 
 class Reader:
-    """Follows the log event by event; `found` collects what is wrong at once."""
+    """Follows the log event by event; `found` collects immediate violations."""
 
     def __init__(self) -> None:
         self.found = Audit(dropped={}, dead={}, violations=[], notes=[], tuned=[])
@@ -52,21 +52,21 @@ class Reader:
         self.groups: dict[int, Group] = {}
         self.commits: dict[int, Commit] = {}  # the surviving history, by step
         self.claims: dict[int, Claim] = {}
-        self.taken_back: dict[int, Commit] = {}  # commits that a restart has undone, until they are done again
-        self.forgotten: set[int] = set()  # issued by a life of the store that was lost, and not again since
+        self.taken_back: dict[int, Commit] = {}  # commits undone by a restart, until they are repeated
+        self.forgotten: set[int] = set()  # issued in a lost life of the store, and not again since
         self.digests: dict[int, set[str]] = {}  # version -> digests it was committed with
         self.retired = 0
         self.started_at: int | None = None  # step of the first registration
         self._epoch = 0
-        self._life = 0  # of the service at the last registration
+        self._life = 0  # life of the service at the last registration
         self._services: set[int] = set()
         self._events = 0
         self._made: dict[Any, tuple[frozenset[int], dict[int, str]]] = {}  # samples made alike share what is kept
-        self._bounds: set[int] | None = set()  # values that max_staleness ever had; None: an older log does not say
+        self._bounds: set[int] | None = set()  # values that max_staleness ever had; None: unknown in older logs
         self._suspects: list[tuple[int, int]] = []  # commits by another epoch than the registered one
 
     def take(self, event: dict[str, Any]) -> None:
-        """Follow one event; events this audit does not need are passed over."""
+        """Follow one event; irrelevant ones are skipped."""
         name = str(event.get("e"))
         self._events += 1
         if self._events == 1 and name != "service":
@@ -95,7 +95,7 @@ class Reader:
 
     def _register(self, event: dict[str, Any]) -> None:
         epoch, start = int(event["epoch"]), int(event["step"])
-        lost_all = not start and self._life != self.found.service_starts  # nothing knows the old epochs any more
+        lost_all = not start and self._life != self.found.service_starts  # no process knows the old epochs any more
         if epoch <= self._epoch and not lost_all:
             self._bad("epoch", f"a learner registered with epoch {epoch} after epoch {self._epoch}")
         self._epoch, self._life, self.retired = epoch, self.found.service_starts, min(self.retired, start)
@@ -109,7 +109,7 @@ class Reader:
                 self.groups[number].take_back(step)
 
     def _note_bound(self, bound: Any) -> None:
-        """A value that `max_staleness` has from now on; without one nothing is known of the bounds of leases."""
+        """Record a new value of `max_staleness`; None: bounds of leases are unknown from then on."""
         self._bounds = None if bound is None or self._bounds is None else {*self._bounds, int(bound)}
 
     def _end(self, event: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class Reader:
             return
         if known is not None and known.issued == self.found.service_starts:
             self._bad("doubled", f"group {number} was issued twice")
-        elif known is not None:  # the store was lost: it knows nothing of this group and of those after it
+        elif known is not None:  # the store was lost: it does not know this group and later ones
             self.forgotten |= {other for other, group in self.groups.items() if other > number and not group.steps}
         self.groups[number] = Group(uses, issued=self.found.service_starts)
         self.forgotten.discard(number)
@@ -180,11 +180,11 @@ class Reader:
         group = self._group(event)
         group.holder = 0
         if str(event["why"]) in FORGETFUL:
-            if group.steps:  # a store that went back knows nothing of the step that trained it
+            if group.steps:  # a store restored to an older state does not know the step that trained it
                 group.given_up = True
             else:
                 group.forget()
-        if event["why"] == "store_lost":  # with how it had ended, unless a checkpoint knows that: it is made again
+        if event["why"] == "store_lost":  # including its end, unless a checkpoint knows it: it is issued again
             group.dropped = group.dead = ""
 
     def _cancel(self, event: dict[str, Any]) -> None:
@@ -253,11 +253,11 @@ class Reader:
         self.found.replayed_steps += bool(event.get("replayed"))
 
     def _could_be_trained(self, step: int, claim: Claim) -> None:
-        """At this moment, not only by the end of the log, every group of a new batch is ready and scored."""
+        """Every group of a new batch is ready and scored at this moment, not only at the end of the log."""
         for number in claim.groups:
             group = self.groups.get(number)
             if group is None:
-                continue  # named where the step is committed
+                continue  # reported when the step is committed
             if not group.ready:
                 self._bad("ready", f"group {number} was handed out for step {step} before it was ready")
             elif unscored := group.lengths.keys() - group.scored:
@@ -266,7 +266,7 @@ class Reader:
                 )
 
     def _same_batch(self, step: int, earlier: Claim | None, claim: Claim) -> None:
-        """A recorded batch comes back as it was, in its order, less the groups that were quarantined since."""
+        """A recorded batch is returned unchanged and in order, except for groups quarantined since."""
         if earlier is None:
             self._bad("claim", f"step {step} was replayed, but no batch of it was recorded")
             return
@@ -287,7 +287,7 @@ class Reader:
             tuple(map(int, event["groups"])),
             len(self.found.tuned),
         )
-        if commit.epoch != self._epoch:  # told by a checkpoint's ledger, right before its learner registers?
+        if commit.epoch != self._epoch:  # from a checkpoint's ledger, right before its learner registers?
             self._suspects.append((step, commit.epoch))
         if commit.digest:
             self.digests.setdefault(commit.version, set()).add(commit.digest)
@@ -317,7 +317,7 @@ class Reader:
     # ------------------------------------------------------------ helpers
 
     def settle(self, *, believed: bool = False) -> None:
-        """Judge commits of another epoch than the registered one; at the end of the log, too."""
+        """Judge commits of another epoch than the registered one; also at the end of the log."""
         for step, epoch in () if believed else self._suspects:
             self._current(f"commit of step {step}", epoch)
         self._suspects = []

@@ -1,4 +1,4 @@
-"""What the audit keeps of each group, claim and commit of a history."""
+"""State of each group, claim and commit during an audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOKEN_SHIFT = 24  # a token is a service epoch, shifted, and a count
 
 
 class Group:
-    """What the log says of one group."""
+    """State of one group."""
 
     __slots__ = (
         "accepted",
@@ -31,44 +31,44 @@ class Group:
     )
 
     def __init__(self, uses: int = 1, *, issued: int = 0) -> None:
-        self.uses = uses  # how many steps may train it
-        self.issued = issued  # in which life of the service
-        self.bound = -1  # of its lease
+        self.uses = uses  # steps that may train it
+        self.issued = issued  # life of the service that issued it
+        self.bound = -1  # staleness bound of its lease
         self.tokens: set[int] = set()
         self.holder = 0  # token of the lease that holds it
-        self.life = 0  # of the service that gave this lease
+        self.life = 0  # life of the service that granted this lease
         self.oldest: dict[int, int] = {}  # sample -> its oldest version
         self.versions: dict[int, frozenset[int]] = {}  # sample -> versions of its spans
         self.digests: dict[int, dict[int, str]] = {}  # sample -> version -> digest
         self.lengths: dict[int, int] = {}
-        self.accepted: dict[int, int] = {}  # sample -> life of the service that took it
+        self.accepted: dict[int, int] = {}  # sample -> life of the service that accepted it
         self.scored: set[int] = set()
-        self.ready = 0  # life of the service in which its samples were complete and scored; 0: they are not
+        self.ready = 0  # life of the service in which its samples were complete and scored; 0: not yet
         self.dropped = ""
         self.dead = ""
-        self.given_up = False  # its samples go with the steps that trained it
+        self.given_up = False  # its samples are discarded with the steps that trained it
         self.steps: set[int] = set()  # steps of the surviving history that trained it
 
     @property
     def removed(self) -> bool:
-        """Whether a batch may have lost it: it was quarantined, or its further uses were given up."""
+        """Whether a batch may have lost it: it was quarantined, or its further uses were dropped."""
         return bool(self.dead or (self.uses > 1 and self.dropped))
 
     def take_back(self, step: int) -> None:
-        """The step is no longer part of the surviving history."""
+        """Remove a step from the surviving history."""
         self.steps.discard(step)
         if self.given_up and not self.steps:
             self.forget()
 
     def forget(self) -> None:
-        """Its samples are given up."""
+        """Discard its samples."""
         self.given_up = False
         self.oldest, self.versions, self.digests, self.lengths = {}, {}, {}, {}
         self.accepted, self.scored, self.ready, self.holder = {}, set(), 0, 0
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The batch of a step as it was handed out last."""
+    """The batch of a step, as handed out last."""
 
     version: int
     epoch: int
@@ -76,7 +76,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """A step that was trained. `tuning`: how many changes of settings came before it."""
+    """A trained step. `tuning`: number of earlier changes of settings."""
 
     version: int
     epoch: int

@@ -1,7 +1,7 @@
-"""Judges what a history leaves behind: endings, steps, lags, digests, lengths.
+"""Judges a history at its end: endings, steps, lags, digests, lengths.
 
-Guarantees: every group is counted in exactly one of trained,
-dropped, dead, superseded, in flight and lost; every violation names its group or step.
+Guarantees: every group is counted in exactly one of trained, dropped, dead, superseded, in flight and lost; every
+violation names its group or step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from asyncrl.metrics.length_bias import Story, compare
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What is known from outside of the log. `parent`: commits of the run that this one is a fork of, by step."""
+    """Facts from outside of the log. `parent`: commits of the parent of a fork, by step."""
 
-    group_size: int = 0  # samples of a group; 0: as many as the largest has
+    group_size: int = 0  # samples of a group; 0: those of the largest one
     batch_groups: int = 0
     allow_over_bound: bool = False
     fork_of: str = ""
     fork_step: int = 0
     parent: dict[int, Commit] = {}
-    correct_above: float | None = None  # a sample is right above this reward; None: not known
+    correct_above: float | None = None  # a sample is correct above this reward; None: unknown
 
 
 def judge(reader: Reader, expected: Expected) -> Audit:
@@ -54,7 +54,7 @@ class _Verdict:
         self.expected = expected
 
     def endings(self) -> None:
-        """One ending per group; nothing is lost where the run is done."""
+        """One ending per group; nothing is lost if the run is done."""
         found = self.found
         counts: dict[str, Counter[str]] = {"dropped": Counter(), "dead": Counter()}
         inherited = {number for commit in self.expected.parent.values() for number in commit.groups}
@@ -81,7 +81,7 @@ class _Verdict:
         if len(group.steps) > group.uses:
             often = f", {group.uses} times are allowed" if group.uses > 1 else ""
             self.found.violation("doubled", f"group {number} was trained in steps {sorted(group.steps)}{often}")
-        reused = group.uses > 1 and group.steps and group.dropped and not group.dead  # its further uses were given up
+        reused = group.uses > 1 and group.steps and group.dropped and not group.dead  # its further uses were dropped
         if bool(group.steps) + bool(group.dropped) + bool(group.dead) > 1 and not reused:
             reasons = " and ".join(filter(None, ("trained" if group.steps else "", group.dropped, group.dead)))
             self.found.violation("doubled", f"group {number} has two endings: {reasons}")
@@ -89,7 +89,7 @@ class _Verdict:
             self.found.violation("doubled", f"group {number} was trained here and by the run this is a fork of")
 
     def steps(self) -> None:
-        """No step is left out, each trained a whole batch and is named after its version."""
+        """No step is missing; each trained a full batch and has the number of its version."""
         found, claims = self.found, self.reader.claims
         found.steps = len(self.commits)
         found.batch_groups = max((len(claim.groups) for claim in claims.values()), default=0)
@@ -103,7 +103,7 @@ class _Verdict:
             where = f"a fork at step {begin - 1}" if found.fork_of else "a whole log"
             found.violation("steps", f"the first step is {found.first_step}, {where} begins with {begin}")
         for step, commit in self.commits.items():
-            if step != before + 1:  # a damaged number may be any: the gap is not walked through
+            if step != before + 1:  # a damaged number may be huge: do not walk the gap
                 many = f" and those up to {step - 1}" if step - before > 2 else ""
                 found.violation("steps", f"step {before + 1}{many} was left out")
             before = step
@@ -120,14 +120,14 @@ class _Verdict:
         missing = [n for n in claimed if n not in commit.groups and n not in removed]
         if missing:
             self.found.violation("steps", f"step {step} did not train group {missing[0]} of its batch")
-        if self.found.tuned or claim is None:  # the size of a batch may have been changed
+        if self.found.tuned or claim is None:  # the size of a batch may have been tuned
             return
         if len(commit.groups) + len(removed) != self.found.batch_groups:
             size = self.found.batch_groups
             self.found.violation("steps", f"step {step} trained {len(commit.groups)} groups of {size}")
 
     def work(self) -> None:
-        """Every group that was ready or trained was leased, complete and scored, and no other was trained."""
+        """Every ready or trained group was leased, complete and scored; no other group was trained."""
         size = self.expected.group_size or max((len(group.lengths) for group in self.groups.values()), default=0)
         for number, group in sorted(self.groups.items()):
             if not group.ready and not group.steps:
@@ -175,7 +175,7 @@ class _Verdict:
             counts[lag] = counts.get(lag, 0) + 1
 
     def _judge_over_bound(self, step: int, commit: Commit, number: int, lag: int) -> None:
-        """A violation, but where it is allowed: by the configuration, or by a change before the step was committed."""
+        """A violation, unless the configuration or a change before the commit allows it."""
         self.found.over_bound += 1
         text = f"group {number} was trained in step {step} with lag {lag}, its bound is {self.groups[number].bound}"
         changes = [change.changed.get("buffer.on_late") for change in self.found.tuned[: commit.tuning]]
@@ -185,7 +185,7 @@ class _Verdict:
             self.found.violation("lag", text)
 
     def digests(self) -> None:
-        """Every span of tokens was made by weights with the digest that was committed for their version."""
+        """Weights with the committed digest of their version generated every span of tokens."""
         found = self.found
         known = {commit.version: {commit.digest} for commit in self.expected.parent.values() if commit.digest}
         for version, digests in self.reader.digests.items():
@@ -210,7 +210,7 @@ class _Verdict:
         self._told_digests(version for version, digest in first.items() if not digest.startswith(DATA_PREFIX))
 
     def _told_digests(self, unknown: Iterable[int]) -> None:
-        """A version that generators used was committed with its digest; a learner that comes back may not know it."""
+        """The digest of a used version was committed; a learner that resumes may not know it."""
         for version in sorted(version for version in unknown if version in self.commits):
             text = f"step {version} was committed without the digest of its weights"
             if self.found.learner_starts > 1:
@@ -219,7 +219,7 @@ class _Verdict:
                 self.found.violation("digest", text)
 
     def evaluations(self) -> None:
-        """Nothing of an evaluation was trained, and what was told of each comes out again."""
+        """No sample of an evaluation was trained, and its reported figures are correct."""
         trained = (group.tokens for group in self.groups.values() if group.steps)
         known = {version: set(digests) for version, digests in self.reader.digests.items()}
         for commit in self.expected.parent.values():
@@ -228,7 +228,7 @@ class _Verdict:
         self.reader.held_out.judge(trained=trained, digests=known, correct_above=above)
 
     def lengths(self) -> None:
-        """What was trained, dropped and quarantined, by length."""
+        """Lengths of trained, dropped and quarantined samples."""
         size = self.expected.group_size or max((len(group.lengths) for group in self.groups.values()), default=0)
         stories = []
         for number, group in self.groups.items():
@@ -242,7 +242,7 @@ class _Verdict:
 
 
 def fork_origin(root: Path) -> tuple[str, int]:
-    """Parent and step of a fork's `fork.json`; ("", 0) where the run is none."""
+    """Parent and step in a fork's `fork.json`; ("", 0) if the run is not a fork."""
     try:
         found = msgspec.json.decode((root / "fork.json").read_bytes(), type=dict[str, object])
         return str(found["parent"]), int(str(found["step"]))

@@ -51,7 +51,9 @@ def _sandbox_server(args: argparse.Namespace) -> int:
 
 
 def _process(module: str, args: argparse.Namespace, names: tuple[str, ...], *words: str) -> int:
-    """The module in this process's place, with the Python path of a launch: Ctrl-C and the exit code are its own."""
+    """Replace this process by the module, with the Python path of a launch, so that Ctrl-C and the exit code are the
+    module's.
+    """
     import os
     import sys
 

@@ -91,7 +91,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from asyncrl.preflight.command import check_command
+    from asyncrl.preflight.render import check_command
 
     return check_command(args.configs, args.overrides, as_json_text=args.json)
 

@@ -1,4 +1,4 @@
-"""What several commands share: their frame, and the options of a configuration and of output."""
+"""Shared by several commands: the command with its examples, and the options of a configuration and of output."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def add_output(one: argparse.ArgumentParser) -> None:
 
 
 def add_folder(one: argparse.ArgumentParser, text: str = "folder of the run") -> None:
-    """The run that a command looks at."""
+    """The run folder of a command."""
     one.add_argument("folder", metavar="RUN", type=Path, help=text)
 
 
 def seconds(low: float, high: float) -> Callable[[str], float]:
-    """A type of options: seconds between two limits, so that no wait is endless (`nan` and `inf` are no seconds)."""
+    """An argparse type: seconds between two limits, so that no wait is endless (`nan` and `inf` are refused)."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -82,5 +82,5 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text}: seconds between {low:g} and {high:g}")
         return value
 
-    parse.__name__ = "seconds"  # argparse names it where the text is no number
+    parse.__name__ = "seconds"  # argparse shows this name if the text is not a number
     return parse

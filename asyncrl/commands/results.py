@@ -1,4 +1,4 @@
-"""Commands that write what a run gave: report, export."""
+"""Commands that write results of a run: report, export."""
 
 from __future__ import annotations
 

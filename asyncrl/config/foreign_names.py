@@ -16,12 +16,12 @@ def translation_table() -> dict[str, Any]:
 
 @functools.cache
 def known_trainers() -> tuple[str, ...]:
-    """Whose settings are known."""
+    """Trainers with known settings."""
     return tuple(name for name in translation_table() if name != "values")
 
 
 def our_name(key: str) -> str:
-    """What a full name of theirs is called here, such as `trainer.optim.lr`; empty where nobody has it."""
+    """Our name of another trainer's full name, such as `trainer.optim.lr`; empty if it is unknown."""
     return next((found for name in known_trainers() if (found := translation_table()[name]["settings"].get(key))), "")
 
 

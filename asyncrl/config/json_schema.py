@@ -1,7 +1,7 @@
-"""JSON schema of the configuration for editors, with the comments beside the fields as descriptions.
+"""JSON schema of the configuration for editors, with the comments at the fields as descriptions.
 
 Guarantees:
-1. every setting has its meaning: the comment on its line in the source, that of the base where it is inherited;
+1. every setting has a description: the comment on its line in the source, or that of the base class;
 2. the schema refuses what `asyncrl check` refuses in a single field (types, ranges, unknown keys).
 """
 
@@ -21,7 +21,7 @@ from asyncrl.config.suggestions import section_type
 
 @functools.cache
 def field_meanings(kind: type) -> dict[str, str]:
-    """Field -> the comment on its line."""
+    """Field -> comment on its line."""
     base = kind.__base__
     inherited = field_meanings(base) if base is not None and issubclass(base, Section) else {}
     own = re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE)
@@ -29,7 +29,7 @@ def field_meanings(kind: type) -> dict[str, str]:
 
 
 def meanings(kind: type[Section], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> meaning, of all settings."""
+    """Dotted key -> description, for all settings."""
     found: dict[str, str] = {}
     hints = typing.get_type_hints(kind)
     for item in msgspec.structs.fields(kind):
@@ -39,10 +39,10 @@ def meanings(kind: type[Section], prefix: str = "") -> dict[str, str]:
 
 
 class Setting(NamedTuple):
-    """One setting as a reader sees it."""
+    """Type, default and description of a setting, for readers."""
 
     kind: str  # type, with its range or its choices
-    default: str  # as TOML shows it; empty: required
+    default: str  # as in TOML; empty: required
     meaning: str
 
 
@@ -80,7 +80,7 @@ def _range(meta: msgspec.Meta) -> str:
 
 
 def default_text(field: msgspec.structs.FieldInfo) -> str:
-    """The default as TOML shows it."""
+    """The default as in TOML."""
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[misc]
     return msgspec.json.encode(value).decode()
 

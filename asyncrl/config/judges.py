@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Judge(msgspec.Struct, frozen=True):
-    """A judge with all of its settings; `data_sources` of its rewards together, empty: all rows."""
+    """A judge with all its settings. `data_sources`: of all its rewards; empty: all rows."""
 
     name: str
     count: int
@@ -37,16 +37,15 @@ class Judge(msgspec.Struct, frozen=True):
     memory_bytes: int
     rewards: tuple[RewardFunctionConfig, ...]
     data_sources: tuple[str, ...]
-    table: JudgeConfig  # with the settings of a model
+    table: JudgeConfig  # including the settings of a model
 
     @property
     def display_name(self) -> str:
-        """Its name for people."""
         return display_name(self.name)
 
 
 def display_name(name: str) -> str:
-    """A judge's name for people.
+    """Display name of a judge.
 
     >>> display_name(""), display_name("slow")
     ('default', 'slow')
@@ -55,7 +54,7 @@ def display_name(name: str) -> str:
 
 
 def parse_display_name(text: str) -> str:
-    """The name behind what people write.
+    """The judge behind a display name.
 
     >>> parse_display_name("default"), parse_display_name("slow")
     ('', 'slow')
@@ -64,7 +63,7 @@ def parse_display_name(text: str) -> str:
 
 
 def list_judges(config: Config) -> tuple[Judge, ...]:
-    """Every judge that has rewards: the default one first, then those of the file in its order."""
+    """Every judge that has rewards: the default one first, then in the order of the file."""
     tables = {DEFAULT: JudgeConfig(DEFAULT)} | {table.name: table for table in config.judge}
     found = []
     for name, table in tables.items():
@@ -75,7 +74,7 @@ def list_judges(config: Config) -> tuple[Judge, ...]:
 
 
 def find_judge(config: Config, name: str) -> Judge | None:
-    """The judge of that name, where it has rewards."""
+    """The judge of that name if it has rewards."""
     return next((judge for judge in list_judges(config) if judge.name == name), None)
 
 
@@ -98,7 +97,7 @@ def _filled(table: JudgeConfig, rewards: tuple[RewardFunctionConfig, ...], confi
 
 
 def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
-    """The judges, of `(name, data sources)` each, that are asked about a row of this source.
+    """The judges, given as `(name, data sources)`, that score a row of this source.
 
     >>> rules = (("", ("math",)), ("style", ()))
     >>> judges_for("math", rules), judges_for("code", rules), judges_for("code", rules[:1])
@@ -109,7 +108,7 @@ def judges_for(source: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> tup
 
 
 def row_data_source(row: str) -> str:
-    """The data source in the JSON of a row; empty where it names none.
+    """The data source in the JSON of a row; empty if it has none.
 
     >>> row_data_source('{"data_source":"math","n":1}'), row_data_source('{}'), row_data_source('')
     ('math', '', '')

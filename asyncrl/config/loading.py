@@ -29,16 +29,16 @@ RULES = (general, mode, learner, algorithm, evaluation, environment, judge, serv
 
 
 class Loaded(NamedTuple):
-    """What was read, with its mistakes; `config` is None where these leave nothing to look at."""
+    """The configuration with its mistakes; `config` is None if the mistakes leave nothing to check."""
 
     config: Config | None
     errors: list[AsyncRLError]
     places: Places
-    doubtful: frozenset[str] = frozenset()  # settings whose value is not known, because of a mistake
+    doubtful: frozenset[str] = frozenset()  # settings with an unknown value, because of a mistake
 
 
 def load(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a TOML file, or of several from left to right, with `key=value` overrides on top.
+    """Load a TOML file, or several from left to right, with `key=value` overrides on top.
 
     Raises:
         ConfigErrors: every mistake at once.
@@ -47,7 +47,7 @@ def load(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def load_all(path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Like `load`, with the mistakes instead of an exception, so that others can be found beside them."""
+    """Like `load`, but returns the mistakes, so that further checks can add theirs."""
     sources, errors = list[config_read.Source](), list[AsyncRLError]()
     for file in [path] if isinstance(path, Path) else path:
         try:
@@ -81,13 +81,13 @@ def _read(sources: Sequence[config_read.Source], overrides: Sequence[str]) -> Lo
         if not errors:
             raise
         return Loaded(None, errors, places, doubtful)
-    if not doubtful & {"learner.mode", "producers.engine"}:  # nearly every rule depends on them
+    if not doubtful & {"learner.mode", "producers.engine"}:  # most rules depend on them
         errors = errors + config_read.independent_errors(find_conflicts(config, places), doubtful)
     return Loaded(config, errors, places, doubtful)
 
 
 def derive_settings(config: Config) -> Config:
-    """The configuration with the settings that stand for another one where they are 0."""
+    """Fill in settings that are derived from others if they are 0."""
     derived = algorithms.derive_algorithm(config.learner.algorithm, longest=config.sampling.max_new_tokens)
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, algorithm=derived))
 
@@ -98,13 +98,13 @@ def dump(config: Config) -> str:
 
 
 def redact(config: Config) -> Config:
-    """The configuration as it may be shown: `***` instead of the password of Redis."""
+    """The configuration with `***` instead of the password of Redis."""
     buffer = msgspec.structs.replace(config.buffer, redis_url=redis_secret.hide_password(config.buffer.redis_url))
     return msgspec.structs.replace(config, buffer=buffer)
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the file, for editors: with the meaning of every setting."""
+    """JSON schema of the file for editors, with the meaning of every setting."""
     from asyncrl.config.json_schema import build_schema
 
     return build_schema(Config)

@@ -1,10 +1,10 @@
-"""Where a setting stands: the file and line of every key of one TOML file, or of several on top of each other.
+"""File and line of every key of one or several TOML files.
 
-Pure. Guarantees:
-1. a key that several files set stands where its value comes from: the last of them;
-2. a key that stands nowhere has the place of the nearest table above it, else the first file;
-3. what came from `--set` or from a preset is called so.
-It reads lines, not TOML: keys inside of inline tables have the line of the key that holds the table.
+Guarantees:
+1. a key that several files set has the place of the last one, which holds its value;
+2. a key that is in no file has the place of the nearest table above it, else the first file;
+3. values of `--set` and of presets are labelled as such. It reads lines, not TOML: keys in inline tables have the line
+   of the key that holds the table.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class Places:
     def __init__(self) -> None:
         self.files: list[str] = []
         self.overridden: set[str] = set()
-        self.preset: Mapping[str, Any] = {}  # what came from the preset
+        self.preset: Mapping[str, Any] = {}  # settings of the preset
         self._at: dict[str, str] = {}
 
     def add(self, file: str, text: str) -> None:
-        """The keys of one more file, whose settings win over those before it."""
+        """Add the keys of one more file, whose settings override earlier ones."""
         self.files.append(file)
         found: dict[str, str] = {}
         for dotted, number in keys_in(text):
             found.setdefault(dotted, f"{file}:{number}")
-        replaced = {dotted.partition("[")[0] for dotted in found if "[" in dotted}  # a list of tables replaces another
+        # A list of tables replaces an earlier one.
+        replaced = {dotted.partition("[")[0] for dotted in found if "[" in dotted}
         self._at = {key: at for key, at in self._at.items() if "[" not in key or key.partition("[")[0] not in replaced}
-        # A table that two files open belongs to the first one; what they say in it, to each.
+        # A table that two files open has the place of the first one; its keys have those of their files.
         self._at |= {key: at for key, at in found.items() if key not in self._at or not _is_table(key, found)}
 
     def where(self, path: Sequence[str]) -> str:
@@ -67,7 +68,7 @@ def keys_in(text: str) -> Iterator[tuple[str, int]]:
     table, inside = "", ""
     counts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        if inside:  # a text or a list of several lines
+        if inside:  # a text or a list over several lines
             inside = "" if _closes(line, inside) else inside
             continue
         if header := _HEADER.match(line):
@@ -90,7 +91,7 @@ def dotted(path: Sequence[str]) -> str:
 
 
 def parse_dotted(name: str) -> tuple[str, ...]:
-    """The other way round."""
+    """Inverse of `dotted`."""
     return tuple(name.replace("[", ".[").split("."))
 
 
@@ -103,7 +104,7 @@ def _is_table(key: str, keys: Mapping[str, str]) -> bool:
 
 
 def _opens(value: str) -> str:
-    """What ends the value that begins here, where this line does not: three quotes, or the bracket of a list."""
+    """The end marker of a value that continues on later lines: three quotes, or the bracket of a list."""
     for quotes in ('"""', "'''"):
         if value.startswith(quotes):
             return "" if quotes in value[3:] else quotes
@@ -112,7 +113,7 @@ def _opens(value: str) -> str:
 
 
 def _closes(line: str, end: str) -> bool:
-    if end == "]":  # formatted lists close on a line that begins so, or ends so
+    if end == "]":  # lists close on a line that begins or ends with the bracket
         plain = _strip_texts(line).strip().rstrip(",")
         return plain.endswith("]") and plain.count("]") > plain.count("[")
     return end in line

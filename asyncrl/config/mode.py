@@ -22,11 +22,11 @@ from asyncrl.errors import ConfigError
 
 #: Name of the engine that streams rows instead of generating.
 DATASET = "dataset"
-#: First letters of a digest in the history that is not of weights, but of the data that a row came from.
+#: Prefix of digests in the history that belong to the data of a row, not to weights.
 DATA_PREFIX = "data:"
 #: Samples of a group by mode of the learner: one answer, or a chosen and a rejected one.
 GROUP_SIZE = {"sft": 1, "dpo": 2, "reward_model": 2}
-#: Roles of `launch all` that a run over rows does not have: its weights go to nobody, its rows are scored.
+#: Roles of `launch all` that a run over rows does not need: it syncs no weights and scores nothing.
 GENERATING = frozenset({"weightsync", "reward"})
 
 
@@ -41,7 +41,7 @@ def is_paired(config: Config) -> bool:
 
 
 def staleness_bound(config: Config) -> int:
-    """The largest lag of a group: `buffer.max_staleness`; for rows the whole run."""
+    """The largest lag of a group: `buffer.max_staleness`; for rows, the whole run."""
     return config.learner.steps if streams(config) else config.buffer.max_staleness
 
 
@@ -63,10 +63,10 @@ def answer_keys(config: Config) -> tuple[str, ...]:
 
 
 def derive_steps(config: Config, rows: int | None) -> Config:
-    """The configuration with `learner.steps` for `data.epochs` passes over so many rows (None: not known).
+    """Set `learner.steps` for `data.epochs` passes over `rows` rows (None: unknown).
 
     Raises:
-        ConfigError: the number of rows is not known.
+        ConfigError: the number of rows is unknown.
     """
     if not config.data.epochs:
         return config
@@ -77,7 +77,7 @@ def derive_steps(config: Config, rows: int | None) -> Config:
 
 
 def sends_adapters(config: Config) -> bool:
-    """Whether versions after the base are published as adapters, not as whole weights with the adapters added."""
+    """Whether versions after the base are published as adapters instead of full weights with the adapters merged."""
     lora = config.learner.lora
     if not lora.rank or streams(config):
         return False

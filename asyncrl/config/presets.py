@@ -1,11 +1,11 @@
-"""Named presets: small TOML files with the settings that make up a published algorithm.
+"""Presets: small TOML files with the settings of a published algorithm.
 
-A file names one (`preset = "dapo"` under `[learner.algorithm]`), or the command does
-(`--preset dapo`). Guarantees:
-1. a preset holds nothing but settings of the configuration: everything it sets can be read in its file;
-2. settings of the user's file win over a preset that the file names; a preset given on the command line wins over the
-   file; `--set` wins over both;
-3. where the user chooses another advantage, loss or correction than the preset, its options for that one are left out.
+A file names one (`preset = "dapo"` under `[learner.algorithm]`), or the command line does (`--preset dapo`).
+Guarantees:
+1. a preset holds only settings of the configuration, so its file shows everything that it sets;
+2. settings of the user's file override a preset that the file names; a preset of the command line overrides the file;
+   `--set` overrides both;
+3. if the user chooses another advantage, loss or correction than the preset, the preset's options for it are left out.
 
 Example: `preset = "dapo"` and `clip_high = 0.3` in a file: DAPO with 0.3.
 """
@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 
 def names() -> list[str]:
-    """The presets that ship."""
+    """Names of the presets in this package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -50,9 +50,10 @@ def load_preset(name: str) -> Tree:
 
 
 def apply_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:
-    """The tree with its preset, and the preset's own part of it (for error messages); both empty of it without one.
+    """The tree with its preset applied, and the preset's own settings (for error messages); both empty without a
+    preset.
 
-    `overrides`: dotted key -> value of the command line; only `learner.algorithm.*` is looked at.
+    `overrides`: dotted key -> value of the command line; only `learner.algorithm.*` is used.
     """
     ordered, named = overrides.get(KEY), _algorithm(tree).get("preset")
     name = named if ordered is None else ordered
@@ -64,13 +65,13 @@ def apply_preset(tree: Tree, overrides: Mapping[str, Any]) -> tuple[Tree, Tree]:
     preset = _drop_other_choices(load_preset(name), chosen)
     if ordered is None:
         return merge_trees(preset, tree), preset
-    # What the file says for another choice than the preset's does not fit the preset's.
+    # options of the file for another choice than the preset's do not fit the preset's
     mine = {kind: _algorithm(preset)[kind] for kind in KINDS if kind in _algorithm(preset)}
     return merge_trees(_drop_other_choices(tree, mine), preset), preset
 
 
 def merge_trees(under: Tree, over: Tree) -> Tree:
-    """Both, table by table; `over` wins."""
+    """Merge two trees table by table; `over` wins."""
     result = copy.deepcopy(under)
     for key, value in over.items():
         old = result.get(key)
@@ -87,7 +88,7 @@ def _algorithm(tree: Mapping[str, Any]) -> Tree:
 
 
 def _drop_other_choices(tree: Tree, chosen: Mapping[str, Any]) -> Tree:
-    """The tree without its choices, and their options, where another one was chosen."""
+    """Remove choices, and their options, that differ from the chosen ones."""
     result = copy.deepcopy(tree)
     section = _algorithm(result)
     for kind, value in chosen.items():

@@ -1,10 +1,10 @@
 """TOML files to one checked tree: every unknown key, wrong type and missing setting at once, with its place.
 
 Guarantees:
-1. files compose from left to right: tables merge, everything else is replaced; `--set` wins over all of them;
-2. a mistake has the code, the file and line of the value that counts, and the setting that was probably meant;
-3. after mistakes the rest is still looked at: what is left out counts as its default (`Read.doubtful` names it, so that
-   later rules say nothing about values that nobody gave).
+1. files compose from left to right: tables merge, other values are replaced; `--set` overrides all files;
+2. a mistake has a code, the file and line of the value, and the setting that was probably meant;
+3. checking continues after mistakes: a removed value counts as its default. `Read.doubtful` names it, so later rules do
+   not complain about values that were never given.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from asyncrl.config.locations import Places, dotted
 from asyncrl.config.sections.base import Section
 from asyncrl.errors import AsyncRLError, ConfigError, ConfigErrors
 
-#: Values as others write them.
+#: Common other spellings of values.
 VALUES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "sync": "full", "shm": "local"}
 
-SHOWN = 4  # settings of one table of theirs that are named in its error
+SHOWN = 4  # settings of a foreign table that its error names
 
 
 class Source(NamedTuple):
@@ -39,19 +39,19 @@ class Source(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The tree that was read, without what is wrong in it, and where everything stands."""
+    """The tree without its mistakes, and the places of all keys."""
 
     tree: dict[str, Any]
     places: Places
     errors: list[AsyncRLError]
-    doubtful: frozenset[str]  # settings whose value is not known, because of a mistake
+    doubtful: frozenset[str]  # settings with an unknown value, because of a mistake
 
 
 def read(kind: type[Section], sources: Sequence[Source], overrides: Sequence[str] = ()) -> Read:
-    """The files from left to right, then the preset, then the overrides.
+    """Merge the files from left to right, then the preset, then the overrides.
 
     Raises:
-        ConfigErrors: a file is no TOML, or there is no such preset.
+        ConfigErrors: a file is not TOML, or the preset does not exist.
     """
     places, errors = Places(), list[AsyncRLError]()
     tree: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def _preset_error(error: ConfigError, places: Places) -> ConfigError:
 
 
 def _split(override: str) -> tuple[str, Any]:
-    """The key and the value of `key=value`."""
+    """Split `key=value`."""
     key, _, text = override.partition("=")
     try:
         return key.strip(), tomllib.loads(f"value = {text}")["value"]
@@ -110,7 +110,7 @@ def _override(tree: dict[str, Any], override: str, places: Places, errors: list[
 
 
 class _Look:
-    """One walk over a tree: what is wrong is reported and taken out."""
+    """One walk over a tree that reports and removes mistakes."""
 
     def __init__(self, root: type[Section], places: Places, errors: list[AsyncRLError]) -> None:
         self.root = root
@@ -119,7 +119,7 @@ class _Look:
         self.doubtful: set[str] = set()
 
     def walk(self, kind: type[Section], tree: dict[str, Any], path: tuple[str, ...]) -> None:
-        """One table against its section."""
+        """Check one table against its section."""
         hints = typing.get_type_hints(kind, include_extras=True)
         known = {item.name: item for item in msgspec.structs.fields(kind)}
         for key, value in list(tree.items()):
@@ -128,7 +128,7 @@ class _Look:
                 self._unknown(here, value)
                 del tree[key]
             elif isinstance(value, str) and hints[key] == tuple[str, ...]:
-                tree[key] = [value]  # one is as good as a list of one: --set producers.url=http://host:port
+                tree[key] = [value]  # a single value stands for a list of one: --set producers.url=http://host:port
             elif not self._value(hints[key], value, here):
                 del tree[key]
                 self.doubtful.add(dotted(here))
@@ -139,16 +139,16 @@ class _Look:
     def _missing(self, here: tuple[str, ...], hint: Any, tree: dict[str, Any]) -> None:
         name = dotted(here)
         section = config_names.section_type(hint)
-        if section is not None:  # what it must hold says more than its own name
+        if section is not None:  # its required settings say more than its own name
             self.walk(section, tree.setdefault(here[-1], {}), here)
             return
-        if name not in self.doubtful:  # else the mistake has been told
+        if name not in self.doubtful:  # else the mistake was reported before
             self.errors.append(ConfigError("config.missing", f"{name} is required", where=self.places.where(here)))
         self.doubtful.add(name)
         tree[here[-1]] = ""
 
     def _value(self, hint: Any, value: Any, here: tuple[str, ...]) -> bool:
-        """Whether the value may stay."""
+        """Whether the value is valid."""
         section = config_names.section_type(hint)
         if section is not None and get_origin(hint) is not tuple and isinstance(value, dict):
             self.walk(section, value, here)
@@ -203,13 +203,13 @@ class _Look:
         )
 
     def _doubt(self, key: str) -> None:
-        """Nobody knows the value of what was probably meant, nor, of a section, those in it."""
+        """The values of the setting that was probably meant, or of all settings in a section, are unknown."""
         within = [name for name in config_names.list_keys(self.root) if name.startswith(f"{key}.")]
         self.doubtful |= {key, *within}
 
 
 def _translations(name: str, value: Any) -> str:
-    """What the settings of another trainer's table are called here."""
+    """Our names of the settings in another trainer's table."""
     theirs = dict(foreign_names.flatten(value, f"{name}.")) if isinstance(value, dict) else {}
     known = [f"{key} is {found}" for key in theirs if (found := foreign_names.our_name(key))]
     if not known:
@@ -242,7 +242,7 @@ def _literals(hint: Any) -> Iterable[Any]:
 
 
 def independent_errors(errors: Iterable[AsyncRLError], doubtful: Iterable[str]) -> list[AsyncRLError]:
-    """The errors that speak of no setting whose value is unknown."""
+    """The errors that mention no setting with an unknown value."""
     names = [re.escape(name) for name in {*doubtful, *(re.sub(r"\[\d+\]", "", name) for name in doubtful)}]
     if not names:
         return list(errors)

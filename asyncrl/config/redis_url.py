@@ -1,8 +1,8 @@
 """The password of `buffer.redis_url`: kept out of every file and line that shows a configuration.
 
 Guarantees:
-1. what `hide_password` gives holds no password, wherever in the URL it stood;
-2. the password lies in one file of the run, readable by its owner alone, or in the environment of the buffer.
+1. the result of `hide_password` holds no password, in no part of the URL;
+2. the password is in one file of the run, readable only by its owner, or in the environment of the buffer.
 
 >>> hide_password("redis://user:secret@host:6379/0")
 'redis://user:***@host:6379/0'
@@ -20,11 +20,11 @@ from asyncrl.errors import ConfigError
 
 HIDDEN = "***"
 VARIABLE = "ASYNCRL_REDIS_PASSWORD"
-FILE = "redis.password"  # in the store's folder of the run
+FILE = "redis.password"  # in the folder of the run's store
 
 
 def url_password(url: str) -> str:
-    """The password in a URL; empty where there is none, or it is hidden."""
+    """The password in a URL; empty if it has none, or a hidden one."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query)).get("password", "")
     found = unquote(parts.password) if parts.password else query
@@ -32,14 +32,15 @@ def url_password(url: str) -> str:
 
 
 def hide_password(url: str) -> str:
-    """The URL as it may be shown and written."""
+    """The URL for logs and files."""
     return _replaced(url, HIDDEN) if url_password(url) else url
 
 
 def restore_password(url: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    """The URL as one connects: a hidden password is that of the environment, else of the file in the store's folder.
+    """The URL for connecting: a hidden password is replaced from the environment, else from the file in the store's
+    folder.
 
-    Raises `config.missing` where neither has it.
+    Raises `config.missing` if neither has it.
     """
     env = os.environ if environment is None else environment
     given = env.get(VARIABLE, "")
@@ -59,7 +60,7 @@ def restore_password(url: str, folder: Path, environment: Mapping[str, str] | No
 
 
 def keep(url: str, folder: Path) -> None:
-    """Note the password of a URL for the next starts, where it has one."""
+    """Store the password of a URL for later starts, if it has one."""
     if not (password := url_password(url)):
         return
     path = folder / FILE

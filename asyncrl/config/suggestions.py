@@ -1,9 +1,9 @@
-"""The names of settings, and which one was meant by a name that is none.
+"""Names of settings, and the setting that was meant by an unknown name.
 
-Pure. Guarantees:
+Guarantees:
 1. `suggest_key` looks in the same section first, then in all; it finds a correct name that belongs to another section;
-   names of other frameworks (`synonyms.toml`) come before guesses by likeness;
-2. it names keys that exist, or nothing: a test compares `synonyms.toml` with the configuration.
+   names of other frameworks (`synonyms.toml`) come before guesses by similarity;
+2. it returns only keys that exist: a test compares `synonyms.toml` with the configuration.
 
 Example: `[learner] max_stalenes` -> `buffer.max_staleness`; `[sampling] rollout_n` -> `sampling.group_size`.
 """
@@ -23,27 +23,27 @@ import msgspec
 from asyncrl.config import foreign_names
 from asyncrl.config.sections.base import Section
 
-#: Likeness (0 to 1) from which on a name of the same section, or of another one, is a misspelling.
+#: Similarity (0 to 1) above which a name of the same section, or of another one, counts as a misspelling.
 LIKE_HERE = 0.6
 LIKE_ELSEWHERE = 0.75
 
 
 @functools.cache
 def synonyms(kind: Literal["settings", "sections"]) -> dict[str, str]:
-    """What verl, TRL, prime-rl, AReaL, OpenRLHF, slime and others call it -> ours."""
+    """Names in verl, TRL, prime-rl, AReaL, OpenRLHF, slime and others -> our names."""
     ours = tomllib.loads((Path(__file__).parent / "synonyms.toml").read_text(encoding="utf-8"))[kind]
     return {theirs: key for key, names in ours.items() for theirs in names}
 
 
 class Meant(NamedTuple):
-    """The key that was probably meant: dotted; whether it stands in another section than where it was looked for."""
+    """The dotted key that was probably meant, and whether it is in another section than the unknown name."""
 
     key: str
     elsewhere: bool
 
 
 def section_type(hint: Any) -> type[Section] | None:
-    """The section behind a type: itself, or that of a list of tables."""
+    """The section behind a type: itself, or the item type of a list of tables."""
     inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
@@ -80,7 +80,7 @@ def suggest_key(path: Sequence[str], kind: type[Section]) -> Meant | None:
     if name in here or name in subsections:
         return Meant((here | subsections)[name], elsewhere=False)
     same = [key for key in keys if key.rpartition(".")[2] == name]
-    if theirs := foreign_names.our_name(name):  # before a setting of that name: TRL's beta is no process_reward.beta
+    if theirs := foreign_names.our_name(name):  # before our own names: TRL's beta is not process_reward.beta
         return Meant(theirs, elsewhere=theirs.rpartition(".")[0] != section)
     if same:
         return Meant(nearest(section, same), elsewhere=True)
@@ -104,7 +104,7 @@ def suggest_section(path: Sequence[str], kind: type[Section]) -> Meant | None:
 
 
 def nearest(section: str, keys: Iterable[str]) -> str:
-    """The key whose section has most in common with `section`; the first of several."""
+    """The key whose section shares the longest prefix with `section`; the first of several."""
     return max(keys, key=lambda key: _shared(section.split("."), key.split(".")))
 
 
@@ -122,6 +122,6 @@ def _plain(name: str) -> str:
 
 
 def _near(name: str, known: Mapping[str, str], cutoff: float) -> str:
-    """What `known` says of the most like name; empty below the cutoff."""
+    """The value of the most similar name in `known`; empty below the cutoff."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return known[found[0]] if found else ""

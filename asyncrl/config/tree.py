@@ -25,7 +25,7 @@ from asyncrl.config.sections.weightsync import WeightSyncConfig
 
 
 class Config(Section, frozen=True, kw_only=True):
-    """The whole file."""
+    """The whole configuration file."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig
@@ -53,7 +53,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def longest_response(self) -> int:
-        """The longest response that an engine must hold, of training and of evaluations."""
+        """The longest response that an engine must hold, in training and evaluations."""
         return max(self.sampling.max_new_tokens, self.evaluation.enabled * self.evaluation.max_new_tokens)
 
     @property
@@ -64,5 +64,4 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def run_dir(self) -> Path:
-        """The run folder."""
         return Path(self.run.dir)

@@ -1,9 +1,9 @@
-"""`asyncrl diff A B`: where two configurations differ, by what they come to, not by how they are written.
+"""`asyncrl diff A B`: the differences of two configurations by their values.
 
 Guarantees:
-1. defaults, presets and derived settings are resolved before: two ways to write the same are no difference;
-2. A and B are TOML files or run folders (their `config.toml`); nothing that they name is looked at;
-3. the exit code is 0 without a difference, 1 with one, 2 where one cannot be read.
+1. defaults, presets and derived settings are resolved first: two ways to write the same values are equal;
+2. A and B are TOML files or run folders (their `config.toml`); files that they name are not read;
+3. the exit code is 0 without a difference, 1 with one, 2 if a configuration cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.runtime.run_dir import RunDir
 
 
 class Difference(NamedTuple):
-    """One setting: its dotted key and both values; `default` says which of them nobody set otherwise."""
+    """One setting: its dotted key and both values; `default` tells which of them is the default."""
 
     key: str
     left: Any
@@ -39,7 +39,7 @@ def read(path: Path) -> Config:
 
 
 def differences(left: Config, right: Config) -> Iterator[Difference]:
-    """Of all settings, in the order of the configuration; of rewards and other lists of tables one by one."""
+    """Differences of all settings, in the order of the configuration; lists of tables are compared item by item."""
     lists = [name for name in Config.__struct_fields__ if isinstance(getattr(left, name), tuple)]
     for key in all_keys():
         if key.partition(".")[0] not in lists:
@@ -88,7 +88,7 @@ def _format_value(value: Any, one: Difference, default: Config | None) -> str:
 
 
 def diff_command(left: Path, right: Path, *, as_json: bool = False) -> int:
-    """Print the differences; 1 where there are any."""
+    """Print the differences; 1 if there are any."""
     one, other = read(left), read(right)
     found = list(differences(one, other))
     if as_json:

@@ -1,9 +1,9 @@
-"""`asyncrl explain NAME`: what an error code, a metric or a setting means.
+"""`asyncrl explain NAME`: the meaning of an error code, a metric or a setting.
 
 Guarantees:
-1. every code of `asyncrl.errors` has a text (a test says which lacks one): cause, example, what to do;
-2. every setting shows type, range, default and meaning, every metric its unit and who writes it;
-3. a name that is none of them is `usage`, with the nearest ones.
+1. every code of `asyncrl.errors` has a text: cause, example, remedy (a test names missing ones);
+2. every setting has its type, range, default and meaning, every metric its unit and its role;
+3. another name is `usage`, with the nearest ones.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def _error(code: str) -> str:
         return ""
     lines = [f"{code}: {info.title} (exit code {info.exit_code}, {ending(info.exit_code)})"]
     text = error_texts().get(code)
-    if text is None:  # a plugin's
+    if text is None:  # of a plugin
         return "\n".join([*lines, f"  what to do: {info.remedy}"])
     lines += ["", _wrapped(text.cause), "", "For example", f"  {text.example}", "", "What to do", _wrapped(text.do)]
     return "\n".join(lines)
 
 
 def ending(exit_code: int) -> str:
-    """What a supervisor makes of an exit code."""
+    """How a supervisor reacts to an exit code."""
     from asyncrl.errors import FINAL_EXIT_CODES
 
     return "final: it is not started again" if exit_code in FINAL_EXIT_CODES else "restarted within a budget"

@@ -1,9 +1,9 @@
-"""The settings of a run of verl, TRL, prime-rl or OpenRLHF in our names: from its launch script, Python file or TOML.
+"""Translates the settings of a run of verl, TRL, prime-rl or OpenRLHF: from its launch script, Python file or TOML.
 
 Guarantees:
-1. nothing is run: scripts are split into words, Python is parsed, and what is no constant is named and left out;
-2. every setting of theirs is either translated or named in a note, with the reason where it is known;
-3. plain names come from `translations.toml`; what depends on several of their settings is computed here.
+1. nothing is run: scripts are split into words, Python is parsed; values that are not constants are reported;
+2. every setting is either translated or reported in a note, with a reason if it is known;
+3. plain names come from `translations.toml`; values that depend on several settings are computed here.
 
 Example: `data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=32` -> `buffer.batch_groups = 128`,
 `learner.algorithm.minibatches = 4`.
@@ -26,11 +26,11 @@ from asyncrl.errors import UNREADABLE, ConfigError
 VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.\-]*)(?:=(.*))?", re.DOTALL)
-CALL = re.compile(r"(Config|Trainer|Arguments)$")  # of Python files: GRPOConfig(...), GRPOTrainer(...)
+CALL = re.compile(r"(Config|Trainer|Arguments)$")  # calls in Python files: GRPOConfig(...), GRPOTrainer(...)
 
 
 class Translation(NamedTuple):
-    """Whose settings they are, ours with their values, and what is to be said about the rest."""
+    """The other trainer, our settings with values, and notes about the rest."""
 
     trainer: str
     settings: dict[str, Any]
@@ -38,7 +38,7 @@ class Translation(NamedTuple):
 
 
 def translate(path: Path) -> Translation:
-    """A file of theirs. Raises `config.file` where it cannot be read, or has no settings that are known."""
+    """Translate a file. Raises `config.file` if it cannot be read or has no known settings."""
     given, notes = read_settings(path)
     trainer = detect_trainer(given)
     if not trainer:
@@ -53,14 +53,14 @@ def translate(path: Path) -> Translation:
 
 
 def detect_trainer(given: Mapping[str, Any]) -> str:
-    """The trainer that knows most of the names; empty where none knows any."""
+    """The trainer that knows most of the names; empty if none knows any."""
     known = {name: sum(key in translation_table()[name]["settings"] for key in given) for name in known_trainers()}
     best = max(known, key=lambda name: known[name])
     return best if known[best] else ""
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Their settings by full names, in order, and notes about what is no constant. Raises `config.file`."""
+    """Settings of a file by full names, in order, and notes about non-constant values. Raises `config.file`."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
@@ -101,7 +101,7 @@ def _python_note(name: str, text: str) -> Iterator[str]:
 
 
 def read_shell(text: str) -> tuple[dict[str, Any], list[str]]:
-    """`key.of.hydra=value`, `--flag value` and `--flag=value` of a launch script; its own variables are filled in."""
+    """`key.of.hydra=value`, `--flag value` and `--flag=value` of a launch script, with its own variables expanded."""
     variables: dict[str, str] = {}
     given: dict[str, Any] = {}
     flag = ""
@@ -128,7 +128,7 @@ def read_shell(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as Hydra reads it: `True`, `null`, `1e-6`, `[a.parquet,b.parquet]`, else the text."""
+    """Parse a value as Hydra does: `True`, `null`, `1e-6`, `[a.parquet,b.parquet]`, else text."""
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -140,29 +140,29 @@ def parse_value(text: str) -> Any:
 
 
 class _Given:
-    """Their settings; what is taken is not left over."""
+    """Settings of another trainer; `left` are those that were not used yet."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.left = dict(given)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value, once; the default where it is not set."""
+        """Remove and return a value; the default if it is not set."""
         value = self.left.pop(key, None)
         return default if value is None else value
 
     def number(self, key: str, default: float = 0) -> float:
-        """A number that stays for others to see."""
+        """Return a number and keep it."""
         value = self.left.get(key)
         return value if isinstance(value, int | float) else default
 
 
 def translate_settings(trainer: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our settings, and notes about what is not among them."""
+    """Our settings, and notes about the rest."""
     names, nothing = translation_table()[trainer]["settings"], translation_table()[trainer]["nothing"]
     rest, notes = _Given(given), list[str]()
     settings = _SPECIAL[trainer](rest, notes)
     for key, value in rest.left.items():
-        if value is None or (isinstance(value, int | float) and value == -1):  # not set, as they write it
+        if value is None or (isinstance(value, int | float) and value == -1):  # unset, in their notation
             continue
         if key in names:
             settings.setdefault(names[key], _valued(names[key], value))
@@ -172,9 +172,9 @@ def translate_settings(trainer: str, given: Mapping[str, Any]) -> tuple[dict[str
 
 
 def _agreed(settings: dict[str, Any]) -> dict[str, Any]:
-    """What follows from several settings, whoever they are from."""
+    """Settings that follow from several others, for any trainer."""
     if settings.get("data.epochs") and settings.get("learner.steps"):
-        del settings["data.epochs"]  # where both are set the steps count, there as well
+        del settings["data.epochs"]  # if both are set, the steps count, as in the other trainers
     if "learner.algorithm.clip_low" in settings:
         settings.setdefault("learner.algorithm.clip_high", settings["learner.algorithm.clip_low"])
     off = "learner.algorithm.kl.where" not in settings
@@ -182,7 +182,7 @@ def _agreed(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _valued(key: str, value: Any) -> Any:
-    """The value by our name, of the type that ours has."""
+    """The value in the type of our setting."""
     if key.endswith(".path") and isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, str):
@@ -193,7 +193,7 @@ def _valued(key: str, value: Any) -> Any:
 
 
 def _ratio(settings: dict[str, Any], notes: list[str], *, whole: float, part: float, names: str) -> None:
-    """`learner.algorithm.minibatches` from a batch and its parts."""
+    """Derive `learner.algorithm.minibatches` from a batch size and a mini-batch size."""
     if not whole or not part or whole == part:
         return
     if whole % part:
@@ -259,7 +259,7 @@ def _reward_file(settings: dict[str, Any], given: _Given) -> None:
 
 
 def _vllm(settings: dict[str, Any], args: Mapping[str, Any], *, wanted: bool) -> None:
-    """vLLM's own names are handed on."""
+    """vLLM's own arguments are kept as they are."""
     given = {
         ("tensor_parallel_size" if name.startswith("tensor_model") else name): value
         for name, value in args.items()

@@ -1,12 +1,12 @@
 """`asyncrl init`: five questions, then a commented TOML that `asyncrl check` accepts.
 
 Guarantees:
-1. without a terminal nothing is asked: answers come from flags or from `--answers FILE.toml`, what is missing is an
-   error that names it;
-2. no file is overwritten without `--force`; what is written is checked, and the mistakes are shown;
-3. a setting that is written has its meaning beside it, from the configuration's own source;
-4. without a reward of one's own a file with one is written: an exact match with the answer;
-5. `--from` takes over what a run of verl, TRL, prime-rl or OpenRLHF sets, and names what it leaves out.
+1. without a terminal nothing is asked: answers come from flags or from `--answers FILE.toml`; a missing one is an error
+   that names it;
+2. no file is overwritten without `--force`; the written file is checked, and mistakes are shown;
+3. every written setting has its meaning as a comment, from the configuration's source;
+4. without a reward function, a file with one is written: an exact match with the answer;
+5. `--from` translates the settings of a run of verl, TRL, prime-rl or OpenRLHF, and names the rest.
 
 Example: `asyncrl init --model models/m --data rows.jsonl --reward my_rewards:exact --preset dapo --name first`
 """
@@ -41,7 +41,7 @@ def exact(data_source, solution_str, ground_truth, extra_info=None):
 
 
 class Question(NamedTuple):
-    """One of the five: its name (also the flag and the key of the answers), what is asked, and the default."""
+    """One of the five questions: its name (also the flag and the key of the answers), its text, and the default."""
 
     name: str
     text: str
@@ -67,9 +67,9 @@ def init_command(
     ask: Callable[[str], str] | None = None,
     theirs: Path | None = None,
 ) -> int:
-    """Ask what is not given, write the file, check it. 0, or the exit code of the first mistake that is left.
+    """Ask for missing answers, write the file, check it. Returns 0, or the exit code of the first remaining mistake.
 
-    `theirs`: a script, Python file or TOML of another trainer, whose settings are taken over.
+    `theirs`: a script, Python file or TOML of another trainer, whose settings are translated.
     """
     translation = translate(theirs) if theirs else Translation("", {}, [])
     flags = {name: value for name, value in given.items() if value}
@@ -96,13 +96,13 @@ def init_command(
 
 
 def known_answers(translation: Translation) -> dict[str, str]:
-    """The answers that another trainer's settings hold."""
+    """Answers that another trainer's settings contain."""
     keys = {"model": "model.path", "data": "data.path", "reward": "reward.function", "name": "run.name"}
     return {name: str(value) for name, key in keys.items() if (value := translation.settings.get(key))}
 
 
 def _own_reward(path: Path) -> str:
-    """The function of the file that is written where no reward is given. Raises `usage` where another one is there."""
+    """The function of the file that is written without a given reward. Raises `usage` if another function is there."""
     if path.exists() and path.read_text(encoding="utf-8") != REWARD_CODE:
         raise ConfigError(
             "usage",
@@ -116,7 +116,7 @@ def _own_reward(path: Path) -> str:
 
 
 def read_answers(path: Path | None) -> dict[str, str]:
-    """The answers of a TOML file: `model = "..."` and so on. Raises `config.file`, or `usage` for other names."""
+    """Answers of a TOML file: `model = "..."` and so on. Raises `config.file`, or `usage` for other names."""
     if path is None:
         return {}
     try:
@@ -133,7 +133,7 @@ def read_answers(path: Path | None) -> dict[str, str]:
 
 
 def complete(known: Mapping[str, str], ask: Callable[[str], str] | None) -> dict[str, str]:
-    """All answers. Raises `usage` where one that has no default is missing and nobody can be asked."""
+    """All answers. Raises `usage` if a required one is missing and there is no terminal."""
     answers = dict(known)
     for question in QUESTIONS:
         if question.name in answers:
@@ -156,13 +156,13 @@ def complete(known: Mapping[str, str], ask: Callable[[str], str] | None) -> dict
 
 def _ask(text: str) -> str:
     try:
-        return input(text)  # bounded: a person answers, or ends the command
+        return input(text)  # bounded: the user answers or ends the command
     except EOFError:
         return ""
 
 
 def proposed_settings(answers: Mapping[str, str], machine: Machine) -> dict[str, object]:
-    """Dotted key -> value, in the order of the file: what fits this machine."""
+    """Dotted key -> value, in the order of the file: settings that fit this machine."""
     kind, name = machine.accelerator, answers["name"]
     count = machine.devices.get(kind, 0)
     half = max(1, count // 2)
@@ -199,13 +199,13 @@ def proposed_settings(answers: Mapping[str, str], machine: Machine) -> dict[str,
 
 
 def wants_chat(answers: Mapping[str, str]) -> bool:
-    """Plain texts become messages where the model has a template for chats."""
+    """Plain texts become messages if the model has a chat template."""
     paths = data_paths(answers["data"])
     return has_template(Path(answers["model"])) and has_texts(paths, prompt_column(paths))
 
 
 def merge_foreign(settings: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
-    """Our settings below those of another trainer, in the order of the configuration. Flags have won already."""
+    """Merge translated settings with ours, in the order of the configuration. Flags override both."""
     answered = ("model.path", "data.path", "reward.function", "run.name")
     both = dict(settings) | {key: value for key, value in theirs.items() if key not in answered}
     if "data.epochs" in theirs:
@@ -218,7 +218,7 @@ def merge_foreign(settings: Mapping[str, object], theirs: Mapping[str, object]) 
 
 
 def format_toml(answers: Mapping[str, str], machine: Machine, theirs: Mapping[str, object] | None = None) -> str:
-    """The file; `theirs`: settings of another trainer, in our names."""
+    """The text of the file; `theirs`: translated settings."""
     means = meanings(Config)
     lines = [
         "# Written by `asyncrl init`. All settings: docs/configuration.md, or `asyncrl explain SECTION`.",

@@ -1,7 +1,8 @@
-"""The demonstration task of tools: a product that is worked out by a calculator and said.
+"""The demonstration task of tools: multiply with a calculator and give the product.
 
 Pure Python and cheap to import. Everything is a function of (split, seed, index). A prompt is one user message; a good
-policy calls the tool `calculator` once and repeats its answer; the noisy teacher forgets to, or copies digits wrongly.
+policy calls the tool `calculator` once and repeats its answer; the noisy teacher may skip the call, or copy digits
+wrongly.
 
 Example: "23*47" -> `<tool_call>{"name": "calculator", "arguments": {"expression": "23*47"}}</tool_call>` -> (the tool:
 "1081") -> "1081".
@@ -14,7 +15,7 @@ import random
 from typing import Any
 
 SPLITS = ("train", "heldout")
-#: Letters and words of the tokenizer: one token each. All of ASCII: a policy is shown errors in words, too.
+#: Tokens of the tokenizer: all of ASCII and some words, since a policy also sees errors as text.
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 WORDS = (
     "<tool_call>",
@@ -66,9 +67,9 @@ def tool_call(expression: str) -> str:
 
 
 def demonstration(one: int, other: int, *, noise: float, rng: random.Random) -> tuple[str, str, str]:
-    """What a teacher says first, what the tool answers (empty: it was not called), and what the teacher says then.
+    """The teacher's first turn, the tool's answer (empty without a call), and the teacher's last turn.
 
-    `noise` is the chance that the tool is not called but the answer guessed, and half of it that of a wrong digit.
+    `noise` is the chance of a guess without a call, and half of it that of a wrong digit.
     """
     if rng.random() < noise:
         return str(rng.randint(121, 9801)), "", ""
@@ -78,7 +79,7 @@ def demonstration(one: int, other: int, *, noise: float, rng: random.Random) -> 
 
 
 def _copied(number: int, noise: float, rng: random.Random) -> str:
-    """A number with wrong digits; the first one is never 0, so that it stays a number as Python writes it."""
+    """A number with wrong digits; the first one is never 0, so that it stays a Python number."""
     digits = [
         str(rng.randint(0 if place else 1, 9)) if noise and rng.random() < noise else digit
         for place, digit in enumerate(str(number))
@@ -87,6 +88,6 @@ def _copied(number: int, noise: float, rng: random.Random) -> str:
 
 
 def calculator_reward(sample: Any) -> float:
-    """1.0 where the last turn is the product and nothing else, else 0.0."""
+    """1.0 if the last turn is exactly the product, else 0.0."""
     said = sample.turns[-1] if sample.turns else sample.response
     return float(said.strip() == str(sample.ground_truth))

@@ -1,8 +1,7 @@
-"""The demonstration task of code: a tiny function is written, and graded by what it does in the sandbox.
+"""The demonstration task of code: write a tiny function, graded in the sandbox.
 
-Pure Python and cheap to import. Everything is a function of (split, seed, index). The response completes a program:
-`f = lambda x: ` stands before it (`args.prefix` of `builtin:code`), and its tests call `f`; any program that does the
-same is right.
+Pure Python and cheap to import. Everything is a function of (split, seed, index). The response completes a program: `f
+= lambda x: ` precedes it (`args.prefix` of `builtin:code`), and its tests call `f`; any equivalent program is correct.
 
 Example: "add7mul4:" -> "(x+7)*4"; the tests are f(2) = 36, f(5) = 48, f(11) = 72; "x*4+28" passes them too.
 """
@@ -39,14 +38,14 @@ def prompt_text(steps: tuple[Step, Step]) -> str:
 
 
 def apply_steps(steps: tuple[Step, Step], x: int) -> int:
-    """What the function gives."""
+    """The result of the function."""
     for word, digit in steps:
         x = x + digit if word == "add" else x - digit if word == "sub" else x * digit
     return x
 
 
 def demonstration(steps: tuple[Step, Step], *, noise: float, rng: random.Random) -> str:
-    """The expression of a teacher who takes each digit and each operator at random with this probability."""
+    """The expression of a teacher that replaces each digit and operator by a random one with this probability."""
     parts = []
     for word, digit in steps:
         written = rng.choice(list(OPERATORS)) if noise and rng.random() < noise else word

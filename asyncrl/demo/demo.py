@@ -1,11 +1,11 @@
-"""`asyncrl demo`: prompts, a warm-started tiny model, a whole run on this machine, and its promises checked.
+"""`asyncrl demo`: prompts, a warm-started tiny model, a whole run on this machine, and a check of its promises.
 
 Guarantees:
-1. the run is that of `configs/quickstart.toml`, with the task's model, prompts and reward in place of its own, and
-   `--set` on top: the code path is the one of `asyncrl launch all`;
-2. the run folder is new unless `--resume` is given; models and prompts are made once and kept; with `--prepare-only`
-   nothing else is made and nothing is started;
-3. it ends with 1 where one of the printed promises is not kept. Each has its limit in its text and can be broken.
+1. the run is that of `configs/quickstart.toml` with the task's model, prompts and reward, and `--set` on top: the code
+   path is that of `asyncrl launch all`;
+2. the run folder is new unless `--resume` is given; models and prompts are created once and kept; with `--prepare-only`
+   nothing is started;
+3. it ends with 1 if a printed promise is broken. Each promise states its limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl.runtime.run_dir import RunDir
 #: What the mean reward of the last five steps must gain over the first five.
 GAINS = {"running_sum": 0.25, "add": 0.15}
 TASKS = tuple(GAINS)
-STEPS = {"running_sum": 40, "add": 60}  # of the demonstration; a longer run may take longer than WALL_S
+STEPS = {"running_sum": 40, "add": 60}  # of the demonstration; a longer run may exceed WALL_S
 ROWS = 4096
 HELD_OUT_ROWS = 64
 MODEL_TIMEOUT_S = 3600.0
@@ -45,13 +45,13 @@ class Promise(msgspec.Struct, frozen=True):
 
     text: str
     kept: bool
-    speed: bool = False  # what a busy machine may break: said, and no failure
+    speed: bool = False  # a busy machine may break it: reported, and no failure
 
 
 def demo(
     task: str, overrides: tuple[str, ...], *, resume: bool, verbose: bool, plain: bool, prepare_only: bool = False
 ) -> int:
-    """Run the demonstration; 0 where every promise was kept."""
+    """Run the demonstration; 0 if every promise was kept."""
     settings = task_settings(task)
     config = absolute(load(quickstart(), [*settings, *overrides]))
     data = Path(config.data.path)
@@ -79,7 +79,7 @@ def demo(
 
 
 def _conclude(listed: list[Promise], run: RunDir) -> int:
-    """Print the promises and what to do next; the exit code."""
+    """Print the promises and the next commands; return the exit code."""
     broken = sum(not promise.kept for promise in listed)
     print("\npromises")
     for promise in listed:
@@ -90,12 +90,12 @@ def _conclude(listed: list[Promise], run: RunDir) -> int:
 
 
 def _set_by_user(key: str, overrides: tuple[str, ...]) -> bool:
-    """What the user names is the user's to make."""
+    """Whether the user set it: then the demonstration does not create it."""
     return any(override.partition("=")[0].strip() == key for override in overrides)
 
 
 def quickstart() -> Path:
-    """The configuration that ships with the library."""
+    """The configuration of the package."""
     path = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"  # in a checkout a link to configs/
     if not path.is_file():
         raise ConfigError("config.file", "configs/quickstart.toml is not installed", where=str(path))
@@ -103,7 +103,7 @@ def quickstart() -> Path:
 
 
 def task_settings(task: str) -> list[str]:
-    """What a task changes in the quickstart."""
+    """Changes of a task to the quickstart."""
     if task not in TASKS:
         raise ConfigError("usage", f"task {task!r} is none of {', '.join(TASKS)}")
     settings = [
@@ -127,7 +127,7 @@ def _make_prompts(task: str, path: Path, *, seed: int) -> None:
 
 
 def _make_held_out(task: str, path: Path, *, seed: int) -> None:
-    """Prompts that the run evaluates and never trains, from a stream of their own; made once."""
+    """Prompts for evaluations, never trained, from a separate random stream; created once."""
     from asyncrl.demo import tasks
 
     if not path.exists():
@@ -136,17 +136,17 @@ def _make_held_out(task: str, path: Path, *, seed: int) -> None:
 
 
 def _make_answers(task: str, prompts: Path, *, seed: int) -> None:
-    """Rows with answers beside the prompts, for configs/sft.toml, dpo.toml and reward_model.toml; made once."""
-    from asyncrl.demo import answers, tasks
+    """Rows with prompts and answers, for configs/sft.toml, dpo.toml and reward_model.toml; created once."""
+    from asyncrl.demo import tasks
 
-    for name, make in (("answers", answers.answer_rows), ("pairs", answers.pair_rows)):
+    for name, make in (("answers", tasks.answer_rows), ("pairs", tasks.pair_rows)):
         path = prompts.with_name(f"{prompts.stem}-{name}.jsonl")
         if not path.exists():
             print(f"{name:<9} {tasks.write_jsonl(path, make(task, ROWS, seed))} rows -> {path}", flush=True)
 
 
 def _make_model(task: str, folder: Path) -> None:
-    """The warm start, in a process of its own: the front door imports no torch."""
+    """The warm start, in a separate process with torch."""
     print(f"model     making the warm start of {task} -> {folder} (once, a few minutes on a CPU)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path()), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -167,7 +167,7 @@ def _remove_run(folder: Path) -> None:
         return
     if not (folder / "config.toml").exists() and not (folder / "logs").is_dir():
         raise ConfigError("run.missing", "it is not empty and not a run; it is not removed", where=str(folder))
-    RunDir(folder).lock("launch-buffer").close()  # service.duplicate where it is still running
+    RunDir(folder).lock("launch-buffer").close()  # service.duplicate if it is still running
     shutil.rmtree(folder)
 
 
@@ -175,7 +175,7 @@ def _remove_run(folder: Path) -> None:
 
 
 def promises(launched: Launched, data: RunData, *, task: str = "running_sum") -> list[Promise]:
-    """What the demonstration promises, and whether the run's own files say so."""
+    """The promises of the demonstration, and whether the run's files confirm them."""
     config, audit = launched.config, data.audit
     started = [line for line in data.processes if float(line.get("t", 0.0)) >= launched.started]
     processes = len({(line.get("role"), line.get("name"), line.get("pid")) for line in started})
@@ -219,7 +219,7 @@ def _ledger_promise(audit: Audit) -> Promise:
 
 
 def _weights_promise(data: RunData) -> Promise:
-    """Every generator took a version, and every digest that came back was the published one."""
+    """Every generator took a version, and every returned digest was the published one."""
     names = sorted({str(line.get("name")) for line in data.processes if line.get("role") == "producer"})
     taken = {name: data.acknowledged(name) for name in names}
     wrong = data.deliveries().wrong
@@ -235,7 +235,7 @@ def _first(lines: list[dict[str, Any]]) -> float:
 
 
 def _wall_promise(data: RunData, *, steps: int, usual: int, started: float) -> list[Promise]:
-    """Of the demonstration as it comes, or a shorter one."""
+    """Time limit of the default demonstration, or a shorter one."""
     if not data.steps or steps > usual:
         return []
     wall = float(data.steps[-1]["t"]) - started

@@ -23,17 +23,14 @@ from typing import Any
 
 TASKS: tuple[str, ...] = ("add", "running_sum")
 SPLITS: tuple[str, ...] = ("train", "heldout")
-
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "+=:# -" + LETTERS
 """Every character that a prompt or an answer may hold, in the order of the tokenizer's entries."""
-
 MAX_TERMS = len(LETTERS)
 PARETO_SCALE = 2.0
 PARETO_SHAPE = 1.1
 MAX_OPERAND = 99
-
 _ABILITY = "arithmetic"
 
 
@@ -239,3 +236,46 @@ def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
             count += 1
     partial.replace(target)
     return count
+
+
+NOISE = 0.34  # of the teacher of rejected answers: about that of the warm start
+TRIES = 100  # attempts to draw a mistake
+
+
+def answer_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` rows with the answer of a teacher that makes no mistake in column `response`.
+
+    Raises:
+        ValueError: unknown task, or a negative size.
+    """
+    rows = prompt_rows(task, size, seed)
+    return [{**row, "response": _right(task, seed, index)} for index, row in enumerate(rows)]
+
+
+def pair_rows(task: str, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` rows with a right answer in column `chosen` and a wrong one in column `rejected`.
+
+    Raises:
+        ValueError: unknown task, or a negative size.
+    """
+    rows = prompt_rows(task, size, seed)
+    return [
+        {**row, "chosen": _right(task, seed, index), "rejected": _wrong(task, seed, index)}
+        for index, row in enumerate(rows)
+    ]
+
+
+def _right(task: str, seed: int, index: int) -> str:
+    return expected_answer(task, operands(task, seed=seed, index=index))
+
+
+def _wrong(task: str, seed: int, index: int) -> str:
+    """A wrong answer, from its own random stream."""
+    values = operands(task, seed=seed, index=index)
+    stream = row_random(task, seed=seed, index=index, split="heldout")
+    truth = ground_truth(task, values)
+    for _ in range(TRIES):
+        answer = demonstration(task, values, noise=NOISE, rng=stream)
+        if answer.rpartition("#")[2] != truth:
+            return answer
+    raise ValueError(f"no wrong answer of {task} row {index} in {TRIES} tries")

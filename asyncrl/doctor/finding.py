@@ -1,4 +1,4 @@
-"""What a probe says. Standard library alone: every probe's process imports it."""
+"""Result of a probe. Only the standard library: every probe's process imports it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ OK, WARN, MISSING, WRONG = "ok", "warn", "missing", "wrong"
 
 
 class Found(NamedTuple):
-    """One finding: its state, what was seen, and what to do about it (empty where nothing is to do)."""
+    """One finding: state, observation, and remedy (empty if none is needed)."""
 
-    state: str  # ok, warn (works, and may surprise), missing (optional, not there), wrong (it must be mended)
+    state: str  # ok, warn (works, and may surprise), missing (optional), wrong (must be fixed)
     says: str
     remedy: str = ""

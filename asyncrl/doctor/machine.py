@@ -1,7 +1,6 @@
 """Probes of the machine: processor, memory, devices, disk, shared memory, limits, sockets, clock.
 
-Standard library alone. Every probe takes the places that it looks at as arguments,
-so that tests can make others.
+Only the standard library. Every probe takes its places as arguments, for tests.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
 
 GIB = 1 << 30
 LEAST_PYTHON = (3, 11)
-LEAST_FILES = 4096  # open at once: a service has one socket per peer, and segments
+LEAST_FILES = 4096  # open at once: one socket per peer in a service, and segments
 SOCKET_PATH_BYTES = 107  # of a unix socket on Linux
-SOCKET_BELOW_BYTES = 40  # what a run adds: /runs/NAME/sockets/weightsync.sock
+SOCKET_BELOW_BYTES = 40  # added by a run: /runs/NAME/sockets/weightsync.sock
 SLOW_SYNC_S = 0.1
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "fuse.sshfs", "lustre", "9p", "ceph", "glusterfs"})
 UNSYNCHRONIZED = 5  # adjtimex: TIME_ERROR
@@ -33,7 +32,7 @@ NODES = {"cuda": r"nvidia\d+", "npu": r"davinci\d+"}
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Found:
-    """The interpreter is new enough, on a system that has what is used."""
+    """The interpreter is new enough, and the system supported."""
     shown = f"Python {'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
     if version < LEAST_PYTHON:
         return Found(WRONG, shown, f"install Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
@@ -43,7 +42,7 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Found:
 
 
 def processor(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> Found:
-    """Cores, and the share of them that this container gets."""
+    """Cores, and this container's share of them."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = cpu_max.read_text().split()
@@ -76,7 +75,7 @@ def memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cg
 
 
 def devices(dev: Path = Path("/dev"), ascend: Path = Path("/usr/local/Ascend")) -> Found:
-    """Accelerators, by their nodes under /dev; whether torch can use them says the probe `torch`."""
+    """Accelerators, by their nodes in /dev; the probe `torch` tells whether torch can use them."""
     names = [node.name for node in dev.iterdir()] if dev.is_dir() else []
     counts = {kind: sum(bool(re.fullmatch(pattern, name)) for name in names) for kind, pattern in NODES.items()}
     shown = ", ".join(f"{count} x {kind}" for kind, count in counts.items() if count)
@@ -92,7 +91,7 @@ def devices(dev: Path = Path("/dev"), ascend: Path = Path("/usr/local/Ascend")) 
 
 
 def disk(folder: Path | None = None, mounts: Path = Path("/proc/mounts")) -> Found:
-    """Runs can be written here: space, kind of file system, time of an fsync."""
+    """Runs can be written here: space, type of the file system, duration of an fsync."""
     folder = folder or Path.cwd()
     kind = filesystem(folder, mounts)
     try:
@@ -129,7 +128,7 @@ def filesystem(folder: Path, mounts: Path) -> str:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Found:
-    """Where weights wait for generators on the same host."""
+    """Shared memory, through which generators on the same host get weights."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -162,7 +161,7 @@ def limits(get: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Found:
 
 
 def sockets(folder: Path | None = None) -> Found:
-    """Services can listen: on a port of the loopback, and on a unix socket below the run folder."""
+    """Services can listen: on a port of the loopback, and on a unix socket in the run folder."""
     folder = folder or Path.cwd()
     try:
         with socket.socket() as one:
@@ -183,7 +182,9 @@ def sockets(folder: Path | None = None) -> Found:
 
 
 def clock(state: int | None = None, now: float | None = None) -> Found:
-    """The wall clock is kept by a server. Decisions use the monotonic clock; logs of several hosts need the wall."""
+    """A time server sets the wall clock. Decisions use the monotonic clock; logs of several hosts need the wall
+    clock.
+    """
     shown = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now if now is not None else time.time()))
     if (now if now is not None else time.time()) < 1.7e9:
         return Found(WARN, f"{shown}: in the past", "set the clock: certificates and logs depend on it")
@@ -194,9 +195,9 @@ def clock(state: int | None = None, now: float | None = None) -> Found:
 
 
 def _kernel_clock() -> int:
-    """What adjtimex says: 0 to 5; -1 where it may not be asked."""
+    """State of the clock by adjtimex: 0 to 5; -1 without permission."""
     try:
-        room = ctypes.create_string_buffer(256)  # struct timex; modes = 0: read alone
+        room = ctypes.create_string_buffer(256)  # struct timex; modes = 0: read only
         return int(ctypes.CDLL(None).adjtimex(room))
     except (OSError, AttributeError):
         return -1

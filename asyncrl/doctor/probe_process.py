@@ -1,6 +1,6 @@
-"""One probe in a process of its own: `python -m asyncrl.doctor.probe_process NAME` prints its finding as JSON, last.
+"""Runs one probe in a separate process: `python -m asyncrl.doctor.probe_process NAME` prints its finding as JSON, last.
 
-Started by `asyncrl.doctor.run`. Guarantee: whatever a probe raises is its finding.
+Guarantee: any exception of a probe becomes its finding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(name: str) -> int:
     """Run it and print."""
     try:
         found = PROBES[name]()
-    except Exception as error:  # the finding is that it cannot be found out
+    except Exception as error:  # the finding: it cannot be determined
         found = Found(WRONG, f"{type(error).__name__}: {error}", "please report it: `asyncrl doctor --json`")
     print(f"\n{MARK}{json.dumps(found)}", flush=True)
     return 0

@@ -1,7 +1,4 @@
-"""Starts the probes, a few at a time, each in a process group with a limit; shows what they found.
-
-The guarantees stand in the package.
-"""
+"""Starts the probes, a few at a time, each in a process group with a limit, and prints the findings."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Probed(NamedTuple):
 
 
 def doctor_command(*, only: Sequence[str] = (), as_json: bool = False, limit_s: float = LIMIT_S) -> int:
-    """Run all probes, or some; 1 where something is wrong."""
+    """Run all probes, or some; 1 if something is wrong."""
     unknown = [name for name in only if name not in PROBES]
     if unknown:
         raise ConfigError(
@@ -55,7 +52,7 @@ def examine(names: Sequence[str], *, limit_s: float = LIMIT_S) -> list[Probed]:
 
 
 def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
-    """The finding of one probe, whatever becomes of its process."""
+    """The finding of one probe, even if its process fails."""
     child = subprocess.Popen(
         [sys.executable, "-m", "asyncrl.doctor.probe_process", name],
         stdout=subprocess.PIPE,
@@ -87,7 +84,7 @@ def probe(name: str, *, limit_s: float = LIMIT_S) -> Found:
 
 def end(child: subprocess.Popen[str]) -> None:
     """Kill the process group: an engine may have children."""
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # the group has ended
         os.killpg(child.pid, signal.SIGKILL)
     child.wait(timeout=10)
     for stream in (child.stdout, child.stderr):
@@ -96,7 +93,7 @@ def end(child: subprocess.Popen[str]) -> None:
 
 
 def format_findings(probed: Iterable[Probed]) -> str:
-    """A line for each, its remedy below, and what it comes to."""
+    """A line per finding, its remedy below, and a summary."""
     every = list(probed)
     width = max((len(one.name) for one in every), default=0)
     lines = []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.doctor.finding import MISSING, OK, WARN, WRONG, Found
 
-#: Servers below these have known holes in scripts (CVE-2025-49844 and others), unless the distribution mended them.
+#: Versions below these have known holes in scripts (CVE-2025-49844 and others), unless the distribution patched them.
 PATCHED_REDIS: dict[tuple[int, ...], tuple[int, ...]] = {
     (7, 2): (7, 2, 11),
     (7, 4): (7, 4, 6),
@@ -25,7 +25,7 @@ PATCHED_REDIS: dict[tuple[int, ...], tuple[int, ...]] = {
 }
 LEAST_TORCH = (2, 9)
 ENGINES = {"vllm": "vllm", "sglang": "sglang"}
-#: Package -> the extra that brings it, what it is for, and its module.
+#: Package -> its extra, purpose, and module.
 EXTRAS = {
     "transformers": ("learner", "models and tokenizers", "transformers"),
     "flash-attn": ("cuda", "attention of packed rows on CUDA", "flash_attn"),
@@ -43,7 +43,7 @@ _VERSION = (
 
 
 def packages() -> Found:
-    """What the core needs is installed, in versions that fit."""
+    """Packages of the core are installed, in supported versions."""
     try:
         wanted = importlib.metadata.requires("asyncrl") or []
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +77,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def installed(package: str) -> str:
-    """Its version; empty where it is not installed."""
+    """The installed version; empty without one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def installed(package: str) -> str:
 
 
 def torch(nodes: Path = Path("/dev")) -> Found:
-    """torch can be imported and sees the devices that are there."""
+    """torch can be imported and sees the devices."""
     if importlib.util.find_spec("torch") is None:
         return Found(
             MISSING,
@@ -94,7 +94,7 @@ def torch(nodes: Path = Path("/dev")) -> Found:
         )
     try:
         found = importlib.import_module("torch")
-    except Exception as error:  # whatever a broken installation raises is the finding
+    except Exception as error:  # any exception of a broken installation is the finding
         return broken_torch(error)
     version = str(found.__version__)
     if numbers(version) < LEAST_TORCH:
@@ -114,7 +114,7 @@ def torch(nodes: Path = Path("/dev")) -> Found:
 
 
 def broken_torch(error: Exception) -> Found:
-    """Why `import torch` fails. torch_npu registers itself with torch: without CANN nothing imports any more."""
+    """Why `import torch` fails. torch_npu registers itself with torch: without CANN the import fails."""
     said = f"import torch: {type(error).__name__}: {error}".splitlines()[0][:300]
     if installed("torch_npu") and re.search(r"libhccl|libascendcl|libge_runner|torch_npu|npu", str(error)):
         remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh, or pip uninstall torch_npu where no NPU is"
@@ -157,7 +157,7 @@ def sglang() -> Found:
 
 
 def engine(name: str, prefix: str = sys.prefix) -> Found:
-    """An engine here, or in the environment beside this one that `make NAME` makes; really imported."""
+    """An engine in this environment, or in the one that `make NAME` creates; really imported."""
     beside = Path(prefix).parent / f".venv-{name}" / "bin" / "python"
     if importlib.util.find_spec(ENGINES[name]) is not None:
         python = sys.executable
@@ -193,7 +193,7 @@ def engine(name: str, prefix: str = sys.prefix) -> Found:
 
 
 def extras() -> Found:
-    """Optional packages, by their metadata; nothing of them is imported."""
+    """Optional packages, by their metadata, without importing them."""
     have = {package: installed(package) for package in EXTRAS}
     broken = [package for package, version in have.items() if version and not importable(EXTRAS[package][2])]
     shown = ", ".join(f"{package} {version}" for package, version in have.items() if version)
@@ -214,7 +214,7 @@ def extras() -> Found:
 
 
 def importable(module: str) -> bool:
-    """Whether Python finds it."""
+    """Whether Python finds the module."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -242,7 +242,7 @@ def redis(path: str | None = None) -> Found:
 
 
 def judged_redis(shown: str, name: str, version: tuple[int, ...]) -> Found:
-    """The finding for a version. Distributions mend without a new number: a warning, never more."""
+    """The finding for a version. Distributions patch without a new number, so it is never more than a warning."""
     if name != "Redis":
         return Found(OK, shown)
     line = version[:2]
@@ -270,7 +270,7 @@ def sandbox(
     kernel: Path = Path("/proc/sys"),
     command: tuple[str, ...] = ("/bin/true",),
 ) -> Found:
-    """Programs that a model wrote can be isolated: bubblewrap and namespaces, really tried."""
+    """Programs of a model can be isolated: bubblewrap and namespaces, really tried."""
     bwrap = shutil.which("bwrap", path=path)
     without = "the code task and sandboxed tools need it; nothing else does"
     if not bwrap:
@@ -302,7 +302,7 @@ def sandbox(
 
 
 def userns_remedy(kernel: Path = Path("/proc/sys")) -> str:
-    """What forbids user namespaces."""
+    """The remedy for the setting that forbids user namespaces."""
     rules = {
         "kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
         "user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
@@ -318,7 +318,7 @@ def userns_remedy(kernel: Path = Path("/proc/sys")) -> str:
 
 
 def gang() -> Found:
-    """Ranks of a gang find each other: torch's own rendezvous over Gloo, alone on this host."""
+    """Ranks of a gang find each other: torch's rendezvous over Gloo on this host."""
     if importlib.util.find_spec("torch") is None:
         return Found(MISSING, "without torch there is no gang")
     code = (

@@ -1,13 +1,10 @@
-"""Held-out evaluation: the ids that mark its work, and the settings that its producers sample by.
+"""Ids of held-out evaluations.
 
-A run that trains
-counts its groups 0, 1, 2, ...; the prompts of evaluations have ids of their own from `FIRST` on, so that a group says
-by its number alone that it is never trained. Guarantees:
-1. `evaluation_group` and `split_group` are inverse; ids stay below 2^53, so that they survive JSON anywhere;
+A run counts its training groups 0, 1, 2, ...; prompts of evaluations have ids from `FIRST` on, so the number alone
+tells that a group is never trained. Guarantees:
+1. `evaluation_group` and `split_group` are inverse; ids stay below 2^53, so they survive JSON in all languages;
 2. `row_seed` depends on the run's seed, the row and the attempt, not on the step: evaluations of two steps use the same
-   random numbers, which takes some of the noise out of their difference.
-It holds no state. The figures are in `asyncrl.evaluation.statistics`, the bookkeeping in
-`buffers.evaluation.evaluations`.
+   random numbers, which reduces the noise of their difference.
 
 Example: row 3 of the evaluation of step 20.
 
@@ -27,9 +24,9 @@ from asyncrl.errors import UNREADABLE
 FIRST = 1 << 52  # ids of evaluations begin here
 ROW_BITS = 24
 MAX_ROWS = 1 << ROW_BITS
-NO_SOURCE = "default"  # of rows without a data_source
-METRICS = ("evaluation_", "val-core/", "val-aux/")  # how the numbers of an evaluation begin; the rest are labels
-MARK = "eval_"  # events of evaluations in the history begin with it
+NO_SOURCE = "default"  # for rows without a data_source
+METRICS = ("evaluation_", "val-core/", "val-aux/")  # prefixes of an evaluation's numbers; other fields are labels
+MARK = "eval_"  # prefix of evaluation events in the history
 
 
 def is_evaluation(group: int) -> bool:
@@ -48,8 +45,8 @@ def split_group(group: int) -> tuple[int, int]:
 
 
 def row_seed(seed: int, row: int, attempt: int = 0) -> int:
-    """The seed of a row's samples, 56 bits. What failed by the text that it sampled would fail again: another attempt
-    draws others.
+    """The seed of a row's samples, 56 bits. Another attempt draws other samples: one that failed because of its text
+    would fail again.
     """
     text = f"{seed}/evaluation/{row}" + (f"/{attempt}" if attempt else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

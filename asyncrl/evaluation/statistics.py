@@ -20,8 +20,8 @@ n = 1, 2, 4 .. up to k. Standard error: `s / sqrt(P)` over the P prompts, s thei
 3. figures of no prompts are left out.
 
 Names follow verl's (`val-core/<source>/reward/mean@k`, `.../best@n/mean`, `.../maj@k/mean`; smaller n and the parts of
-the reward in `val-aux`), with two differences: best@n is exact where verl draws 1000 times with replacement, and beside
-`mean` stands `se`, the standard error over prompts, where verl's `std` is the spread between those draws.
+the reward in `val-aux`), with two differences: best@n is exact, verl draws 1000 times with replacement; `se` is the
+standard error over prompts, while verl's `std` is the spread between those draws.
 
 Example: two prompts, k = 2, rewards (1, 0) and (0, 0).
 
@@ -40,11 +40,11 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 
-ALL = "all"  # the data source that stands for every prompt
+ALL = "all"  # data source of the figures over all prompts
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One prompt with all of its samples scored. `parts`: of the reward, by name, one value per sample that has it."""
+    """One prompt with all samples scored. `parts`: parts of the reward by name, one value per sample that has it."""
 
     source: str
     rewards: tuple[float, ...]
@@ -99,9 +99,9 @@ def sizes(k: int) -> list[int]:
 
 
 def figures(outcomes: Iterable[Outcome], *, correct_above: float) -> dict[str, dict[str, float]]:
-    """Data source -> name -> value, and the same over all prompts under `all`, where there is more than one source.
+    """Data source -> name -> value, and the same over all prompts under `all` if there are several sources.
 
-    `correct_above`: a sample is right where its reward is above it. All outcomes have the same number of samples.
+    `correct_above`: a sample is correct if its reward is above it. All outcomes have the same number of samples.
     """
     every = list(outcomes)
     by_source: dict[str, list[Outcome]] = {}
@@ -133,7 +133,8 @@ def _mean_with_error(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean: `sqrt(sum (x - mean)^2 / (P (P - 1)))`; 0 for a single value, of which nothing is known.
+    """Standard error of the mean: `sqrt(sum (x - mean)^2
+    (P (P - 1)))`; 0 for a single value.
 
     >>> standard_error([0.0, 1.0]), standard_error([1.0])
     (0.5, 0.0)
@@ -142,7 +143,7 @@ def standard_error(values: Sequence[float]) -> float:
     if count < 2:
         return 0.0
     mean = math.fsum(values) / count
-    # A square of a large reward may overflow: `hypot` does not.
+    # `hypot` does not overflow, unlike the square of a large reward
     return math.hypot(*(value - mean for value in values)) / math.sqrt(count * (count - 1))
 
 

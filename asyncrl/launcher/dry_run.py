@@ -1,9 +1,9 @@
-"""`asyncrl launch --dry-run`: what would start, with commands, files and environment; and nothing does.
+"""`asyncrl launch --dry-run`: the processes that would start, with commands, files and environment.
 
 Guarantees:
 1. the plan is that of a real launch: the same function makes it from the same configuration;
-2. nothing is started, locked or written: not even the run folder is made;
-3. secrets do not stand in it: keys travel as the path of their file, passwords of URLs are left out.
+2. nothing is started, locked or written, not even the run folder;
+3. it holds no secrets: keys are paths of files, passwords of URLs are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.runtime.run_dir import RunDir
 
 
 def dry_run(paths: Sequence[Path], options: LaunchOptions, *, as_json: bool = False) -> int:
-    """Print it. Raises ConfigErrors like a launch."""
+    """Print the plan. Raises ConfigErrors like a launch."""
     config, checked = checked_files(paths, options)
     config = absolute(config)
     roles = roles_here(config, options)
@@ -63,7 +63,7 @@ def mask_passwords(text: str) -> str:
 
 
 def list_outputs(run: RunDir, roles: Sequence[str]) -> list[str]:
-    """What a launch writes in the run folder, and which role."""
+    """Files that a launch writes in the run folder, with their roles."""
     places = {
         "all": (run.config, run.logs, run.alive, run.metrics),
         "buffer": (run.store, run.segments, run.history, run.sockets, run.dead),
@@ -73,7 +73,7 @@ def list_outputs(run: RunDir, roles: Sequence[str]) -> list[str]:
 
 
 def format_dry_run(said: dict[str, Any]) -> str:
-    """For a terminal: commands that can be pasted, one environment where all have the same."""
+    """Text for a terminal: commands to paste, and one environment if all processes share it."""
     processes = said["processes"]
     shared = dict(set.intersection(*(set(one["env"].items()) for one in processes))) if processes else {}
     lines = [f"run {said['run']}: {'goes on with what is there' if said['resumes'] else 'new'}"]

@@ -1,13 +1,13 @@
-"""Notices that a run makes no step, and says who is waited for.
+"""Detects that a run makes no progress, and diagnoses the reason.
 
 Guarantees:
-1. no step for `run.hang_timeout_s` is a hang; from a learner's start to its first step `run.start_timeout_s` where that
-   is longer; so is a learner that ended itself with code 70 when that time was all but over;
-2. the diagnosis is the buffer's own, asked with a deadline; without its answer the silence is named, and so is every
-   process of the run on this host that is stopped (SIGSTOP, a debugger). The counts of the queue stand in it;
-3. before anything is ended the stacks of all roles on this host go to their logs (SIGUSR1); a stopped one is woken for
-   that. Only processes that noted themselves in the run folder are asked: they are known to have the handler.
-It ends nothing itself. A rank that hangs in a collective is ended by `learners.gang.watchdog`.
+1. no step for `run.hang_timeout_s` is a hang; from a learner's start to its first step `run.start_timeout_s` applies if
+   it is longer. A learner that ended with code 70 shortly before the limit counts as a hang;
+2. the diagnosis comes from the buffer, with a deadline; without an answer it names the silence, and every process of
+   the run on this host that is stopped (SIGSTOP, a debugger). It includes the counts of the queue;
+3. before anything ends, all roles on this host write their stacks to their logs (SIGUSR1); stopped ones are continued
+   first. Only processes recorded in the run folder get the signal: they have the handler. It ends nothing itself.
+   `learners.gang.watchdog` ends a rank that hangs in a collective.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asyncrl.runtime.liveness import STOPPED
 from asyncrl.runtime.run_dir import RunDir, endpoint, run_keys
 
 LOOK_S = 0.5
-NEARLY = 0.9  # share of the limit after which the learner's own code 70 is taken for the same hang
-DUMP_S = 0.5  # for the stacks to reach the logs
+NEARLY = 0.9  # share of the limit after which the learner's own code 70 counts as the same hang
+DUMP_S = 0.5  # time for the stacks to reach the logs
 
 
 def ask_buffer(config: Config) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def ask_buffer(config: Config) -> dict[str, Any]:
 
 
 class HangWatch:
-    """One run's clock. `ask` gets the buffer's status; `clock` counts seconds."""
+    """The clock of a run. `ask` gets the buffer's status; `clock` counts seconds."""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class HangWatch:
         self._ask = ask
         self._clock = clock
         self._steps = JsonTail(run.metrics / "learner.jsonl")
-        self._steps.poll()  # those of an earlier start
+        self._steps.poll()  # steps of an earlier start
         self._since = clock()
         self._starting = True
         self._next_look = 0.0
 
     def learner_started(self) -> None:
-        """Its clock begins anew: it has to load its model first."""
+        """Restart the clock: the learner must load its model first."""
         self._steps.poll()
         self._since = self._clock()
         self._starting = True
 
     def look(self, *, learner_ended: bool = False) -> str:
-        """Empty, or what to tell the user: the limit has passed. `learner_ended`: by itself, with code 70."""
+        """The text for the user if the limit has passed, else empty. `learner_ended`: by itself, with code 70."""
         now = self._clock()
         if now < self._next_look and not learner_ended:
             return ""
@@ -79,7 +79,7 @@ class HangWatch:
         if silent <= limit * (NEARLY if learner_ended else 1.0):
             return ""
         if not learner_ended and self._evaluates():
-            self._since = now  # an evaluation has a time limit of its own
+            self._since = now  # an evaluation has its own time limit
             return ""
         return f"no step for {silent:.0f} s ({name} = {limit:g}). {self.diagnosis()}"
 
@@ -91,7 +91,7 @@ class HangWatch:
         return "run.hang_timeout_s", run.hang_timeout_s
 
     def _evaluates(self) -> bool:
-        """Whether the learner has done its last step and waits for an evaluation that runs."""
+        """Whether the learner has done its last step and waits for a running evaluation."""
         if not self._config.evaluation.enabled:
             return False
         status = self._ask(self._config)
@@ -99,7 +99,7 @@ class HangWatch:
         return bool(running) and int(status.get("version", 0)) >= self._config.learner.steps
 
     def diagnosis(self) -> str:
-        """Who is waited for, in one sentence."""
+        """One sentence about the processes that the run waits for."""
         status = self._ask(self._config)
         if "error" in status:
             what = f"the buffer does not answer: {status['error']}"
@@ -114,7 +114,7 @@ class HangWatch:
         return what + (f"; stopped by a signal: {told}" if stopped else "") + (f"; queue: {queue}" if queue else "")
 
     def _last_counts(self) -> dict[str, Any]:
-        """The last line that the buffer wrote, where it does not answer now."""
+        """The last line that the buffer wrote, if it does not answer now."""
         lines = read_lines(self._run.metrics / "buffer.jsonl")[-1:]
         return lines[0] if lines else {}
 
@@ -123,12 +123,12 @@ class HangWatch:
         return {line["pid"]: str(line.get("name")) for line in noted}
 
     def local_roles(self) -> list[tuple[str, int]]:
-        """(name, pid) of the living roles below this process."""
+        """(name, pid) of the living roles started by this process."""
         names = self._names()
         return [(names[pid], pid) for pid in descendants(os.getpid()) if pid in names]
 
     def dump_stacks(self) -> None:
-        """Every local role prints its stacks to its log."""
+        """Let every local role write its stacks to its log."""
         for _, pid in self.local_roles():
             send(pid, signal.SIGUSR1)
             send(pid, signal.SIGCONT)

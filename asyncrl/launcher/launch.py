@@ -1,13 +1,14 @@
-"""`asyncrl launch`: checks, plans, supervises, and says how it went.
+"""`asyncrl launch`: checks, plans and supervises a run, and reports the result.
 
 Guarantees:
-1. nothing is started and nothing is written before the whole configuration was checked;
-2. the same command again resumes the run; what changed in the configuration since is printed;
-3. a second launcher of the same role of the same run is refused (`service.duplicate`); more producers and reward
-   workers may join at any time, under names of their own;
+1. nothing is started or written before the whole configuration has been checked;
+2. the same command resumes the run, and prints the settings that changed;
+3. a second launcher of the same role of a run is refused (`service.duplicate`); more producers and reward workers may
+   join at any time, under their own names;
 4. no role package is imported here: roles are processes, named by their module;
-5. however a run with a learner ends, `result.json` and `report.html` are written: what the learner wrote of a complete
-   run (steps, rewards, lag, ledger) stays in it, beside how the launch ended. There is no `result.json` while it runs;
+5. however a run with a learner ends, `result.json` and `report.html` are written. Results that the learner wrote for a
+   complete run (steps, rewards, lag, ledger) are kept, together with the end of the launch. There is no `result.json`
+   during the run;
 6. weights that killed learners left in shared memory are removed.
 """
 
@@ -38,14 +39,13 @@ from asyncrl.preflight import check as checks
 from asyncrl.preflight.derived import what_starts
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan.interpreters import python_path, settle_interpreter
-from asyncrl.process_plan.outcome import Outcome
-from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, ProcessPlan, plan
+from asyncrl.process_plan.plan import TARGETS, WORKERS, Joining, Outcome, ProcessPlan, plan
 from asyncrl.runtime.launchers import launcher_mark
 from asyncrl.runtime.run_dir import RunDir, read_object, run_keys, sibling_address, write_atomic
 from asyncrl.runtime.shared_memory import remove_stale_slots
 
-OWNERS = frozenset({"all", "services", "buffer", "learner"})  # these write RUN/config.toml
-SHARED = frozenset({"producers", "rewards"})  # may be launched several times for one run
+OWNERS = frozenset({"all", "services", "buffer", "learner"})  # targets that write RUN/config.toml
+SHARED = frozenset({"producers", "rewards"})  # targets that may be launched several times for one run
 
 
 class LaunchOptions(msgspec.Struct, frozen=True):
@@ -59,15 +59,15 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     verbose: bool = False
     plain: bool = False
     report: bool = True
-    judge: str = ""  # target rewards: workers of this judge alone (`default`: of the default one); empty: of all
+    judge: str = ""  # target rewards: only workers of this judge (`default`: of the default one); empty: of all
     insecure_no_auth: bool = False
     node_rank: int = 0
     head: str = ""
-    job: bool = False  # of a scheduler, which starts again what did not end with 0
+    job: bool = False  # run by a scheduler, which restarts a job that did not end with 0
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """What was run and how it ended."""
+    """The run, and how it ended."""
 
     config: Config
     run: RunDir
@@ -96,8 +96,8 @@ def checked_files(paths: Path | Sequence[Path], options: LaunchOptions) -> tuple
 
 
 def launch_config(config: Config, options: LaunchOptions) -> Launched:
-    """Like `launch`, with the configuration in hand."""
-    _only_judge(config, options)  # a wrong name is told before anything is looked at
+    """Like `launch`, with a given configuration."""
+    _only_judge(config, options)  # report a wrong name before any other check
     checked = checks.check(config, roles_here(config, options), joining=bool(options.connect))
     if checked.errors:
         raise ConfigErrors(checked.errors)
@@ -105,7 +105,7 @@ def launch_config(config: Config, options: LaunchOptions) -> Launched:
 
 
 def roles_here(config: Config, options: LaunchOptions) -> tuple[str, ...]:
-    """The roles that the target starts here."""
+    """The roles that the target starts on this host."""
     return present_roles(TARGETS[options.target], config) if options.target == "all" else TARGETS[options.target]
 
 
@@ -156,13 +156,15 @@ def _launch(config: Config, checked: checks.Checked, options: LaunchOptions) -> 
 
 
 def worker_key(config: Config, roles: Sequence[str]) -> str:
-    """The key file of producers and reward workers; empty without keys, or them. Raises `config.network`."""
+    """The key file of producers and reward workers; empty if there are no keys or no workers. Raises
+    `config.network`.
+    """
     needed = config.network.key_file and WORKERS & set(roles)
     return str(worker_file(Path(config.network.key_file))) if needed else ""
 
 
 def _only_judge(config: Config, options: LaunchOptions) -> str | None:
-    """The judge whose workers are started; None: those of all. Raises where the run has no such judge."""
+    """The judge whose workers start; None: all judges. Raises if the run has no such judge."""
     if not options.judge:
         return None
     if options.target != "rewards":
@@ -175,7 +177,7 @@ def _only_judge(config: Config, options: LaunchOptions) -> str | None:
 
 
 def point_to_services(config: Config, connect: str) -> Config:
-    """The configuration with the services where they are reached from here."""
+    """The configuration with the addresses of the services as seen from this host."""
     network = msgspec.structs.replace(
         config.network, buffer=connect, weightsync=sibling_address(config.network.weightsync, connect)
     )
@@ -183,7 +185,7 @@ def point_to_services(config: Config, connect: str) -> Config:
 
 
 def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> None:
-    """A gang of several hosts needs to know which host this is and where the first one is."""
+    """A gang of several hosts needs the number of this host and the address of the first one."""
     hosts = config.cluster.learner_hosts
     if hosts == 1 or "learner" not in roles:
         if options.head or options.node_rank:
@@ -201,8 +203,9 @@ def check_gang(config: Config, roles: Sequence[str], options: LaunchOptions) -> 
 
 
 def gang_is_done(run: RunDir, config: Config, options: LaunchOptions) -> bool:
-    """Whether a gang of several hosts has trained its last step. A host that is started again after that would wait for
-    others that have ended. The ledger in the result is of a learner that came to its end."""
+    """Whether a gang of several hosts has trained its last step. A host that restarts after that would wait for hosts
+    that have ended. The ledger in the result belongs to a learner that reached its end.
+    """
     if options.target != "learner" or config.cluster.learner_hosts == 1:
         return False
     result = read_object(run.result)
@@ -210,7 +213,7 @@ def gang_is_done(run: RunDir, config: Config, options: LaunchOptions) -> bool:
 
 
 def absolute(config: Config) -> Config:
-    """The same configuration with the run folder and a local model folder as absolute paths."""
+    """Make the run folder and a local model folder absolute paths."""
     config = msgspec.structs.replace(
         config, run=msgspec.structs.replace(config.run, dir=str(Path(config.run.dir).resolve()))
     )
@@ -221,7 +224,7 @@ def absolute(config: Config) -> Config:
 
 
 def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
-    """Hold what only one launcher may do; the tag for names of workers that join beside others."""
+    """Take the locks of this launcher; the tag for names of additional workers."""
     node = f"-{options.node_rank}" if options.node_rank else ""
     names = [f"launch-{role}{node}" for role in TARGETS[options.target]]
     held: list[IO[str]] = []
@@ -240,13 +243,13 @@ def _locks(run: RunDir, options: LaunchOptions) -> tuple[list[IO[str]], str]:
 
 
 def _tag(options: LaunchOptions) -> str:
-    """Of this launcher alone. In containers all launchers have the same pid: their host tells them apart."""
+    """A tag of this launcher. Launchers in containers have the same pid, so the host distinguishes them."""
     host = f"{socket.gethostname().split('.')[0]}-" if options.connect else ""
     return f"{host}{os.getpid():x}"
 
 
 def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: str) -> Path:
-    """Write the resolved configuration where the children read it; the path."""
+    """Write the resolved configuration for the children; return its path."""
     text = dump(config)
     if options.target in OWNERS and not options.connect and (note := resume_note(run, config)):
         _print(note)
@@ -265,7 +268,7 @@ def settle_config(run: RunDir, config: Config, options: LaunchOptions, *, tag: s
 
 
 def resume_note(run: RunDir, config: Config) -> str:
-    """What to know about a run that has begun: where it goes on, or that it is over; empty where it is new."""
+    """A note about a resumed run: its step, or that it is complete; empty for a new run."""
     found = [
         int(folder.name.rpartition("_")[2])
         for folder in run.checkpoints.glob("step_*")
@@ -281,10 +284,10 @@ def resume_note(run: RunDir, config: Config) -> str:
 
 
 def refuse_other_groups(run: RunDir, config: Config) -> None:
-    """Groups under way and in the log have the size that the run began with. Raises `config.conflict`."""
+    """Groups in progress and in the log have the size that the run began with. Raises `config.conflict`."""
     try:
         old = load(run.config).sampling.group_samples
-    except AsyncRLError:  # `changes` says so
+    except AsyncRLError:  # reported by `changes`
         return
     if run.history.is_file() and run.history.stat().st_size and old != config.sampling.group_samples:
         raise ConfigError(
@@ -305,9 +308,9 @@ def changes(path: Path, config: Config) -> list[str]:
 
 
 def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: LaunchOptions) -> Outcome:
-    own = "learner" in TARGETS[options.target]  # another launcher's steps are shown there
+    own = "learner" in TARGETS[options.target]  # another launcher shows the steps
     progress = Progress(run, steps=config.learner.steps, verbose=options.verbose, plain=options.plain, table=own)
-    mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds us by it
+    mark = run.lock(launcher_mark(options.target))  # `asyncrl stop` finds the launcher by it
     try:
         hang = HangWatch(run, config) if own else None
         silence = SilenceWatch(run, limit_s=config.run.silent_timeout_s)
@@ -329,7 +332,9 @@ def _supervise(run: RunDir, config: Config, plans: list[ProcessPlan], options: L
 
 
 def _grace(config: Config, options: LaunchOptions) -> Grace:
-    """How long the stages of a stop may take: a job's learner has what the scheduler gives, less the other stages."""
+    """Time limits of the stages of a stop: the learner of a job gets the scheduler's grace period, less the other
+    stages.
+    """
     usual = Grace()
     if not options.job:
         return usual
@@ -337,13 +342,13 @@ def _grace(config: Config, options: LaunchOptions) -> Grace:
 
 
 def exit_code(outcome: Outcome, options: LaunchOptions) -> int:
-    """Of the command. A scheduler takes a job that ends with 0 for complete, also where it stopped the job itself."""
+    """Exit code of the command. A scheduler treats 0 as complete, so a stopped job must not end with 0."""
     stopped = options.job and outcome.code == EXIT_OK and outcome.stopped
     return EXIT_STOPPED if stopped else outcome.code
 
 
 def _remove_staged(run: RunDir) -> None:
-    """Remove the staged weights of this run's learners that are dead: a killed one leaves them in shared memory."""
+    """Remove staged weights of killed learners of this run from shared memory."""
     remove_stale_slots(run.root / "weights")
 
 

@@ -1,15 +1,12 @@
-"""Notices within seconds that a process of a run gives no sign of life, and names it.
+"""Detects within seconds that a process of a run is silent, and names it.
 
 Guarantees:
-1. a role without a sign (`asyncrl.runtime.liveness`) for `run.silent_timeout_s` is named once, with pid, host, state
-   and its last
-   words; so is every process below a role that is stopped (SIGSTOP, a debugger) for that long, such as the private
-   Redis. It needs no answer of any role, and no step has to be late;
-2. the end of a silence is said too;
-3. a launcher that was stopped itself accuses nobody.
-It ends nothing: `asyncrl.launcher.hang_watch` does, where the run makes no step. A role that has not signed yet (it
-loads its model)
-is named only where it is stopped.
+1. a role without a sign of life (`asyncrl.runtime.liveness`) for `run.silent_timeout_s` is named once, with pid, host,
+   state and the reason of its last wait; so is every process below a role that is stopped (SIGSTOP, a debugger) for
+   that long, such as the private Redis. This needs no answer of any role, and no late step;
+2. the end of a silence is reported too;
+3. a launcher that was stopped itself reports no silence. It ends nothing: `asyncrl.launcher.hang_watch` does if the run
+   makes no step. A role that has not signed yet (it loads its model) is named only if it is stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ LOOK_S = 0.5
 
 
 class Silent(NamedTuple):
-    """A process that gives no sign."""
+    """A silent process."""
 
     name: str
     pid: int
@@ -47,18 +44,18 @@ class Silent(NamedTuple):
 
 
 class SilenceWatch:
-    """The signs of one launcher's processes. `clock` counts seconds."""
+    """Signs of life of one launcher's processes. `clock` counts seconds."""
 
     def __init__(self, run: RunDir, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
         self._limit_s = limit_s
         self._clock = clock
         self._processes = JsonTail(run.processes)
-        self._names: dict[int, str] = {}  # pid -> name, of processes that noted themselves
-        self._heard: dict[int, tuple[float, float]] = {}  # pid -> (its own time of the last sign, ours)
+        self._names: dict[int, str] = {}  # pid -> name, of processes recorded in the run folder
+        self._heard: dict[int, tuple[float, float]] = {}  # pid -> (time of the last sign by its clock, by ours)
         self._words: dict[int, str] = {}
-        self._stopped: dict[int, float] = {}  # pid -> since when it was seen stopped
-        self._said: dict[int, tuple[str, float]] = {}  # pid -> name, silent since
+        self._stopped: dict[int, float] = {}  # pid -> when it was first seen stopped
+        self._said: dict[int, tuple[str, float]] = {}  # reported: pid -> name, silent since
         self._looked = clock()
 
     def look(self, started: Mapping[int, str]) -> list[tuple[str, str]]:
@@ -66,7 +63,7 @@ class SilenceWatch:
         now = self._clock()
         if now - self._looked < LOOK_S:
             return []
-        if now - self._looked > max(4 * LOOK_S, self._limit_s / 2):  # we were stopped: everybody starts anew
+        if now - self._looked > max(4 * LOOK_S, self._limit_s / 2):  # this process was stopped: start again for all
             self._heard = {pid: (t, now) for pid, (t, _) in self._heard.items()}
             self._stopped = dict.fromkeys(self._stopped, now)
         self._looked = now
@@ -75,14 +72,14 @@ class SilenceWatch:
         for pid, (name, since) in list(self._said.items()):
             if pid not in silent:
                 del self._said[pid]
-                if process_state(pid):  # else it has ended: others say that
+                if process_state(pid):  # else it has ended, which is reported elsewhere
                     events.append(("back", f"{name} (pid {pid}) is back after {now - since:.0f} s"))
         for pid, one in silent.items():
             self._said.setdefault(pid, (one.name, now - one.silent_s))
         return events
 
     def silent(self, started: Mapping[int, str]) -> list[Silent]:
-        """Everybody who is silent or stopped for longer than the limit."""
+        """All processes that are silent or stopped for longer than the limit."""
         now = self._clock()
         for line in self._processes.poll():
             if line.get("host") == socket.gethostname() and isinstance(line.get("pid"), int):
@@ -108,21 +105,22 @@ class SilenceWatch:
             if self._heard.get(pid, (-1.0, 0.0))[0] != seen.t:
                 self._heard[pid] = (seen.t, now)
             self._words[pid] = seen.waiting_for
-        for gone in [pid for pid in self._heard if pid not in signs]:  # ended, or ending: it took its sign away
+        for gone in [pid for pid in self._heard if pid not in signs]:  # ended, or ending: it removed its sign
             del self._heard[gone]
 
 
 class Process(NamedTuple):
-    """A living process and what to call it."""
+    """A living process and its name."""
 
     name: str
     pid: int
 
 
 def process_tree(started: Mapping[int, str], names: Mapping[int, str]) -> list[Process]:
-    """These processes and all below them. `names`: pid -> name of roles; what is no role is named after the one above.
+    """The started processes and all below them. `names`: pid -> name of roles; other processes are named after their
+    parent.
 
-    The tree may change while it is walked: a process that starts just now may be missing.
+    The tree may change during the walk: a process that just starts may be missing.
     """
     found: dict[int, str] = {}
     layer = [(pid, names.get(pid, name)) for pid, name in started.items()]

@@ -1,12 +1,10 @@
-"""A wrapper that ties a command to the life of the launcher: `python -m asyncrl.launcher.parent_guard --parent PID --
-command...`.
+"""Ties a command to the life of the launcher: `python -m asyncrl.launcher.parent_guard --parent PID -- command...`.
 
 Guarantees (Linux):
-1. the command gets SIGKILL when the thread that started it dies, from its first instruction on: roles ask for the same
-   themselves, but only after seconds of imports, and programs that are not ours (torchrun) never do;
-2. a parent that is gone already ends the wrapper with code 1: nothing is started;
+1. the command gets SIGKILL when the thread that started it dies, from its first instruction on. Roles ask for the same,
+   but only after seconds of imports, and foreign programs (torchrun) never do;
+2. if the parent is dead already, the wrapper ends with code 1 and starts nothing;
 3. the command replaces the wrapper (`exec`): same pid, same signals, same exit code.
-It does not watch the command.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tie_to_parent(parent: int) -> bool:
-    """Ask the kernel for SIGKILL when the parent dies; False where it has died already. Elsewhere than Linux: True."""
+    """Ask the kernel for SIGKILL when the parent dies; False if it is dead already. Always True except on Linux."""
     if sys.platform != "linux":
         return True
     import ctypes

@@ -1,9 +1,9 @@
 """One planned process: its start, its log, its end.
 
 Guarantees:
-1. a child writes to its own log file; the supervisor reads what is new from there, in whole lines however they were
-   written; a last line without an end is given once its process has ended;
-2. a gang (torchrun) is asked to end through its workers, and its exit code is the worker's that failed first.
+1. a child writes to its own log file; the supervisor reads new lines from there, complete ones only; an incomplete last
+   line is returned after the process has ended;
+2. a gang (torchrun) is asked to end through its workers, and its exit code is that of the first worker that failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORKER_EXIT = re.compile(rb"exitcode\s*:\s*(-?\d+)")
 
 
 def format_exit_code(code: int) -> str:
-    """An exit code, with the signal that it stands for: `137 (SIGKILL: ...)`."""
+    """An exit code with the signal behind it: `137 (SIGKILL: ...)`."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:
@@ -36,7 +36,7 @@ def format_exit_code(code: int) -> str:
 
 
 def effective_exit_code(returncode: int, log: bytes, *, gang: bool) -> int:
-    """The code that counts: a worker's own where torchrun hides it behind its 1; 128 + number for a signal."""
+    """The exit code that counts: that of the failed worker if torchrun reports 1; 128 + number for a signal."""
     if gang and returncode == EXIT_FAILED:
         found = _WORKER_EXIT.findall(log)
         returncode = int(found[-1]) if found else returncode
@@ -44,14 +44,14 @@ def effective_exit_code(returncode: int, log: bytes, *, gang: bool) -> int:
 
 
 class Child:
-    """One planned process and what became of it."""
+    """One planned process and its state."""
 
     def __init__(self, plan: ProcessPlan, log: Path) -> None:
         self.plan = plan
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.started = False
-        self.code: int | None = None  # of its final end
+        self.code: int | None = None  # final exit code
         self.restart_at: float | None = None
         self.restarted: deque[float] = deque()
         self.restarts = 0
@@ -60,11 +60,10 @@ class Child:
         self._begin = self._offset
         self._partial = b""
         self._dying = False  # inside torchrun's traceback about a signal
-        self._rules = 0  # lines of "=====" left until torchrun's failure report ends
+        self._rules = 0  # separator lines left until torchrun's failure report ends
 
     @property
     def running(self) -> bool:
-        """True while a process exists."""
         return self.process is not None
 
     @property
@@ -100,7 +99,7 @@ class Child:
         return self.process.pid
 
     def new_lines(self, *, ended: bool = False) -> list[str]:
-        """Whole lines written since the last call (at most 256 KB at a time; `ended`: everything that is left)."""
+        """Complete lines written since the last call (at most 256 KB at a time; `ended`: everything that is left)."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as file:
@@ -117,7 +116,7 @@ class Child:
         return lines
 
     def _is_report(self, line: str) -> bool:
-        """Part of what torchrun prints about a worker's failure or a signal: it buries the worker's own words."""
+        """Whether a line belongs to torchrun's report about a failed worker, which hides the worker's own lines."""
         if not self.plan.gang:
             return False
         if self._dying or _DEATH_BEGIN.search(line):
@@ -131,13 +130,15 @@ class Child:
         return self._rules > 0
 
     def attempt_log(self) -> bytes:
-        """The end of what the present attempt wrote."""
+        """The end of the current attempt's log."""
         with self.log.open("rb") as file:
             file.seek(max(self._begin, self.log.stat().st_size - (64 << 10)))
             return file.read()
 
     def terminate(self) -> None:
-        """Ask for a graceful end. A gang's workers are asked themselves: torchrun would turn their success into 1."""
+        """Ask for a graceful end. The workers of a gang are asked directly: torchrun would turn their success into
+        1.
+        """
         if self.process is None:
             return
         targets = descendants(self.process.pid, depth=1) if self.plan.gang else []
@@ -146,13 +147,13 @@ class Child:
         self.wake()
 
     def wake(self) -> None:
-        """Let it run, and all below it: a stopped process can neither end nor answer those who want to."""
+        """Continue a stopped process and all below it: it can neither end nor answer otherwise."""
         if self.process is not None:
             for pid in (self.process.pid, *descendants(self.process.pid)):
                 send(pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process, its group and everything below it now."""
+        """Kill the process, its group and everything below it."""
         if self.process is not None:
             below = descendants(self.process.pid)
             kill_group(self.process.pid)

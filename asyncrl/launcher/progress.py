@@ -1,9 +1,9 @@
-"""What the terminal shows while a run goes on.
+"""Terminal output during a run.
 
 Guarantees:
-1. it reads the files of the run only, a few new bytes at a time: it can neither block nor disturb a role;
-2. warnings, errors and the learner's lines are shown, prefixed with the process's name; the rest with `--verbose`;
-3. output that nobody reads any more (a pipe that is closed) does not end the run;
+1. it only reads new bytes of the run's files: it can neither block nor disturb a role;
+2. warnings, errors and the learner's lines are printed with the name of the process; other lines with `--verbose`;
+3. the run continues if the reader of the output is gone (a closed pipe);
 4. on a terminal a table is redrawn in place (rich); elsewhere one plain line per step.
 """
 
@@ -21,20 +21,20 @@ from asyncrl.runtime.run_dir import RunDir
 
 LOOK_S = 0.5
 SHOWN_STEPS = 8
-STALE_WORKER_S = 10.0  # a heartbeat older than this says nothing about now
-_STEP_LINE = re.compile(r"step \d+/\d+ ")  # the learner's own; shown from its metrics instead
-# What SIGUSR1 makes every role write (no comma before `in`: not a traceback). It is for the log.
+STALE_WORKER_S = 10.0  # an older heartbeat is outdated
+_STEP_LINE = re.compile(r"step \d+/\d+ ")  # of the learner; printed from its metrics instead
+# Stacks after SIGUSR1 (no comma before `in`: not a traceback), which belong in the log.
 _STACK_LINE = re.compile(r'\s+File "[^"]*", line \d+ in |(Current t|T)hread 0x[0-9a-f]+')
 _LOUD = re.compile(r"\b(warning|warn|error|critical|fatal|traceback)\b|error\[|(Error|Exception)\b", re.IGNORECASE)
 
 
 def is_loud(line: str) -> bool:
-    """A line that the terminal shows whoever wrote it."""
+    """Whether a line is printed for every process."""
     return bool(_LOUD.search(line))
 
 
 class RunView:
-    """The newest numbers of a run: its last steps, its queue and who waits for what."""
+    """The newest numbers of a run: last steps, queue, and reasons of waiting workers."""
 
     def __init__(self, run: RunDir) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=SHOWN_STEPS)
@@ -45,7 +45,7 @@ class RunView:
         self._roles = JsonTail(run.metrics / "roles.jsonl")
 
     def poll(self) -> list[dict[str, Any]]:
-        """Take what is new; the new steps."""
+        """Read new lines; return the new steps."""
         new = [line for line in self._learner.poll() if "step" in line]
         self.steps.extend(new)
         for line in self._buffer.poll():
@@ -79,7 +79,7 @@ def step_text(line: dict[str, Any], *, steps: int) -> str:
 
 
 class Progress:
-    """Shows lines of processes and the state of the run. Close it before anything else is printed."""
+    """Prints lines of processes and the state of the run. Close it before printing anything else."""
 
     def __init__(
         self,
@@ -91,27 +91,27 @@ class Progress:
         table: bool = True,
         out: TextIO | None = None,
     ) -> None:
-        """`table`: show the steps too, in a table or as lines."""
+        """`table`: also print the steps, as a table or as lines."""
         self.view = RunView(run)
         self._steps = steps
         self._verbose = verbose
         self._out = out or sys.stdout
         self._next_look = 0.0
         self._show_steps = table
-        self._unread = False  # the reader of the output has gone: the run goes on without
+        self._unread = False  # the reader of the output is gone: the run continues
         self._live: Any = None
         if table and not plain and self._out.isatty():
             self._live = _rich_live(self._out)
 
     def say(self, name: str, line: str) -> None:
-        """A line of a process (or of the launcher itself: name `launch`)."""
+        """Print a line of a process (or of the launcher itself: name `launch`)."""
         shown_elsewhere = _STEP_LINE.match(line) or _STACK_LINE.match(line) or not line
         own = name == "launch" or (name == "learner" and not shown_elsewhere)
         if own or self._verbose or is_loud(line):
             self._print(f"[{name}] {line}")
 
     def tick(self) -> None:
-        """Look at the files now and then."""
+        """Read the files from time to time."""
         now = time.monotonic()
         if not self._show_steps or now < self._next_look:
             return
@@ -123,7 +123,7 @@ class Progress:
             self._live.update(self._table(), refresh=True)
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
+        """Draw the table a last time."""
         if self._live is not None:
             self.view.poll()
             self._live.update(self._table(), refresh=True)
@@ -136,7 +136,7 @@ class Progress:
         elif not self._unread:
             try:
                 print(text, file=self._out, flush=True)
-            except BrokenPipeError:  # `| head`, a `tee` that was killed: everything stands in the logs
+            except BrokenPipeError:  # `| head`, a killed `tee`: the logs hold everything
                 self._unread = True
 
     def _table(self) -> Any:
@@ -169,7 +169,7 @@ class Progress:
 
 
 def _rich_live(out: TextIO) -> Any:
-    """A display that is redrawn in place; None where rich is not installed."""
+    """A display that is redrawn in place; None without rich."""
     try:
         from rich.console import Console
         from rich.live import Live

@@ -43,8 +43,7 @@ from asyncrl.errors import EXIT_INTERNAL, EXIT_OK, FINAL_EXIT_CODES, AsyncRLErro
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.liveness_watch import SilenceWatch
 from asyncrl.launcher.process import Child, effective_exit_code, format_exit_code
-from asyncrl.process_plan.outcome import Outcome
-from asyncrl.process_plan.plan import ONLOOKER, SERVICES, ProcessPlan
+from asyncrl.process_plan.plan import ONLOOKER, SERVICES, Outcome, ProcessPlan
 from asyncrl.runtime.host_facts import kill_group, reachable
 
 WINDOW_S = 600.0
@@ -53,18 +52,18 @@ MAX_BACKOFF_S = 10.0
 SERVICE_RETURN_S = 5.0  # a service that ended by itself while it is needed: the learner may be about to end too
 READY_TIMEOUT_S = 10.0
 POLL_S = 0.1
-KILL_WAIT_S = 10.0  # for a killed process to be gone
-REPLACEABLE = frozenset({"producer", "reward"})  # roles of which a run can do with one less
+KILL_WAIT_S = 10.0  # for a killed process to disappear
+REPLACEABLE = frozenset({"producer", "reward"})  # a run needs only one process of these roles
 STOP_ORDER = ("learner", "producer", "reward", "weightsync", "buffer")
 EXIT_INTERRUPTED = 130
 EXIT_KILLED = 137
 
 
 class Grace(msgspec.Struct, frozen=True):
-    """How long a stage of the stop may take before SIGKILL."""
+    """Time limits of the stages of a stop before SIGKILL."""
 
-    learner_s: float = 120.0  # it writes a checkpoint
-    failed_s: float = 30.0  # the learner's, where another role failed: it may be unable to finish its step
+    learner_s: float = 120.0  # time to write a checkpoint
+    failed_s: float = 30.0  # of the learner if another role failed: it may be unable to finish its step
     other_s: float = 10.0
 
 
@@ -74,8 +73,9 @@ def backoff_s(restarts: int) -> float:
 
 
 class Supervisor:
-    """Runs a list of plans to their common end. `say(name, line)` gets every line; `tick()` is called ten times a
-    second. Use once, from the main thread."""
+    """Runs plans to their common end. `say(name, line)` gets every line; `tick()` is called ten times a second. Use
+    once, from the main thread.
+    """
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Supervisor:
         self._signals: list[signal.Signals] = []
         self._seen_signals = 0
         self._stopped = False
-        self._stages: deque[list[Child]] | None = None  # what is left to stop, in order; None while running
+        self._stages: deque[list[Child]] | None = None  # stages left to stop, in order; None while running
         self._stage_deadline = 0.0
         self._stage_asked = False
         self._learner_grace_s = self._grace.learner_s
@@ -110,7 +110,7 @@ class Supervisor:
     # ------------------------------------------------------------ the visible page
 
     def run(self) -> Outcome:
-        """Start everything, watch it, end it; returns when nothing is left."""
+        """Start, watch and stop all processes; returns when none is left."""
         started = time.monotonic()
         previous = self._install_signals()
         try:
@@ -185,7 +185,7 @@ class Supervisor:
     def _reap(self, child: Child) -> None:
         if child.process is None or (returncode := child.process.poll()) is None:
             return
-        kill_group(child.process.pid)  # whatever it left behind in its session
+        kill_group(child.process.pid)  # processes left in its session
         child.process = None
         self._read(child, ended=True)
         child.code = effective_exit_code(returncode, child.attempt_log(), gang=child.plan.gang)
@@ -221,14 +221,14 @@ class Supervisor:
         self._schedule(child, wait_s)
 
     def _others(self, child: Child) -> list[str]:
-        """Workers of the same role that are at work here, or will be again."""
+        """Workers of the same role that run here, or will be restarted."""
         role = child.plan.role
-        mine = (role, child.plan.judge)  # the workers of another judge are no substitute
+        mine = (role, child.plan.judge)  # workers of another judge cannot replace it
         alike = [one for one in self.children if one is not child and (one.plan.role, one.plan.judge) == mine]
         return [other.plan.name for other in alike if not other.over] if role in REPLACEABLE else []
 
     def _give_up(self, child: Child, code: int, why: str) -> None:
-        """The run goes on without this worker."""
+        """Continue the run without this worker."""
         name = child.plan.name
         self._given_up[name] = code
         self._event("given up", name=name, role=child.plan.role, code=code)
@@ -245,7 +245,7 @@ class Supervisor:
         self._event("restart", name=child.plan.name, role=child.plan.role, wait_s=wait_s, code=child.code)
 
     def _workers_are_busy(self) -> bool:
-        """Somebody other than the services is still at work."""
+        """Whether a process other than services and observers still runs."""
         idle = {*SERVICES, ONLOOKER}
         return any(not child.over for child in self.children if child.plan.role not in idle)
 
@@ -262,7 +262,7 @@ class Supervisor:
             self._event(kind, text=text)
 
     def _started(self) -> dict[int, str]:
-        """pid -> name of the children that run."""
+        """pid -> name of the running children."""
         return {child.process.pid: child.plan.name for child in self.children if child.process is not None}
 
     def _look_for_a_hang(self, *, learner_ended: bool = False) -> bool:
@@ -271,7 +271,7 @@ class Supervisor:
         problem = self._hang.look(learner_ended=learner_ended)
         if problem:
             self._hang.dump_stacks()
-            remedy = "the stacks of all roles on this host are in their logs"  # a stopped one was woken for it
+            remedy = "the stacks of all roles on this host are in their logs"  # a stopped process was continued for it
             self._say("launch", AsyncRLError("hang", problem, remedy=remedy).render())
             self._begin_stop(EXIT_INTERNAL, problem)
         return bool(problem)
@@ -321,8 +321,8 @@ class Supervisor:
         left = [child for child in self.children if child.process is not None]
         for child in left:
             child.kill()
-        for child in left:  # all of them were killed before the first is waited for
-            with suppress(subprocess.TimeoutExpired):  # the kernel holds it (a disk that hangs); it ends when it may
+        for child in left:  # kill all of them before waiting for the first
+            with suppress(subprocess.TimeoutExpired):  # the kernel blocks it (a hanging disk); it ends later
                 assert child.process is not None
                 child.process.wait(timeout=KILL_WAIT_S)
             child.process = None
@@ -334,7 +334,7 @@ class Supervisor:
             self._signals.append(signal.Signals(number))
 
         wanted = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks for it to be ignored
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to ignore it
             wanted.append(signal.SIGHUP)
         return {number: signal.signal(number, note) for number in wanted}
 
@@ -371,7 +371,7 @@ class Supervisor:
         try:
             with self._events.open("ab", buffering=0) as file:
                 file.write(line + b"\n")
-        except OSError as error:  # a full disk costs the note, not the run
+        except OSError as error:  # on a full disk the event is lost, not the run
             if not self._unnoted:
                 self._say("launch", f"warning: {self._events}: {error.strerror}: events are not noted")
             self._unnoted = True

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-#: Families of names: a component of the reward, a judge, a lag, a number of tries, figures of evaluations.
+#: Families of names: parts of the reward, judges, lags, numbers of attempts, figures of evaluations.
 OPEN = ("reward/", "judge/", "lag/", "pass_at/", "val-core/", "val-aux/")
 
 
 class Metric(NamedTuple):
-    """What a number is: its unit, the role that writes it, and its meaning."""
+    """Unit of a number, the role that writes it, and its meaning."""
 
     unit: str
     role: str
@@ -41,7 +41,7 @@ CATALOGUE: dict[str, Metric] = {
     "explained_variance": Metric("share", "learner", "variance of the returns that the values explain; 1 is perfect"),
     "critic_grad_norm": Metric("1", "learner", "the critic's global gradient norm before clipping"),
     "critic_lr": Metric("1", "learner", "learning rate of the critic"),
-    "critic_alone": Metric("bool", "learner", "1 where the step trained the critic alone (its warm-up)"),
+    "critic_alone": Metric("bool", "learner", "1 if the step trained only the critic (warm-up)"),
     "process_loss": Metric("1", "learner", "cross-entropy of the process reward model, before its update"),
     "process_accuracy": Metric("share", "learner", "samples that the process reward model judges as the outcome does"),
     "process_reward_mean": Metric("1", "learner", "mean process reward per token, beta times the log-ratio"),
@@ -97,9 +97,9 @@ CATALOGUE: dict[str, Metric] = {
     "tokens": Metric("tokens", "learner", "response tokens trained"),
     "response_length_mean": Metric("tokens", "learner", "mean response length"),
     "response_length_max": Metric("tokens", "learner", "longest response"),
-    "issued_length_mean": Metric("tokens", "buffer", "mean length of the samples made since the buffer started"),
-    "trained_length_mean": Metric("tokens", "buffer", "mean length of those that were trained"),
-    "dropped_length_mean": Metric("tokens", "buffer", "mean length of those whose group was dropped or is dead"),
+    "issued_length_mean": Metric("tokens", "buffer", "mean length of samples since the buffer started"),
+    "trained_length_mean": Metric("tokens", "buffer", "mean length of trained samples"),
+    "dropped_length_mean": Metric("tokens", "buffer", "mean length of samples whose group was dropped or quarantined"),
     "length_bias": Metric("share", "buffer", "trained mean / issued mean - 1; below -0.1 the short ones win"),
     "truncated_share": Metric("share", "learner", "samples cut by max_new_tokens"),
     "observed_share": Metric(
@@ -115,10 +115,10 @@ CATALOGUE: dict[str, Metric] = {
         "s", "learner", "time in forward passes without gradient: proximal and reference log-probs, values; device time"
     ),
     "train_s": Metric("s", "learner", "time of the rest of the update: forward, backward, optimizer"),
-    "publish_s": Metric("s", "learner", "time blocked while weights were gathered and copied out, and nothing else"),
+    "publish_s": Metric("s", "learner", "time that gathering and copying out weights blocked the step"),
     "publish_bytes": Metric("bytes", "learner", "bytes of one copy of the weights, as last copied out"),
     "delta_bytes": Metric("bytes", "learner", "size of the last delta that was encoded; 0: dropped, or not needed"),
-    "delta_s": Metric("s", "learner", "time to encode it, beside the training"),
+    "delta_s": Metric("s", "learner", "time to encode it, in the background"),
     "commit_s": Metric("s", "learner", "time to commit the step, and to write the records of the step before"),
     "checkpoint_s": Metric("s", "learner", "time blocked by the checkpoint after the step before"),
     "checkpoint_write_s": Metric("s", "learner", "time to write the newest durable checkpoint, blocked or not"),
@@ -135,36 +135,34 @@ CATALOGUE: dict[str, Metric] = {
     ),
     "tflops_per_device": Metric("TFLOP/s", "learner", "model_flops per device and second of proximal_s + train_s"),
     "mfu": Metric("share", "learner", "tflops_per_device of the device's peak (docs/profiling.md)"),
-    "mfu_step": Metric("share", "learner", "the same over the whole step, waiting and all"),
+    "mfu_step": Metric("share", "learner", "the same over the whole step, waits included"),
     "memory_bytes": Metric(
         "bytes", "learner", "held by rank 0 after the step: its device's allocator, or the process on a CPU"
     ),
     "memory_peak_bytes": Metric("bytes", "learner", "the most that was held until now"),
     "tokens_per_s": Metric("tokens/s", "learner", "response tokens trained per second of the step"),
-    "replayed": Metric("bool", "learner", "1 where the batch was a recorded one after a restart"),
+    "replayed": Metric("bool", "learner", "1 if the batch was a recorded one, after a restart"),
     # heartbeats of all workers
     "busy_share": Metric("share", "all", "share of the last interval spent working rather than waiting"),
     "generated_tokens": Metric("tokens", "producer", "tokens sampled since the start"),
     "generated_samples": Metric("samples", "producer", "samples finished since the start"),
     "groups_in_flight": Metric("groups", "producer", "groups leased and not complete"),
     "samples_in_flight": Metric("samples", "producer", "samples leased and not finished"),
-    "held_tokens": Metric("tokens", "producer", "K/V that a sample holds on average while it is decoded"),
-    "kv_used": Metric("share", "producer", "of the engine's K/V capacity"),
-    "preempted_samples": Metric(
-        "samples", "producer", "thrown out for want of K/V and computed again, since the start"
-    ),
+    "held_tokens": Metric("tokens", "producer", "mean KV cache per sample in progress"),
+    "kv_used": Metric("share", "producer", "used share of the engine's KV cache"),
+    "preempted_samples": Metric("samples", "producer", "preempted because the KV cache was full, since the start"),
     "live_slots": Metric("samples", "producer", "samples being decoded now"),
     "engine_version": Metric("1", "producer", "version of the weights in the engine"),
     "swaps": Metric("1", "producer", "weight versions taken since the start"),
-    "swap_s": Metric("s", "producer", "time the engine stood still for the last swap"),
+    "swap_s": Metric("s", "producer", "pause of the engine for the last swap"),
     "refused_samples": Metric("samples", "producer", "samples the buffer refused since the start"),
-    "continued_samples": Metric("samples", "producer", "that another producer had begun, finished since the start"),
+    "continued_samples": Metric("samples", "producer", "partial samples of other producers, finished since the start"),
     "turns": Metric("turns", "producer", "turns of the policy since the start, in environments of several turns"),
     "tool_calls": Metric("calls", "producer", "tool calls that the policy wrote, since the start"),
     "malformed_calls": Metric("calls", "producer", "tool calls that could not be read, since the start"),
     "failed_calls": Metric("calls", "producer", "tool calls in which the tool's own code raised, since the start"),
     "failed_episodes": Metric("samples", "producer", "samples whose environment failed, since the start"),
-    "saved_tokens": Metric("tokens", "producer", "of these that were not made again"),
+    "saved_tokens": Metric("tokens", "producer", "tokens of these that were not generated again"),
     "scored_samples": Metric("samples", "reward", "samples scored since the start"),
     "failed_rewards": Metric("1", "reward", "reward calls that failed since the start"),
     "reward_call_s": Metric("s", "reward", "mean time of a call in the last interval"),
@@ -182,7 +180,7 @@ CATALOGUE: dict[str, Metric] = {
     "ingest_bytes": Metric("bytes", "buffer", "payload bytes accepted since the start"),
     "bad_frames": Metric("1", "buffer", "frames refused since the start"),
     "duplicates": Metric("samples", "buffer", "samples acknowledged a second time since the start"),
-    "discarded_checkpoints": Metric("samples", "buffer", "begun elsewhere and not continued, since the start"),
+    "discarded_checkpoints": Metric("samples", "buffer", "partial samples that were not continued, since the start"),
     "judge/default/waiting": Metric(
         "samples",
         "buffer",
@@ -193,11 +191,13 @@ CATALOGUE: dict[str, Metric] = {
     "judge/default/call_s": Metric("s", "buffer", "mean time of a call of its living workers in their last interval"),
     # buffer, one line per evaluation (metrics/evaluation.jsonl)
     "evaluation_prompts": Metric("prompts", "buffer", "held-out prompts of the evaluation: scored + failed + missing"),
-    "evaluation_scored": Metric("prompts", "buffer", "those with all samples scored: the figures are of these alone"),
-    "evaluation_failed": Metric("prompts", "buffer", "those that could not be scored; the reasons stand beside"),
-    "evaluation_missing": Metric("prompts", "buffer", "those without an ending when the evaluation ended"),
+    "evaluation_scored": Metric(
+        "prompts", "buffer", "prompts with all samples scored: only these count in the figures"
+    ),
+    "evaluation_failed": Metric("prompts", "buffer", "prompts that could not be scored; the same line has the reasons"),
+    "evaluation_missing": Metric("prompts", "buffer", "prompts without a result when the evaluation ended"),
     "evaluation_samples": Metric("samples", "buffer", "samples per prompt, k"),
-    "evaluation_s": Metric("s", "buffer", "from its begin to its end"),
+    "evaluation_s": Metric("s", "buffer", "duration of the evaluation"),
     "evaluation_version_min": Metric("1", "buffer", "oldest version of the weights that made a sample"),
     "evaluation_version_max": Metric("1", "buffer", "newest version of the weights that made a sample"),
     "evaluation_length_mean": Metric("tokens", "buffer", "mean length of the scored samples"),
@@ -219,8 +219,8 @@ CATALOGUE: dict[str, Metric] = {
     "members_committed": Metric("1", "weightsync", "generators that acknowledged the version with its digest"),
     "members_left_out": Metric("1", "weightsync", "generators that missed the deadline"),
 }
-NUMBERS = frozenset({"t", "step", *CATALOGUE})  # what these name in a line of metrics is a number
-#: Files of a run whose lines are metrics; in others (history, samples, groups) the same names may mean something else.
+NUMBERS = frozenset({"t", "step", *CATALOGUE})  # these are always numbers in a line of metrics
+#: Metrics files of a run; in other files (history, samples, groups) the same names may have other meanings.
 SERIES = frozenset(f"metrics/{name}.jsonl" for name in ("learner", "buffer", "roles", "weightsync"))
 
 

@@ -1,10 +1,10 @@
-"""The bias alarm: are the samples that were trained as long as those that were made?
+"""The length-bias alarm: compares the length of trained samples with the length of all samples.
 
-What is dropped for lateness is the long answers, and what arrives first in a young run is the short ones. Used by
-`asyncrl.audit.prove` over the whole log, by the report, and (`LengthWatch`) by the buffer while it runs. Guarantees:
-1. pure: the same lengths give the same verdict; an alarm names both means and what to change;
-2. it compares finished samples only. Those that a dropped group was still waiting for have no known length: they are
-   counted (`unfinished`), and the alarm says so, since they are the longest.
+Groups that are dropped for lateness have long answers, and the first samples of a young run are short. `asyncrl audit`
+and the report use it on the whole log, and the buffer (`LengthWatch`) while it runs. Guarantees:
+1. pure: the same lengths give the same verdict; an alarm names both means and the settings to change;
+2. only finished samples are compared. Pending samples of a dropped group have an unknown length: they are counted
+   (`unfinished`), and the alarm says so, since they are the longest.
 
 >>> watch = LengthWatch()
 >>> watch.take([{"e": "sample", "g": 0, "length": 10}, {"e": "sample", "g": 1, "length": 90}])
@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 
 BUCKETS = 8
-LIMIT = 0.1  # of the shift of the mean
-KS_LIMIT = 0.05  # of the distance, plus noise; with it a quarter of the shift is enough
-ENOUGH = 64  # samples, below which nothing is said
+LIMIT = 0.1  # relative shift of the mean
+KS_LIMIT = 0.05  # distance, plus noise; then a quarter of the shift is enough
+ENOUGH = 64  # no verdict below this number of samples
 NOISE = 1.63  # two-sample KS, 1 %
 
 
 class Bucket(msgspec.Struct):
-    """Samples (or groups) with a length in `[low, high)` by what became of them. `made` counts all of them."""
+    """Samples (or groups) with a length in `[low, high)` by outcome. `made` counts all of them."""
 
     low: int
     high: int
@@ -41,17 +41,17 @@ class Bucket(msgspec.Struct):
 
 
 class Story(msgspec.Struct, frozen=True):
-    """The lengths of one group's samples and what became of it: trained | dropped | dead | in_flight."""
+    """The lengths of one group's samples and its outcome: trained | dropped | dead | in_flight."""
 
     lengths: tuple[int, ...]
     fate: str
     steps: tuple[int, ...] = ()
     unfinished: int = 0
-    version: int = 0  # oldest weights that made it
+    version: int = 0  # its oldest weights
 
 
 class Lengths(msgspec.Struct):
-    """The distributions and the verdict. Means are 0 where there is nothing to average."""
+    """The distributions and the verdict. Means are 0 without samples."""
 
     samples: list[Bucket] = []
     groups: list[Bucket] = []  # by the mean length of a group
@@ -59,14 +59,14 @@ class Lengths(msgspec.Struct):
     trained_mean: float = 0.0
     dropped_mean: float = 0.0
     dead_mean: float = 0.0
-    ks: float = 0.0  # largest distance between the two distribution functions: trained, and all that ended
+    ks: float = 0.0  # largest distance of the distribution functions of trained samples and of all finished ones
     ks_limit: float = 0.0
-    shift: float = 0.0  # trained mean / mean of all that ended - 1
-    unfinished: int = 0  # samples that dropped groups still waited for
-    early_mean: float = 0.0  # of the first step
-    late_mean: float = 0.0  # of what the same weights made and later steps trained
+    shift: float = 0.0  # trained mean / mean of all finished samples - 1
+    unfinished: int = 0  # pending samples of dropped groups
+    early_mean: float = 0.0  # first step
+    late_mean: float = 0.0  # samples of the same weights that later steps trained
     alarm: str = ""
-    early: str = ""  # a word on the first steps, where they differ
+    early: str = ""  # note about the first steps, if they differ
 
 
 def ks_distance(one: Sequence[float], other: Sequence[float]) -> float:
@@ -123,7 +123,9 @@ def _alarm(found: Lengths, ended_mean: float) -> str:
 
 
 def _early(found: Lengths, stories: Sequence[Story]) -> None:
-    """The first step against what the same weights made for later ones: whatever else changed, these did not."""
+    """Compare the first step with later samples of the same weights: everything else may have changed, the weights did
+    not.
+    """
     trained = [story for story in stories if story.steps]
     step = min((min(story.steps) for story in trained), default=0)
     version = min((story.version for story in trained if min(story.steps) == step), default=0)
@@ -166,17 +168,17 @@ _NONE = (0, 0)
 
 
 class LengthWatch:
-    """Running means of one life of the buffer, from the events of its history as they are written."""
+    """Running means of one life of the buffer, from the events of its history."""
 
     def __init__(self) -> None:
         self._live: dict[int, list[int]] = {}  # group -> tokens and number of its samples so far
         self._sums = {"issued": [0, 0], "trained": [0, 0], "dropped": [0, 0]}  # tokens, samples
 
     def take(self, events: Iterable[Any]) -> None:
-        """Follow some events (objects of the history, or structs with its fields)."""
+        """Take some events (objects of the history, or structs with its fields)."""
         live, tokens, count = self._live, 0, 0
         for event in events:
-            if type(event) is not dict:  # a sample: most of all events, so this is short
+            if type(event) is not dict:  # a sample: most events are of this kind, so this is short
                 mine = live.get(event.g)
                 if mine is None:
                     mine = live[event.g] = [0, 0]
@@ -197,7 +199,7 @@ class LengthWatch:
         self._add("issued", (tokens, count))
 
     def values(self) -> dict[str, float]:
-        """Metrics by catalogue name; `length_bias` is the trained mean over the issued one, minus 1."""
+        """Metrics by catalogue name; `length_bias` is the trained mean over the issued mean, minus 1."""
         named = {f"{name}_length_mean": tokens / count for name, (tokens, count) in self._sums.items() if count}
         if "trained_length_mean" in named:
             named["length_bias"] = named["trained_length_mean"] / max(named["issued_length_mean"], 1e-9) - 1

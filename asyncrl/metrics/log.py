@@ -45,7 +45,7 @@ class MetricsLog:
         if skipped:
             line["skipped"] = skipped
         text = self._torn + msgspec.json.encode(line) + b"\n"
-        self._torn = b"\n"  # should this write be cut by a full disk, the next line does not hang on to it
+        self._torn = b"\n"  # if a full disk cuts this write, the next line starts on a new line
         if self._file.write(text) == len(text):
             self._torn = b""
 
@@ -54,7 +54,7 @@ class MetricsLog:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; damaged lines and one that a crash cut are left out. An absent file has none."""
+    """The objects of a JSONL file, without damaged or incomplete lines; empty if the file does not exist."""
     if not path.exists():
         return []
     series = is_series(path)
@@ -63,8 +63,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def decode_line(text: bytes, *, series: bool) -> dict[str, Any] | None:
-    """A line as an object; of a series without the metrics in it that are no numbers (a damaged file). None where it is
-    no object."""
+    """A line as an object; None if it is not one. In a metrics file, metrics that are not numbers are removed (a
+    damaged file).
+    """
     try:
         line = msgspec.json.decode(text)
     except UNREADABLE:
@@ -77,21 +78,21 @@ def decode_line(text: bytes, *, series: bool) -> dict[str, Any] | None:
     return line
 
 
-TAIL_BYTES = 1 << 20  # that one look takes at most
+TAIL_BYTES = 1 << 20  # most that one poll reads
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far a tail has read: which file, and the end of its last whole line."""
+    """How far a tail has read: the file, and the end of its last complete line."""
 
     inode: int = 0
     offset: int = 0
 
 
 class JsonTail:
-    """New lines of a JSONL file that somebody else appends to.
+    """New lines of a JSONL file that another process appends to.
 
-    `position`: where an earlier tail of the file stood, to go on there; else it begins at the end, with the whole lines
-    of the `last_bytes` before it, or at the start.
+    `position`: the position of an earlier tail, to continue from; else it begins at the end, with the complete lines of
+    the `last_bytes` before it, or at the start.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class JsonTail:
     ) -> None:
         self.path = path
         self._series = is_series(path)
-        self.damaged = 0  # whole lines that are no JSON object
+        self.damaged = 0  # complete lines that are not JSON objects
         self._descriptor = -1
         self._position = position or Position()
         self._partial = b""
@@ -110,22 +111,22 @@ class JsonTail:
 
     @property
     def position(self) -> Position:
-        """Up to where whole lines were given out."""
+        """The end of the last line that was returned."""
         return msgspec.structs.replace(self._position, offset=self._position.offset - len(self._partial))
 
     @property
     def behind_bytes(self) -> int:
-        """What the file holds beyond that; 0 where it is away."""
+        """Bytes of the file after that; 0 if the file is missing."""
         found = self._stat(self.path)
         if found is None:
             return 0
         return found.st_size - (self.position.offset if found.st_ino == self._position.inode else 0)
 
     def poll(self) -> list[dict[str, Any]]:
-        """The lines that were completed since the last call (of at most 1 MB)."""
+        """The lines completed since the last call (at most 1 MB)."""
         try:
             data = self._read()
-        except OSError:  # the folder is away; what comes back may be another file system
+        except OSError:  # the folder is missing; it may come back on another file system
             self.close()
             return []
         self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
@@ -142,12 +143,12 @@ class JsonTail:
         if now is None:
             return b""
         if now.st_ino != self._position.inode or now.st_size < self._position.offset:
-            self.close()  # put aside, or cut: what was to be read of it has been read
+            self.close()  # rotated or truncated, and everything before that was read
             return self._read() if self._open() else b""
         return b""
 
     def _open(self) -> bool:
-        """Open what the path names now: where it is the file of the position go on there, else at its start."""
+        """Open the file; continue at the position if it is the same file, else at its start."""
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -158,7 +159,7 @@ class JsonTail:
         return True
 
     def _ends_a_line(self, offset: int) -> bool:
-        """Whether this can be the file that was read up to there: numbers of files are used again."""
+        """Whether this can be the file that was read before: inode numbers are reused."""
         return not offset or os.pread(self._descriptor, 1, offset - 1) == b"\n"
 
     def _decode(self, text: bytes) -> dict[str, Any] | None:
@@ -174,7 +175,7 @@ class JsonTail:
             return None
 
     def close(self) -> None:
-        """Let go of the file; a later look opens it again."""
+        """Close the file; a later poll opens it again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -185,7 +186,7 @@ class JsonTail:
 
 
 def _end_of(path: Path) -> Position:
-    """After the last whole line of a file (of a line of more than 1 MB that is not whole yet: its start)."""
+    """After the last complete line of a file (for an incomplete line of more than 1 MB: its start)."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -197,7 +198,7 @@ def _end_of(path: Path) -> Position:
 
 
 def _near_end_of(path: Path, count: int) -> Position:
-    """The first line that begins in the last so many bytes."""
+    """The first line that begins in the last `count` bytes."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())

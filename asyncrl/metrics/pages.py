@@ -1,9 +1,8 @@
-"""The four pages that curves are sorted into: health, learning, speed, faults.
+"""The four pages of curves: health, learning, speed, faults.
 
 Guarantees:
 1. every name of the catalogue, and every name of an open family, has exactly one page;
-2. figures of evaluations keep their own names (`val-core/`, `val-aux/`, as verl has them): `metric_tag`;
-3. a page says what its reader asks: is the data path well, does it learn, where does the time go, what went wrong.
+2. figures of evaluations keep their names, which are verl's (`val-core/`, `val-aux/`): `metric_tag`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def metric_page(name: str) -> Page:
 
 
 def metric_tag(name: str, *, role: str = "") -> str:
-    """Page and name: `health/lag_mean`; what several processes of a role report: `speed/producer/busy_share`.
+    """Page and name: `health/lag_mean`; with the role if several processes report it: `speed/producer/busy_share`.
 
     >>> metric_tag("lag_max"), metric_tag("busy_share", role="producer"), metric_tag("val-core/add/acc/pass@4/mean")
     ('health/lag_max', 'speed/producer/busy_share', 'val-core/add/acc/pass@4/mean')
@@ -58,7 +57,7 @@ def metric_tag(name: str, *, role: str = "") -> str:
     return f"{metric_page(name)}/{role}/{name}" if role else f"{metric_page(name)}/{name}"
 
 
-#: What a page draws together, most important first: title -> patterns of tags (TensorBoard's custom layout).
+#: Charts of a page, most important first: title -> patterns of tags (TensorBoard's custom layout).
 LAYOUT: dict[Page, dict[str, tuple[str, ...]]] = {
     "health": {
         "staleness (steps)": ("lag_mean", "lag_max", "bound_max"),

@@ -1,9 +1,9 @@
-"""What to do about a run, in one line: a list of rules, the most urgent first.
+"""One line of advice about a run: rules, the most urgent first.
 
 Guarantees:
-1. each rule is a pure function of a snapshot: a sentence with the numbers it rests on and what to do, or nothing;
-2. the order of `RULES` is their urgency; the first that speaks is the advice;
-3. a rule that lacks a number is silent. docs/top.md lists every rule by its first line (a test checks that).
+1. each rule is a pure function of a snapshot: a sentence with its numbers and a remedy, or nothing;
+2. the order of `RULES` is their urgency; the first rule that applies gives the advice;
+3. a rule without its numbers gives none. docs/top.md lists every rule by its first line (a test checks that).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.monitor.snapshot import Row, Snapshot
 
-WAITS = 0.3  # share of its time above which waiting is worth a word
+WAITS = 0.3  # share of time above which waiting is worth advice
 LATE_SHARE = 0.1  # of issued groups
 FLAT_SHARE = 0.7
 CUT_SHARE = 0.3
@@ -227,7 +227,7 @@ def short_answers_win(s: Snapshot) -> str:
 
 
 def memory_is_short(s: Snapshot) -> str:
-    """An engine throws samples out for want of K/V memory."""
+    """An engine is preempting: its KV cache is too small."""
     for one in s.producers:
         thrown = one.stat("preempted_samples") or 0
         if thrown and (one.stat("kv_used") or 0) > FULL_KV:

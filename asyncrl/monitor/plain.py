@@ -1,8 +1,8 @@
-"""A snapshot as plain lines: `asyncrl top --plain`, and whatever is no terminal.
+"""A snapshot as plain lines: `asyncrl top --plain`, and output that is not a terminal.
 
-`asyncrl.monitor.screen` shares its words. Guarantees:
-1. pure, and the same facts as the picture; a line is at most `WIDTH` characters where nothing longer has to be said;
-2. text of the run has no control characters: a name or a reason cannot move the cursor.
+`asyncrl.monitor.screen` uses the same texts. Guarantees:
+1. pure, and the same facts as on the screen; lines have at most `WIDTH` characters unless a text needs more;
+2. texts of the run contain no control characters: a name or a reason cannot move the cursor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def ago(seconds: float) -> str:
 
 
 def headline(s: Snapshot) -> str:
-    """Name, step and what became of the run."""
+    """Name, step and end of the run."""
     state = f"ended: {s.ended}" if s.ended else "no answer" if s.silent else "running"
     reward = s.newest("reward_mean")
     told = [f"step {s.step}" + (f" of {s.steps}" if s.steps else "")]
@@ -87,7 +87,7 @@ def lag_words(s: Snapshot) -> str:
 
 
 def time_words(s: Snapshot) -> str:
-    """What the pipeline's time goes to."""
+    """Shares of the time of producers and learner."""
     busy = [one.busy for one in s.producers if one.busy is not None]
     made = share(sum(busy) / len(busy) if busy else None)
     learner = s.learner
@@ -110,7 +110,7 @@ def doing(s: Snapshot, one: Row) -> str:
 
 
 def sync_words(s: Snapshot) -> str:
-    """Versions, the newest round, and the generators that do not serve."""
+    """Versions, the newest round, and generators that do not serve."""
     if not s.syncs:
         return "none in this mode"
     if s.sync_error:
@@ -146,7 +146,7 @@ def part_words(s: Snapshot) -> str:
 
 
 def format_in_flight(one: Row) -> str:
-    """`12 samples`, as far as the engine says."""
+    """`12 samples`, if the engine reports them."""
     return count(one.stat("samples_in_flight") if "samples_in_flight" in one.stats else one.stat("groups_in_flight"))
 
 
@@ -155,7 +155,7 @@ def clock(t: float) -> str:
 
 
 def plain(s: Snapshot) -> list[str]:
-    """The whole as lines."""
+    """All lines."""
     lag = f"{lag_words(s)}  {sparkline(s.values('lag_mean'))}"
     lines = [headline(s), f"{'queue':<10}{queue_words(s)}", f"{'lag':<10}{lag}", f"{'time':<10}{time_words(s)}"]
     if s.why and s.live:

@@ -2,12 +2,11 @@
 
 Guarantees:
 1. names are `asyncrl_` and the catalogue's, with its meaning and unit as help, and the labels run, role and name;
-   members of open families carry what follows the slash as a label (`asyncrl_reward{part="exact"}`);
-2. it listens on loopback alone and answers GET /metrics alone; another Host than loopback's is refused (a web page
-   that points its own name at 127.0.0.1), and no page of another origin is allowed to read;
-3. it reads the files of the run: no role notices a scrape. Workers that said nothing for `STALE_S` are left out;
-   `asyncrl_line_age_s` says how old everybody's newest line is.
-Written by hand: the text format is smaller than the library that would write it.
+   members of open families have the part after the slash as a label (`asyncrl_reward{part="exact"}`);
+2. it listens only on loopback and answers only GET /metrics. Another Host than loopback is refused (a web page that
+   resolves its name to 127.0.0.1), and no page of another origin may read the answer;
+3. it only reads files of the run, so no role notices a scrape. Workers without a line for `STALE_S` are left out;
+   `asyncrl_line_age_s` is the age of each newest line.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 STALE_S = 60.0
 LOOK_S = 0.5
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
-SINCE_START = "since the start"  # words of the catalogue: such a number only grows while its process lives
+SINCE_START = "since the start"  # words of the catalogue for numbers that only grow while their process lives
 WORKERS = frozenset({"producer", "reward"})
-#: Open family -> its name here, and what its label is called.
+#: Open family -> its name here, and the name of its label.
 FAMILIES = {
     "reward/": ("reward", "part"),
     "pass_at/": ("pass_at", "k"),
@@ -54,7 +53,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def text_of(newest: Mapping[tuple[str, str], Heard], *, run: str, now: float) -> str:
-    """The exposition of the newest numbers of everybody in a run."""
+    """The exposition of the newest numbers of all processes of a run."""
     series: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
     about: dict[str, Metric] = {"asyncrl_line_age_s": AGE}
     for (kind, who), heard in sorted(newest.items()):
@@ -76,7 +75,7 @@ def text_of(newest: Mapping[tuple[str, str], Heard], *, run: str, now: float) ->
 
 
 def series_of(name: str) -> tuple[str, Labels, Metric]:
-    """The name of a metric there, its own labels, and what the catalogue says of it.
+    """The exported name of a metric, its own labels, and its catalogue entry.
 
     >>> series_of("lag/2/ess")[:2], series_of("pass_at/4")[:2]
     (('asyncrl_lag_ess', (('lag', '2'),)), ('asyncrl_pass_at', (('k', '4'),)))
@@ -101,7 +100,7 @@ def series_of(name: str) -> tuple[str, Labels, Metric]:
 
 
 def shown_names() -> set[str]:
-    """Every name that can be shown (the dashboard's test)."""
+    """Every name that can be exported (for the dashboard's test)."""
     lags = {f"lag/0/{name.rpartition('/')[2]}" for name in CATALOGUE if not name.startswith(OPEN)}
     families = {f"{prefix}x" for prefix in FAMILIES}
     plain = {name for name in CATALOGUE if not name.startswith(OPEN) or name.startswith("judge/")}
@@ -129,7 +128,7 @@ def _escaped(value: str) -> str:
 
 
 class Newest:
-    """The newest numbers of a run, looked at when they are asked for. Safe between threads."""
+    """The newest numbers of a run, read on demand. Thread-safe."""
 
     def __init__(self, run: RunDir, *, clock: Callable[[], float] = time.time) -> None:
         self._following = Following(run)
@@ -144,7 +143,7 @@ class Newest:
             if not 0 <= now - self._looked < LOOK_S:
                 self._looked = now
                 self._following.poll()
-                while self._following.behind_bytes > TAIL_BYTES:  # one look takes so much of each file
+                while self._following.behind_bytes > TAIL_BYTES:  # one poll reads at most this much of each file
                     self._following.poll()
             return text_of(self._following.newest, run=self._name, now=now)
 
@@ -154,11 +153,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     server_version = "asyncrl"
     sys_version = ""
-    timeout = 5.0  # for a connection that says nothing
+    timeout = 5.0  # for an idle connection
     newest: Newest
 
     def do_GET(self) -> None:
-        """The metrics, or why not."""
+        """Send the metrics, or the reason of a refusal."""
         if not HOSTS.fullmatch(self.headers.get("Host", "")):
             self._answer(403, "this answers to 127.0.0.1, localhost and [::1] alone\n")
         elif self.path.partition("?")[0] != "/metrics":
@@ -186,7 +185,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape is no event."""
+        """Scrapes are not logged."""
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -208,7 +207,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 def serve(run: RunDir, port: int, stop: role.Stop, *, say: Callable[[str], None]) -> None:
-    """Answer until the end is asked for."""
+    """Answer until the end is requested."""
     server = Server(run, port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
     thread.start()
@@ -235,7 +234,7 @@ def metrics_command(folder: Path, *, port: int | None) -> int:
 
 
 def body(args: role.RoleArgs, config: Config, stop: role.Stop) -> None:
-    """The process beside the learner."""
+    """The body of the exporter process."""
     os.nice(10)
     run = RunDir(config.run_dir)
     with Ticker(Sign(run.alive, role="tracker", name=args.name), every_s=config.log.heartbeat_s):

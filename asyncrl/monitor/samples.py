@@ -1,10 +1,9 @@
-"""`asyncrl samples`: what the model answers, as text, while the run goes on or afterwards.
+"""`asyncrl samples`: answers of the model as text, during the run or afterwards.
 
 Guarantees:
-1. it reads `samples.jsonl`, which the learner writes (the best and the worst of a step, `log.samples_per_step`), and
-   disturbs no role;
-2. what a model wrote cannot steer the terminal: characters that do not print are shown as their escapes;
-3. of a step that was trained again the last samples are shown.
+1. it only reads `samples.jsonl`, which the learner writes (the best and the worst of a step, `log.samples_per_step`);
+2. the model's text cannot control the terminal: unprintable characters are shown as escapes;
+3. of a step that was trained again, the last samples are shown.
 
 Example: `asyncrl samples runs/my --step 40`
 """
@@ -19,12 +18,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics import read_lines
 from asyncrl.runtime.run_dir import RunDir
 
-MOST_CHARS = 2000  # of one text; `--full` shows the rest
+MOST_CHARS = 2000  # of one text; `--full` prints all
 INDENT = "    "
 
 
 def samples_command(folder: Path, *, last: int, step: int | None, full: bool) -> int:
-    """Print the samples of the newest `last` steps that have any, or of one step. 0.
+    """Print the samples of the newest `last` steps that have any, or of one step. Returns 0.
 
     Raises:
         ConfigError: `run.missing`; `usage`: there are no such samples.
@@ -47,7 +46,7 @@ def samples_command(folder: Path, *, last: int, step: int | None, full: bool) ->
 
 
 def group_by_step(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """The samples of each step, the best first; of one that is there twice the last line."""
+    """The samples of each step, the best first; the last line counts if a sample is there twice."""
     kept: dict[tuple[int, int, int], dict[str, Any]] = {}
     for line in lines:
         if isinstance(line.get("step"), int):
@@ -77,7 +76,7 @@ def format_samples(samples: Sequence[dict[str, Any]], *, most: int) -> Iterator[
 
 
 def plain(text: str, *, most: int = 0) -> str:
-    """The text with escapes for what does not print, cut in the middle beyond `most` characters (0: whole)."""
+    """The text with escapes for unprintable characters, cut in the middle beyond `most` characters (0: whole)."""
     if most and len(text) > most:
         half = most // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters more ...\n{text[-half:]}"

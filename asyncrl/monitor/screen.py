@@ -1,6 +1,6 @@
-"""A snapshot as a picture of the terminal (rich).
+"""A snapshot drawn on the terminal (rich).
 
-Guarantees: pure; text of the run is text, never markup.
+Guarantees: pure; texts of the run are text, never markup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.monitor.snapshot import STATES, Row, Snapshot
 
 COLOURS = {"leased": "blue", "unscored": "yellow", "ready": "green", "claimed": "magenta"}
 BAR = 30
-WORDS = frozenset({"producer", "reward worker", "judge", "host", "does"})  # columns that are no numbers
+WORDS = frozenset({"producer", "reward worker", "judge", "host", "does"})  # columns with text
 
 
 def screen(s: Snapshot) -> RenderableType:

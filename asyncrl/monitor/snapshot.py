@@ -1,11 +1,11 @@
-"""One view of a run at one moment: what `asyncrl top` draws and gives advice on.
+"""One view of a run at one moment, for `asyncrl top` and its advice.
 
 Guarantees:
-1. pure: a function of what a look has found (`asyncrl.monitor.source.Observed`);
-2. what is not known is empty, None or -1, and is shown as `-`: nothing is guessed;
-3. shares of time are over the newest `WINDOW_S` seconds of the run's own clock, so a finished run shows its last state.
+1. pure: a function of `asyncrl.monitor.source.Observed`;
+2. unknown values are empty, None or -1, and are shown as `-`;
+3. shares of time cover the newest `WINDOW_S` seconds of the run's own clock, so a finished run shows its last state.
 
-Example: a learner whose last steps took 10 s, of which it waited 4, has `waiting` 0.4.
+Example: a learner whose last steps took 10 s, including 4 s of waiting, has `waiting` 0.4.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     host: str = ""
     pid: int = 0
-    seen_s: float = 0.0  # since it was last heard of
-    state: str = ""  # of the process on this host: "T" stopped, "ended"
+    seen_s: float = 0.0  # seconds since its last heartbeat
+    state: str = ""  # state of the process on this host: "T" stopped, "ended"
     waiting_for: str = ""
     waiting_s: float = 0.0
     busy: float | None = None  # share of the window
     rate: float | None = None  # tokens or samples per second
     stats: dict[str, float] = {}
-    judge: str = ""  # whose samples it scores
+    judge: str = ""  # judge that it scores for
 
     def stat(self, name: str) -> float | None:
         """A number of its last heartbeat."""
@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the learner's time goes, as shares of the newest steps; None: not known."""
+    """Shares of the learner's time over the newest steps; None: unknown."""
 
     name: str = "learner"
     seen_s: float | None = None
@@ -63,7 +63,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Something that went wrong."""
+    """A fault."""
 
     t: float
     what: str
@@ -75,14 +75,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     folder: str = ""
     live: bool = True  # the buffer answers
-    ended: str = ""  # why, empty while it goes on
+    ended: str = ""  # reason of the end, empty while it runs
     exit_code: int | None = None
-    fault: str = ""  # why the buffer ends the run
-    silent: str = ""  # why the buffer does not answer, though the run has not ended
+    fault: str = ""  # reason if the buffer ends the run
+    silent: str = ""  # reason if the buffer does not answer although the run has not ended
     launchers: int = 0
-    steps: int = 0  # that the run will take
+    steps: int = 0  # total steps of the run
     step: int = 0
-    lines: tuple[Line, ...] = ()  # newest steps, the newest last
+    lines: tuple[Line, ...] = ()  # newest steps, in order
     queue: dict[str, int] = {}
     dropped: dict[str, int] = {}
     dead: dict[str, int] = {}
@@ -91,16 +91,16 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = -1
     batch_groups: int = 0
     slots: int = 0
-    why: str = ""  # why the next batch is not ready
+    why: str = ""  # reason if the next batch is not ready
     learner: Learner = Learner()
     producers: tuple[Row, ...] = ()
     rewards: tuple[Row, ...] = ()
-    parts: dict[str, float] = {}  # mean of each reward function in the newest step that it applied to
+    parts: dict[str, float] = {}  # mean of each reward function, from the newest step with it
     judges: tuple[Judge, ...] = ()
     members: dict[str, Member] = {}
     version: int = -1  # newest weights that were published
-    committed: int = -1  # held by the generators that serve
-    syncs: bool = True  # the run has a weight-sync service
+    committed: int = -1  # version of the serving generators
+    syncs: bool = True  # whether the run has a weight-sync service
     sync_error: str = ""
     rounds: tuple[Line, ...] = ()
     troubles: tuple[Trouble, ...] = ()
@@ -116,7 +116,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return [value for line in self.lines if (value := line_number(line, name)) is not None]
 
     def recent(self, name: str, count: int = 10) -> float | None:
-        """Its mean over the newest steps."""
+        """Mean over the newest steps."""
         found = self.values(name)[-count:]
         return sum(found) / len(found) if found else None
 
@@ -126,7 +126,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts(lines: Sequence[Line]) -> dict[str, float]:
-    """Each reward function's mean, from the newest step whose batch it applied to."""
+    """Mean of each reward function, from the newest step with it."""
     return {
         name.removeprefix("reward/"): value
         for line in lines
@@ -144,7 +144,7 @@ def snapshot(seen: Observed) -> Snapshot:
     lines = tuple(seen.steps[-SHOWN_STEPS:]) or ((dict(status.last_step),) if "step" in status.last_step else ())
     counts: Mapping[str, Any] = buffer.ledger if live else status.queue
     newest = max((float(line.get("t", 0.0)) for line in (*seen.steps[-1:], *seen.queue[-1:])), default=seen.at)
-    until = seen.at if live else newest  # of a run that is over: its own last moment
+    until = seen.at if live else newest  # for a finished run: its own last moment
     return Snapshot(
         at=seen.at,
         name=status.name,
@@ -185,7 +185,7 @@ def snapshot(seen: Observed) -> Snapshot:
 
 
 def line_number(line: Mapping[str, Any], name: str) -> float | None:
-    """A number of a line of metrics, None where it is missing."""
+    """A number of a line of metrics; None if it is missing."""
     value = line.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -215,7 +215,7 @@ def _learner(seen: Observed, until: float) -> Learner:
 
 
 def _rows(seen: Observed, role: str, until: float) -> tuple[Row, ...]:
-    """The workers of a role: those that the buffer knows, else those that the files name."""
+    """Workers of a role: those that the buffer knows, else those in the files."""
     buffer, alive = seen.status.buffer, seen.status.alive
     told: dict[str, Worker] = {one.name: one for one in (buffer.producers if role == "producer" else buffer.rewards)}
     signed = {name: one for name, one in alive.items() if one.role == role}
@@ -252,7 +252,7 @@ def _row(name: str, worker: Worker | None, sign: Alive | None, beats: Sequence[L
 
 
 def _rate(beats: Sequence[Line], name: str) -> float | None:
-    """Of a counter, per second, over the newest `RATE_S` seconds of one process's heartbeats."""
+    """Increase of a counter per second, over the newest `RATE_S` seconds of one process's heartbeats."""
     if not beats:
         return None
     end, pid = float(beats[-1].get("t", 0.0)), beats[-1].get("pid")
@@ -267,7 +267,7 @@ def _rate(beats: Sequence[Line], name: str) -> float | None:
 
 
 def troubles(events: Sequence[Line], count: int = SHOWN_FAULTS) -> tuple[Trouble, ...]:
-    """The newest faults, the newest first. An exit with code 0 is none."""
+    """The newest faults, in reverse order. An exit with code 0 is not a fault."""
     found = []
     for event in events:
         what = str(event.get("event") or event.get("e") or "")

@@ -1,9 +1,9 @@
-"""Where `asyncrl top` gets what it shows: the services' answers and the newest lines of the run's files.
+"""Input of `asyncrl top`: the services' answers and the newest lines of the run's files.
 
 Guarantees:
-1. it only asks and reads; every question has a deadline, and a file gives a few megabytes of its end, however long;
-2. a run that has ended or crashed is told by its files alone;
-3. without a folder (`--connect`) the buffer's heartbeats, kept from poll to poll, stand for the files.
+1. it only asks and reads; every question has a deadline, and of a file it reads at most a few megabytes at its end;
+2. the files alone describe a run that has ended or crashed;
+3. without a folder (`--connect`) it keeps the buffer's heartbeats instead of the files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asyncrl.net.keys import Keys
 from asyncrl.runtime.run_dir import RunDir
 
 Line = dict[str, Any]
-LAST_BYTES = 2 << 20  # of a file at the first look
-MOST_POLLS = 8  # of a megabyte each, in one look
-STEPS, BEATS, ROUNDS, EVENTS = 240, 120, 60, 60  # newest lines that are kept
+LAST_BYTES = 2 << 20  # of a file at the first poll
+MOST_POLLS = 8  # of a megabyte each, per poll
+STEPS, BEATS, ROUNDS, EVENTS = 240, 120, 60, 60  # newest lines to keep
 NOTED = frozenset({"dead", "lost", "register", "service"})  # of the history
 
 
 class Observed(msgspec.Struct, kw_only=True):
-    """Everything one look has found. `beats`: newest lines of metrics/roles.jsonl by name."""
+    """Result of one poll. `beats`: newest lines of metrics/roles.jsonl by name."""
 
     at: float
     status: Status
@@ -37,13 +37,13 @@ class Observed(msgspec.Struct, kw_only=True):
     queue: list[Line] = []
     rounds: list[Line] = []
     events: list[Line] = []  # of the launcher (`event`) and of the history (`e`)
-    capacity: int = 0  # groups that may be under way at once; 0: not known
-    max_staleness: int = -1  # -1: not known
+    capacity: int = 0  # groups that may be in flight at once; 0: unknown
+    max_staleness: int = -1  # -1: unknown
     slots: int = 0  # samples that one engine decodes at once
 
 
 class FileSource:
-    """A run by its folder: `look` asks its services, where they answer, and reads on in its files."""
+    """A run by its folder: `look` asks its services and continues to read its files."""
 
     def __init__(self, run: RunDir, *, key: str = "") -> None:
         from asyncrl.config import load
@@ -101,7 +101,7 @@ class FileSource:
 
 
 class ServiceSource:
-    """A run by the address of its buffer alone."""
+    """A run by the address of its buffer."""
 
     def __init__(self, address: str, *, keys: Keys | None) -> None:
         self._address = address
@@ -128,7 +128,7 @@ class ServiceSource:
                     **one.stats,
                 }
                 kept = self._beats.setdefault(one.name, deque(maxlen=BEATS))
-                if not kept or t - float(kept[-1]["t"]) > 0.2:  # a new heartbeat, and not the same one once more
+                if not kept or t - float(kept[-1]["t"]) > 0.2:  # a new heartbeat, not the previous one again
                     kept.append(line)
         learner = buffer.learner
         if learner is not None and "step" in learner.stats:
@@ -150,7 +150,7 @@ def _batch(status: Status) -> int:
 
 
 def open_source(folder: Path | None, *, connect: str, key: str) -> FileSource | ServiceSource:
-    """The source that the command names. Raises ConfigError where it names none, or two."""
+    """The source that the command names. Raises ConfigError unless exactly one is given."""
     from asyncrl.errors import ConfigError
     from asyncrl.net.keys import read_keys
 

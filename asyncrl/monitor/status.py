@@ -1,10 +1,9 @@
-"""`asyncrl status` and `asyncrl stop`: ask a run how it is, and end it.
+"""`asyncrl status` and `asyncrl stop`: show the state of a run, and end it.
 
 Guarantees:
-1. every question has a deadline; a service that does not answer is said to be silent, and the files say the rest;
+1. every question has a deadline; a service without an answer is reported as silent, and the files give the rest;
 2. `stop` asks the launchers on this host (SIGTERM: the learner writes a checkpoint), the learner's first, and waits for
-   their end; where there is none it asks the buffer and the weight-sync service;
-3. the clients of the services are imported when asked for: nothing heavy comes with them.
+   their end; without a launcher it asks the buffer and the weight-sync service.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.liveness import STOPPED, read_signs
 from asyncrl.runtime.run_dir import RunDir, endpoint, read_object, run_keys
 
-SILENT_S = 10.0  # where no configuration says
+SILENT_S = 10.0  # without a configuration
 STOP_POLL_S = 0.2
-LAST_BYTES = 1 << 20  # of a file of metrics: its newest lines
+LAST_BYTES = 1 << 20  # of a metrics file: its newest lines
 
 
 def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool) -> int:
-    """Print the state; 0 where the buffer answered, 69 where it did not."""
+    """Print the state; 0 if the buffer answered, else 69."""
     if (folder is None) == (not connect):
         raise ConfigError("usage", "give a run folder or --connect URL")
     if folder is None:
@@ -51,7 +50,7 @@ def status_command(folder: Path | None, *, connect: str, key: str, as_json: bool
 
 
 def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
-    """What both services say and where the files stand."""
+    """The answers of both services and the state of the files."""
     config = load(run.config)
     keys = read_keys(Path(key)) if key else run_keys(config)
     steps, queue, beats = (_last_lines(run.metrics / f"{name}.jsonl") for name in ("learner", "buffer", "roles"))
@@ -74,7 +73,7 @@ def run_status(run: RunDir, *, key: str = "") -> dict[str, Any]:
 
 
 def connect_status(address: str, keys: Keys | None) -> dict[str, Any]:
-    """What the buffer at an address says, and the weight-sync service that it names."""
+    """The answer of the buffer at an address, and of the weight-sync service that it names."""
     buffer = service_status(address, keys)
     learner = buffer.get("learner") or {}
     state = {
@@ -102,7 +101,7 @@ def _name_and_time(line: dict[str, Any]) -> tuple[str, float]:
 
 
 def _alive(run: RunDir) -> dict[str, dict[str, Any]]:
-    """The newest sign of every role: its age, its state where it is on this host, what it waits for and since when."""
+    """The newest sign of every role: age, state of a process on this host, reason and start of a wait."""
     now = time.time()
     found = {}
     for name, seen in sorted(read_signs(run.alive).items()):
@@ -151,7 +150,7 @@ def render(state: dict[str, Any]) -> str:
 
 
 def _workers(state: dict[str, Any]) -> dict[str, str]:
-    """What every role does or waits for, in words: by its own sign, else (on another host) by its heartbeats."""
+    """Activity of every role: from its own sign, else (on another host) from its heartbeats."""
     told = {}
     answer = state["buffer"]
     learner = answer.get("learner") or {}
@@ -159,7 +158,7 @@ def _workers(state: dict[str, Any]) -> dict[str, str]:
     beats += [learner] if learner.get("age_s") is not None else []
     for one in beats:
         told[str(one["name"])] = _words_of(one | {"state": ""}, silent_s=state.get("silent_timeout_s", SILENT_S))
-    for name, worker in state["workers"].items():  # the buffer does not answer: its log
+    for name, worker in state["workers"].items():  # from the log, if the buffer does not answer
         told.setdefault(name, f"waits: {worker['waiting_for']}" if worker.get("waiting_for") else "works")
     for name, one in state.get("alive", {}).items():
         told[name] = _words_of(one, silent_s=state.get("silent_timeout_s", SILENT_S))
@@ -231,7 +230,7 @@ def _why(member: dict[str, Any]) -> str:
 
 
 def _way(member: dict[str, Any]) -> str:
-    """How its weights come: `, local full from learner: same host as the publisher (gpu1)`."""
+    """How its weights arrive: `, local full from learner: same host as the publisher (gpu1)`."""
     if not member.get("transport"):
         return ""
     source = f" from {member['source']}" if member.get("source") else ""
@@ -239,7 +238,7 @@ def _way(member: dict[str, Any]) -> str:
 
 
 def stop_command(folder: Path, *, timeout_s: float) -> int:
-    """End the run; 0 once it has ended. Raises Unavailable where it does not within the timeout."""
+    """End the run; 0 after its end. Raises Unavailable if it does not end within the timeout."""
     run = RunDir(folder).require()
     deadline = time.monotonic() + timeout_s
     here = launchers(run)
@@ -263,7 +262,7 @@ def _await_end(run: RunDir, asked: list[tuple[str, int]], deadline: float, timeo
 
 
 def _stop_services(run: RunDir) -> int:
-    """Ask both services themselves; 0."""
+    """Ask both services; returns 0."""
     config = load(run.config)
     asked = [name for name in ("buffer", "weightsync") if _stop_service(name, config)]
     if not asked:

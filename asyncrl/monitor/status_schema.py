@@ -1,10 +1,9 @@
-"""The published form of `asyncrl status --json`: what both services say and where the files of a run stand.
+"""The published form of `asyncrl status --json`: the answers of both services and the state of a run's files.
 
-Made by `asyncrl.monitor.status.run_status`, read by `asyncrl.monitor.snapshot` and by whoever parses the JSON
-(docs/status.schema.json is generated from here). Guarantees:
-1. a field keeps its name and meaning while `schema` keeps its number; new fields come with defaults;
-2. what a service does not say has its default; a service that does not answer has `error` and `code`, and nothing else.
-Times are seconds, `at` and `t` since the epoch; groups are prompts with all their samples.
+`docs/status.schema.json` is generated from here. Guarantees:
+1. a field keeps its name and meaning while `schema` keeps its number; new fields have defaults;
+2. missing values have their defaults; a service without an answer has only `error` and `code`. Times are seconds, `at`
+   and `t` since the epoch; groups are prompts with all their samples.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Judge(msgspec.Struct):
 
     judge: str
     workers: int = 0
-    waiting: int = 0  # samples that nobody has taken
+    waiting: int = 0  # samples that no worker has leased
     leased: int = 0  # with workers
     scored: int = 0  # since the service started
-    late: int = 0  # scores that came when somebody else had given them
+    late: int = 0  # scores that came after another worker's
     failures: int = 0
     refused: dict[str, int] = {}  # scores by reason
     call_s: float | None = None  # mean time of a call
@@ -76,7 +75,7 @@ class Tuning(msgspec.Struct):
     author: str = ""
     changed: dict[str, Any] = {}  # key -> value in force
     settings: dict[str, Any] = {}  # every setting that can be tuned, as it is in force
-    depth: int = 0  # batches that may be under way beside the one in training
+    depth: int = 0  # batches that may be in flight in addition to the one in training
     batch_groups: int = 0  # groups of the next batch
 
 
@@ -121,7 +120,7 @@ class Member(msgspec.Struct):
     host: str = ""
     silent_s: float = 0.0
     why: str = ""  # why it does not serve
-    said: str = ""  # an error it reported beside its rounds
+    said: str = ""  # an error that it reported outside of rounds
     relay: str = ""  # where it passes versions on
     transport: str = ""
     encoding: str = ""

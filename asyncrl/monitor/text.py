@@ -1,4 +1,4 @@
-"""Small pieces of text that `asyncrl status`, `top` and the launcher share."""
+"""Text helpers of `asyncrl status`, `top` and the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ QUEUE_STATES = ("leased", "unscored", "ready", "claimed", "trained", "retired", 
 
 
 def number(line: dict[str, Any], key: str, form: str = ".3f") -> str:
-    """A value of a metrics line as text, `-` where it is missing."""
+    """A value of a metrics line as text; `-` if it is missing."""
     value = line.get(key)
     return format(value, form) if isinstance(value, int | float) else "-"
 

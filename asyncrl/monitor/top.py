@@ -1,11 +1,11 @@
-"""`asyncrl top RUN`: the live view. The loop of the command.
+"""`asyncrl top RUN`: the live view.
 
 Guarantees:
-1. it only looks: nothing it does reaches a role but the questions of `asyncrl.monitor.source`;
-2. `q`, Ctrl-C or the end of its input leave at once, and the terminal is as it was;
-3. without a terminal, or with `--plain`, it writes plain lines, one block per look;
-4. an answer that is late does not hold up the keys: questions are asked on a thread of their own.
-The exit code is 0 where the run answers or has ended, 69 where neither is so.
+1. it only observes: roles notice nothing but the questions of `asyncrl.monitor.source`;
+2. `q`, Ctrl-C or the end of its input end it at once, and the terminal is restored;
+3. without a terminal, or with `--plain`, it writes plain lines, one block per poll;
+4. a late answer does not block the keys: a thread asks the questions. The exit code is 0 if the run answers or has
+   ended, else 69.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def top_command(
     every_s: float,
     out: TextIO | None = None,
 ) -> int:
-    """Show the run until it is left; the exit code."""
+    """Show the run until the user leaves; return the exit code."""
     target = out or sys.stdout
     source = open_source(folder, connect=connect, key=key)
     if once:
@@ -54,7 +54,7 @@ def top_command(
 
 
 def exit_code(seen: Snapshot) -> int:
-    """0 where the run answers or is over, 69 where it is silent."""
+    """0 if the run answers or has ended, 69 if it is silent."""
     return 0 if seen.live or seen.ended else EXIT_SILENT
 
 
@@ -71,7 +71,7 @@ def _draw_once(seen: Snapshot, out: TextIO) -> None:
 
 
 def _lines(source: FileSource | ServiceSource, every_s: float, out: TextIO) -> int:
-    """A block of lines per look, until the run is over or a signal ends it."""
+    """A block of lines per poll, until the run is over or a signal ends it."""
     while True:
         seen = snapshot(source.look())
         _say(seen, out)
@@ -82,7 +82,7 @@ def _lines(source: FileSource | ServiceSource, every_s: float, out: TextIO) -> i
 
 
 class Looks(threading.Thread):
-    """Looks again and again on a thread; `newest` is the last snapshot, `error` what ended the looking."""
+    """Polls on a thread; `newest` is the last snapshot, `error` the exception that ended the thread."""
 
     def __init__(self, look: Callable[[], Snapshot], *, every_s: float) -> None:
         super().__init__(name="looks", daemon=True)
@@ -93,7 +93,7 @@ class Looks(threading.Thread):
         self._every_s = every_s
 
     def run(self) -> None:
-        """Until `done` is set, or an error that looking again would not mend."""
+        """Poll until `done` is set, or until a permanent error."""
         while not self.done.is_set():
             try:
                 self.newest = self._look()
@@ -104,7 +104,7 @@ class Looks(threading.Thread):
 
 
 def _picture(source: FileSource | ServiceSource, every_s: float, out: TextIO) -> int:
-    """Redraw in place until a key leaves."""
+    """Redraw in place until a key is pressed."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -127,14 +127,16 @@ def _picture(source: FileSource | ServiceSource, every_s: float, out: TextIO) ->
     looks.done.set()
     if looks.error is not None:
         raise looks.error
-    if shown is not None:  # what was there last stays on the screen
+    if shown is not None:  # the last picture stays on the screen
         _draw_once(shown, out)
     return 0 if shown is None else exit_code(shown)
 
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """Keys one by one, without Enter: a function that waits so many seconds for the next, empty without one."""
+    """Keys one by one, without Enter: a function that waits up to the given seconds for the next one; empty without
+    one.
+    """
     if not sys.stdin.isatty():
         yield _no_keys
         return

@@ -1,9 +1,9 @@
-"""`asyncrl tune`: change settings of a running system, undo a change, list what was changed.
+"""`asyncrl tune`: change settings of a running system, undo a change, list changes.
 
 Guarantees:
-1. values are read as TOML, a bare word is a string; a setting that cannot be tuned, a value that does not fit and one
-   that the buffer refuses (with its arithmetic) are one clear error each, and nothing is changed;
-2. the change carries who asked (user@host), gets a number, and stands in the history, where `asyncrl audit` reads it;
+1. values are read as TOML, a bare word is a string; a setting that cannot be tuned, an invalid value, and one that the
+   buffer refuses (with its arithmetic) are one error each, and nothing changes;
+2. the history records the change with its author (user@host) and number, for `asyncrl audit`;
 3. `--list` needs no running system: it reads the history.
 """
 
@@ -34,7 +34,7 @@ ASK_TIMEOUT_S = 10.0
 def tune_command(
     folder: Path | None, settings: Sequence[str], *, undo: int | None, listed: bool, connect: str, key: str
 ) -> int:
-    """Change, undo or list; 0 once it is in force."""
+    """Change, undo or list; returns 0 when the change is in force."""
     if (folder is None) == (not connect):
         raise ConfigError("usage", "give a run folder or --connect URL")
     if listed:
@@ -48,7 +48,7 @@ def tune_command(
         raise ConfigError("usage", f"--undo {undo}: changes are counted from 1; 0 is the configuration file")
     changes = parse_settings(settings)
     address, keys = _place(folder, connect, key)
-    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # known at once, where a request would wait for its deadline
+    if not reachable(address, timeout_s=ASK_TIMEOUT_S):  # immediate, while a request would wait for its deadline
         remedy = "start it; a run that has ended cannot be tuned: change its configuration and start it again"
         raise Unavailable("net.unreachable", f"the run is not running: nothing listens at {address}", remedy=remedy)
     print(render(_ask(address, keys, changes, undo)))
@@ -56,7 +56,7 @@ def tune_command(
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words as an object. Raises `usage` for what is none, and for a key that is given twice.
+    """`key=value` words as an object. Raises `usage` for other words, and for a repeated key.
 
     >>> parse_settings(["max_staleness=4", "on_late=drop", "learner.algorithm.tis_cap=1.5"])
     {'max_staleness': 4, 'on_late': 'drop', 'learner.algorithm.tis_cap': 1.5}
@@ -77,10 +77,10 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def author() -> str:
-    """`user@host` of whoever runs this."""
+    """`user@host` of this process."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no entry in the password file
+    except (KeyError, OSError):  # not in the password file
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
 
@@ -113,7 +113,7 @@ def render(answer: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as TOML would show it; what was not set is the word `unset`."""
+    """A value as in TOML; `unset` for a missing one."""
     return "unset" if value is None else msgspec.json.encode(value).decode()
 
 

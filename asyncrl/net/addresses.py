@@ -1,6 +1,6 @@
 """Addresses of sockets: `ipc://` files that belong to the owner alone, and the rule about open ports.
 
-Guarantee: an `ipc://` socket has mode 0600 in a folder of mode 0700; an address beyond loopback needs CURVE keys.
+Guarantees: an `ipc://` socket has mode 0600 in a folder of mode 0700; an address beyond loopback needs CURVE keys.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from asyncrl.net.keys import Keys
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 MAX_IPC_PATH = 100  # sun_path holds 108 bytes
-UNUSED_S = 60.0  # a younger temporary folder may be one in which a service is about to listen
-LOOK_S = 0.25  # how often a wait for an answer asks whether to go on
+UNUSED_S = 60.0  # in a younger temporary folder a service may be about to listen
+LOOK_S = 0.25  # interval of checks during a wait
 
 
 def ipc_address(folder: Path, name: str) -> str:
-    """An `ipc://` address in the folder, or in a private temporary folder if that is too long. Makes nothing."""
+    """An `ipc://` address in the folder, or in a private temporary folder if the path is too long. Creates nothing."""
     path = folder.resolve() / f"{name}.sock"
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         short = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
@@ -37,21 +37,21 @@ def short_folder_prefix() -> str:
 
 
 def prepare_folder(address: str) -> None:
-    """Make the folder of an `ipc://` socket, ours alone; remove the temporary ones that killed services left."""
+    """Create the private folder of an `ipc://` socket; remove temporary ones that killed services left."""
     path = Path(address.removeprefix("ipc://"))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.parent != Path(tempfile.gettempdir()) or not path.parent.name.startswith(short_folder_prefix()):
         return
-    if path.parent.stat().st_uid != os.getuid():  # its name can be guessed, and the folder above is everybody's
+    if path.parent.stat().st_uid != os.getuid():  # its name is predictable, and the parent folder is shared
         raise ConfigError("config.network", f"{path.parent} belongs to somebody else", where="network")
     for other in path.parent.parent.glob(f"{short_folder_prefix()}*"):
-        with suppress(OSError):  # its owner may be faster
+        with suppress(OSError):  # its owner may remove it first
             if other != path.parent and time.time() - other.stat().st_mtime > UNUSED_S:
                 remove_unused(other)
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove a folder that holds nothing but sockets on which nobody listens. Never raises."""
+    """Remove a folder that holds only sockets without a listener. Never raises."""
     with suppress(OSError):
         for path in folder.iterdir():
             if not path.is_socket() or _listens(path):
@@ -68,7 +68,7 @@ def _listens(path: Path) -> bool:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return False
-        except OSError:  # a full backlog, a stopped owner: not ours to judge
+        except OSError:  # a full backlog or a stopped owner: it may be in use
             return True
     return True
 
@@ -89,6 +89,6 @@ def check_bind(address: str, *, keys: Keys | None, insecure: bool = False) -> No
 
 
 def is_exposed(address: str) -> bool:
-    """Whether other hosts can reach what listens there."""
+    """Whether other hosts can reach the address."""
     parsed = urlparse(address)
     return parsed.scheme == "tcp" and parsed.hostname not in LOOPBACK

@@ -26,20 +26,20 @@ from asyncrl.wire import REPLY, REQUEST_MANY, Buffer, Message, Packet, Replies, 
 
 
 class _Asked(msgspec.Struct):
-    """A request under way: what was sent, who waits, until when, and when it is sent again. Times of the loop."""
+    """A request in progress. Times are those of the loop."""
 
     frames: list[Buffer]
     answer: asyncio.Future[Packet | None]
     deadline: float
     patience_s: float
     due: float = 0.0
-    refusals: int = 0  # of a frame that was damaged under way
+    refusals: int = 0  # answers that call a frame damaged
     silences: int = 0  # times that its answer was overdue
-    sent: float = 0.0  # first
+    sent: float = 0.0  # time of the first send
 
 
 class AsyncRequester:
-    """Asks one service with many requests under way at once. Made and used on one event loop."""
+    """Sends requests to one service, many at once. Created and used on one event loop."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class AsyncRequester:
         self._socket, connections = connect(self._context, address, keys, max_bytes)
         self._pump = Pump(self._socket, self._take)
         self._connections = Pump(connections, self._reconnected)
-        self._connected = 0  # how often
-        self._heard = 0.0  # when the last whole message came
+        self._connected = 0  # number of connections
+        self._heard = 0.0  # time of the last complete message
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._answered = True  # something since the last request that was given up
+        self._answered = True  # whether an answer came since the last request that timed out
         self._credits = asyncio.Semaphore(max_under_way)
 
     async def request(
@@ -102,7 +102,7 @@ class AsyncRequester:
         self._timer = self._loop.call_at(when, self._look)
 
     def _look(self) -> None:
-        """One timer for all requests: give up those past their deadline, send again those whose answer is overdue."""
+        """One timer for all requests: end those past their deadline, resend those with an overdue answer."""
         self._timer = None
         now = self._loop.time()
         for asked in list(self._waiting.values()):
@@ -118,7 +118,7 @@ class AsyncRequester:
             self._arm(min(due))
 
     def _reconnected(self, events: list[list[Buffer]]) -> None:
-        """The service, or another one in its place, never got what was under way, or could not answer it."""
+        """Resend: the service, or its successor, never got the pending requests, or could not answer them."""
         self._connected += len(events)
         for asked in list(self._waiting.values()) if self._connected > 1 else ():
             if not asked.answer.done():
@@ -155,14 +155,14 @@ class AsyncRequester:
             asked.answer.set_result(packet)
 
     def close(self) -> None:
-        """Close the socket; what was sent gets two seconds to leave, where the service answers. Twice is once."""
+        """Close the socket; lingers up to 2 s for unsent messages if the service answers. Idempotent."""
         if self._socket.closed:
             return
         if self._timer is not None:
             self._timer.cancel()
         for asked in self._waiting.values() if not self._loop.is_closed() else ():
             if not asked.answer.done():
-                asked.answer.set_result(None)  # nobody will hear the answer: the asker is told
+                asked.answer.set_result(None)  # no answer can arrive: end the request
         self._socket.disable_monitor()
         self._connections.close(0)
         self._pump.close(LINGER_MS if self._answered else 0)

@@ -24,7 +24,7 @@ def receive_authenticated(socket: zmq.Socket[bytes]) -> list[Buffer]:
 
 
 class _Admission:
-    """Answers ZAP's question from memory: a folder of keys would outlive a process that is killed."""
+    """Answers ZAP from memory, because a folder of keys would outlive a killed process."""
 
     def __init__(self, keys: Keys) -> None:
         self._known = [public.encode() for public in keys.known]
@@ -35,7 +35,7 @@ class _Admission:
 
 
 def start_authenticator(context: zmq.Context[Any], keys: Keys) -> Any:
-    """A ZAP handler in a thread that admits the run's keys alone, under a domain of that name ("*" admits nobody)."""
+    """A ZAP handler in a thread that admits only the run's keys, under a domain of its own ("*" would admit no key)."""
     from zmq.auth.thread import ThreadAuthenticator
 
     authenticator = ThreadAuthenticator(context)

@@ -1,4 +1,4 @@
-"""What all sockets share: contexts, options, frames without copies, and the pump of an event loop."""
+"""Shared by all sockets: contexts, options, frames without copies, and the pump of an event loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncrl.net.keys import Keys
 from asyncrl.wire import COPY_THRESHOLD_BYTES, Buffer, Packet, Refused
 
 RETRY_S = 0.1  # pause after a send that found no connection
-#: What a service says of a frame that may have been damaged under way; believed when it is said `BELIEVED` times.
+#: Refusals of a frame that may have been damaged in transit; accepted after `BELIEVED` of them.
 DAMAGED = frozenset({"wire.prefix", "wire.schema", "wire.size", "wire.checksum"})
 BELIEVED = 3
-MUTE = 2  # times that a request stays without an answer until its connection is made anew
-LINGER_MS = 2000  # what was sent gets this long to leave; nothing where nobody answered
-KEPT_BYTES = 64 << 20  # of freed memory that a process with `keep_memory` does not give back
+MUTE = 2  # unanswered sends of a request after which its connection is replaced
+LINGER_MS = 2000  # time for unsent messages at close; 0 if the service does not answer
+KEPT_BYTES = 64 << 20  # freed memory that a process with `keep_memory` keeps
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 DRAIN_LIMIT = 16  # messages taken at a time: few, so that payloads stay in the CPU cache and answers leave early
 # Plain ints: arithmetic on zmq's enum flags costs more than the calls that take them (measured 3.3 us a frame to 1.5).
@@ -28,10 +28,10 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def keep_memory() -> None:
-    """Let this process keep freed memory instead of giving every payload's pages back at once (glibc; else nothing).
+    """Let this process keep freed memory instead of returning every payload's pages at once (glibc; else no effect).
 
-    Payloads of about 100 KB come and go at the top of the heap; returning their pages
-    and faulting them in again costs more than copying them (measured: a third of a producer's CPU per group).
+    Payloads of about 100 KB come and go at the top of the heap. Returning their pages and faulting them in again costs
+    more than copying them (measured: a third of a producer's CPU time per group).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -42,18 +42,18 @@ def keep_memory() -> None:
 
 
 class SocketContext(zmq.Context[zmq.Socket[bytes]]):
-    """A context that only `close` of its owner ends.
+    """A context that only its owner's `close` ends.
 
-    pyzmq ends one in the garbage collector too, and waits there, for ever where its sockets are collected with it.
+    pyzmq also ends contexts in the garbage collector and waits there, forever if the sockets are collected with it.
     """
 
     def __del__(self) -> None:
-        """Leave it to the end of the process."""
+        """Do nothing: the end of the process cleans up."""
 
 
 def set_limits(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    # Credits bound what is under way (requests per asker), so the marks need not: a drop at a mark would be silent.
+    # Credits bound the requests in progress, so no high-water marks are needed: drops at a mark would be silent.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 
@@ -61,20 +61,20 @@ def set_limits(socket: zmq.Socket[bytes], max_bytes: int) -> None:
 def connect(
     context: zmq.Context[Any], address: str, keys: Keys | None, max_bytes: int
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """The socket, and one on which every connection that was made is a message, the first one included."""
+    """The socket, and a second one that receives a message for every established connection."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     set_limits(socket, max_bytes)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    # An attempt that meets silence (a partition, a stopped service) makes room for the next one.
+    # an attempt without an answer (a partition, a stopped service) makes room for the next one
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     if keys is not None:
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.client_public)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.client_secret)
-    connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # before the first one can be made
+    connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # before the first connection exists
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -86,13 +86,13 @@ def connect(
 
 
 def reconnect(socket: zmq.Socket[bytes], address: str) -> None:
-    """A new connection in place of the one there is; what was queued on it is lost."""
+    """Replace the connection; messages queued on it are lost."""
     socket.disconnect(address)
     socket.connect(address)
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> bool:
-    """Send without blocking; False while there is no connection to queue on. Large frames are not copied."""
+    """Send without blocking; False without a connection. Large frames are not copied."""
     last = len(frames) - 1
     for number, frame in enumerate(frames):
         size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
@@ -100,7 +100,7 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> bool:
             socket.send(frame, _MORE if number < last else _NOBLOCK, copy=size < COPY_THRESHOLD_BYTES)
         except zmq.Again:
             if number:
-                raise  # cannot happen: a message that began is taken whole
+                raise  # impossible: a message is queued as a whole
             return False
     return True
 
@@ -121,7 +121,7 @@ def is_damaged(packet: Packet) -> bool:
 
 
 def raise_refused(packet: Packet) -> Packet:
-    """The packet, unless the service refused: then the error of its code."""
+    """Return the packet, or raise the error of a refusal."""
     message = packet.message
     if isinstance(message, Refused):
         raise error_for(message.code, message.message, where=message.where)
@@ -129,7 +129,7 @@ def raise_refused(packet: Packet) -> Packet:
 
 
 class Pump:
-    """Moves a ZeroMQ socket by its edge-triggered descriptor on the running event loop."""
+    """Moves messages of a ZeroMQ socket by its edge-triggered descriptor on the running event loop."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Pump:
         self.wake()
 
     def wake(self) -> None:
-        """Look for messages soon. Needed after every send too, which may have swallowed the descriptor's edge."""
+        """Look for messages soon. Also needed after every send, which may have consumed the descriptor's edge."""
         if self._open and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._drain)
@@ -163,13 +163,13 @@ class Pump:
             while len(batch) < DRAIN_LIMIT:
                 batch.append(self._receive(self._socket))
             self.wake()
-        except zmq.Again:  # empty: the descriptor tells when there is more
+        except zmq.Again:  # empty: the descriptor signals new messages
             pass
         if batch:
             self._on_frames(batch)
 
     def send(self, frames: Sequence[Any]) -> bool:
-        """Queue the frames; never blocks; False while there is no connection."""
+        """Queue the frames without blocking; False without a connection."""
         sent = send_frames(self._socket, frames)
         self.wake()
         return sent

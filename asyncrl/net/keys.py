@@ -1,13 +1,12 @@
-"""The keys of a run: who may join it, who may lead it, and what proves that weights are the learner's.
+"""The keys of a run: which processes may join it or lead it, and the proof that weights come from the learner.
 
-`server.key` is for the services and the
-learner, `join.key` for producers and reward workers. Guarantees:
-1. a key file is made readable by its owner alone, whatever the umask, and never written over;
-2. `read_keys` refuses a file that others can read, that is somebody else's, damaged, or no key file;
-3. a join key can neither stand in for a service nor lead the run: it lacks the secrets of both. Workers read nothing
-   else (`worker_file`), and keep nothing else of what they were given;
-4. `repr` shows no secret: keys that end up in a log or a traceback say what they are and nothing else;
-5. a signature covers its purpose and every part with its length: no part can be taken for another one.
+`server.key` is for the services and the learner, `join.key` for producers and reward workers. Guarantees:
+1. a key file is readable only by its owner, whatever the umask, and is never overwritten;
+2. `read_keys` refuses a file that others can read or own, a damaged one, and files of other kinds;
+3. a join key can neither replace a service nor lead the run: it lacks the secrets of both. Workers read only this file
+   (`worker_file`), and keep nothing else of a given key;
+4. `repr` shows no secret, so logs and tracebacks hold none;
+5. a signature covers its purpose and every part with its length: parts cannot be confused.
 
 Example: `keys.sign("manifest", b"...")` is an HMAC-SHA256 by the run's own key, which both files hold.
 """
@@ -26,12 +25,12 @@ import msgspec
 from asyncrl.errors import UNREADABLE, ConfigError
 
 SERVER_FILE, JOIN_FILE = "server.key", "join.key"
-OWNER, JOINED = "owner", "join"  # what a peer may be, by its key
+OWNER, JOINED = "owner", "join"  # roles of a peer, by its key
 LARGEST_FILE = 16 << 10
 
 
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """CURVE keys (Z85 text) and the key that signs. A join file lacks the secrets of services and owner."""
+    """CURVE keys (Z85 text) and the signing key. A join file lacks the secrets of services and owner."""
 
     server_public: str
     join_public: str
@@ -48,7 +47,7 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def client_public(self) -> str:
-        """By which this holder is known to a service."""
+        """Public key of this holder."""
         return self.owner_public or self.join_public
 
     @property
@@ -58,16 +57,16 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def known(self) -> dict[str, str]:
-        """Public keys that a service admits, and what their holders are."""
+        """Public keys that a service admits, and the roles of their holders."""
         clients = {self.join_public: JOINED, self.owner_public: OWNER}
         return {public: name for public, name in clients.items() if public}
 
     def join_keys(self) -> Keys:
-        """The same without what only services and the learner need."""
+        """The keys without the secrets of services and the owner."""
         return msgspec.structs.replace(self, server_secret="", owner_public="", owner_secret="")
 
     def among_workers(self) -> Keys:
-        """For sockets on which workers serve each other: all of them hold the join key and nothing more."""
+        """Keys for sockets between workers: all of them hold only the join key."""
         return msgspec.structs.replace(self.join_keys(), server_public=self.join_public, server_secret=self.join_secret)
 
     def sign(self, purpose: str, *parts: bytes) -> str:
@@ -78,7 +77,7 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return digest.hexdigest()
 
     def signed(self, signature: str, purpose: str, *parts: bytes) -> bool:
-        """Whether the signature is of this run; compared in constant time."""
+        """Whether the signature belongs to this run; compared in constant time."""
         return hmac.compare_digest(signature.encode(), self.sign(purpose, *parts).encode())
 
     def __repr__(self) -> str:
@@ -102,13 +101,13 @@ def make_keys() -> Keys:
 
 
 def join_path(path: Path) -> Path:
-    """The join file beside a server file: `server.key` has `join.key`, `run.key` has `run.join.key`."""
+    """The join file of a server file: `server.key` has `join.key`, `run.key` has `run.join.key`."""
     return path.with_name(JOIN_FILE if path.name == SERVER_FILE else f"{path.stem}.join{path.suffix}")
 
 
 def worker_file(path: Path) -> Path:
-    """The file that a producer or reward worker is started with: the join file beside a server file, where there is
-    one, or will be. Raises `config.network` where the two do not belong together: that would only show as silence.
+    """The key file of a producer or reward worker: the join file in the same folder, if it exists or will exist. Raises
+    `config.network` if the two files do not belong together: otherwise the sockets would just stay silent.
     """
     beside = join_path(path)
     if not path.exists():
@@ -124,7 +123,7 @@ def worker_file(path: Path) -> Path:
 
 
 def write_keys(path: Path) -> Keys:
-    """Make the keys of a run: a server file at `path` and the join file beside it. Raises `config.network`."""
+    """Create the keys of a run: a server file at `path` and its join file. Raises `config.network`."""
     keys = make_keys()
     _write(join_path(path), keys.join_keys())
     _write(path, keys)
@@ -149,7 +148,7 @@ def _write(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys of a file. Raises `config.network` where it is missing, damaged, somebody else's or open to others."""
+    """The keys of a file. Raises `config.network` if it is missing, damaged, or owned or readable by others."""
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
@@ -175,7 +174,7 @@ def _check_mode(path: Path, about: os.stat_result) -> None:
 
 
 def _check_keys(path: Path, keys: Keys) -> None:
-    """Every key decodes to 32 bytes: a wrong one would only show as silence on the socket."""
+    """Every key must decode to 32 bytes: with a wrong one the socket would just stay silent."""
     from zmq.utils import z85
 
     try:

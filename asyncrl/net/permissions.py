@@ -1,7 +1,7 @@
-"""Which messages only the owner of a run may send: whoever holds a join key works for the run and does not lead it.
+"""Messages that only the owner of a run may send.
 
-Pure. Guarantee: with a join key alone nobody can take
-over the learner, train or drop groups, change settings, end the run, or announce weights.
+Guarantee: the holder of a join key cannot take over the learner, train or drop groups, change settings, end the run, or
+announce weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWNER_ALONE: frozenset[type] = frozenset(
 
 
 def needs_owner(message: wire.Message) -> bool:
-    """Whether only the owner may send this. Who says that it is the learner needs the owner's key for that too.
+    """Whether only the owner may send this message. A `Hello` of the learner needs the owner's key too.
 
     >>> [needs_owner(wire.Hello(role, "x", 1, "h", "", "")) for role in ("learner", "producer")]
     [True, False]

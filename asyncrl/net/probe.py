@@ -1,7 +1,6 @@
-"""Looks at addresses and Redis servers with plain sockets, without importing redis.
+"""Checks addresses and Redis servers with plain sockets, without importing redis.
 
-Guarantees: every look ends within `CONNECT_TIMEOUT_S` per step; nothing stays open; a
-password never stands in an answer.
+Guarantees: every check ends within `CONNECT_TIMEOUT_S` per step and closes its sockets; no answer holds a password.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 def bind_problem(address: str) -> tuple[str, str] | None:
-    """Code and message where a `tcp://host:port` cannot be listened on."""
+    """Code and message if the process cannot listen on a `tcp://host:port`."""
     parsed = urlparse(address)
     try:
         port = parsed.port
@@ -39,7 +38,7 @@ def bind_problem(address: str) -> tuple[str, str] | None:
 
 
 def redis_problem(url: str) -> str:
-    """Why Redis at `url` cannot be used; empty where it answers PING. The password never stands in the answer."""
+    """Why Redis at `url` cannot be used; empty if it answers PING. The text holds no password."""
     parsed = urlparse(url)
     if parsed.scheme not in ("redis", "rediss", "unix"):
         return f"scheme {parsed.scheme!r} is not redis, rediss or unix"
@@ -77,7 +76,7 @@ def _redis_socket(parsed: Any) -> socket.socket:
 
 
 def _ask(connection: socket.socket, *words: str) -> bytes:
-    """One command in the protocol of Redis and the first line of its answer."""
+    """Send one command in the protocol of Redis; return the first line of the answer."""
     parts = [f"*{len(words)}\r\n".encode()]
     for word in words:
         data = word.encode()

@@ -1,4 +1,12 @@
-"""The asking side for code without an event loop."""
+"""The asking side for code without an event loop.
+
+Guarantees of both requesters:
+1. a request is sent again until it is answered or its deadline passes, and at once after a reconnection. Services are
+   idempotent, so this is safe, and the successor of a service that died gets the request. A connection without answers
+   is replaced, because after a damaged length all later bytes are misread;
+2. every wait ends: at the deadline `net.unreachable` names the address and the time waited;
+3. an answer that calls the request damaged is accepted only at the third time: the damage may have happened in transit.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +38,9 @@ from asyncrl.wire import REPLY, Buffer, Message, Packet, decode, encode
 
 
 class Requester:
-    """Asks one service, one request at a time; for code without an event loop. Safe to share between threads.
+    """Sends requests to one service, one at a time; for code without an event loop. Safe to share between threads.
 
-    `on_silence` hears, a few times a second, for how many seconds an answer is overdue; True gives the request up.
+    `on_silence` is called a few times a second with the seconds that an answer is overdue; True ends the request.
     """
 
     def __init__(
@@ -46,12 +54,12 @@ class Requester:
     ) -> None:
         self.address = address
         self.on_silence = on_silence
-        self._answered = True  # the last request
+        self._answered = True  # whether the last request was answered
         self._max_bytes = max_bytes
         self._resend_s = resend_s
         self._context: SocketContext = SocketContext()
         self._socket, self._connections = connect(self._context, address, keys, max_bytes)
-        self._connected = 0  # how often
+        self._connected = 0  # number of connections
         self._poller = zmq.Poller()
         for socket in (self._socket, self._connections):
             self._poller.register(socket, zmq.POLLIN)
@@ -115,7 +123,7 @@ class Requester:
         return None
 
     def _reconnected(self) -> bool:
-        """Whether the connection was made anew, and not for the first time."""
+        """Whether the connection was established again, not for the first time."""
         before = self._connected
         with suppress(zmq.Again):
             while True:
@@ -124,7 +132,7 @@ class Requester:
         return self._connected > max(before, 1)
 
     def close(self) -> None:
-        """Close the socket; what was sent gets two seconds to leave, where the service answers. Twice is once."""
+        """Close the socket; lingers up to 2 s for unsent messages if the service answers. Idempotent."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()

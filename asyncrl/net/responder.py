@@ -37,16 +37,15 @@ from asyncrl.wire import (
     peek_request,
 )
 
-WARN_S = 60.0  # between two warnings of a socket that is open to everybody
-HEARTBEAT_MS, SILENT_MS = 2000, 6000  # of every connection of a service; longest silence on one
+WARN_S = 60.0  # between two warnings about a socket that is open without keys
+HEARTBEAT_MS, SILENT_MS = 2000, 6000  # heartbeats of a service; longest silence of a connection
 
 
 def _beat(socket: zmq.Socket[bytes]) -> None:
-    """Heartbeats, of the answering side alone: each says for how long the other end may wait for the next, so that both
-    notice a peer that is gone.
+    """Heartbeats of the answering side. They announce the longest pause, so both ends notice a lost peer.
 
-    A DEALER must not send any: libzmq (4.3.5) aborts its process where one is due on a connection that broke after the
-    socket was closed, or disconnected, with requests still to leave and answers still to come.
+    A DEALER must not send heartbeats: libzmq (4.3.5) aborts the process if one is due on a broken connection after the
+    socket was closed or disconnected while requests and answers were pending.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
@@ -56,7 +55,7 @@ def _beat(socket: zmq.Socket[bytes]) -> None:
 class Call:
     """One request at a service. Answer it once with `reply`, at once or later; `peer` is stable while connected.
 
-    `user` is what the sender's key makes it: `owner` or `join`; empty where the service has no keys.
+    `user` is the role of the sender's key: `owner` or `join`; empty if the service has no keys.
     """
 
     __slots__ = (
@@ -85,7 +84,7 @@ class Call:
         self.received = time.monotonic()
 
     def reply(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
-        """Send the answer; a peer that has gone is counted, not raised."""
+        """Send the answer; a lost peer is counted, not raised."""
         self._responder.reply(self.peer, self.request, message, payloads, many=self._many)
 
     def refuse(self, error: AsyncRLError) -> None:
@@ -96,8 +95,8 @@ class Call:
 class Responder:
     """Answers requests on a ROUTER socket. `handler` gets the decoded requests of one drain (at most 16) together.
 
-    `restricted` names messages that only the owner of the run may send, where the service has keys. `counters`:
-    received, bad_frames, gone_peers, forbidden. Made and used on one event loop.
+    `restricted` selects messages that only the owner of the run may send, if the service has keys. `counters`:
+    received, bad_frames, gone_peers, forbidden. Created and used on one event loop.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Responder:
         self._restricted = restricted
         self.counters: Counter[str] = Counter()
         self._handler = handler
-        self._together: dict[bytes, list[tuple[int, Message]]] | None = None  # answers of the drain under way
+        self._together: dict[bytes, list[tuple[int, Message]]] | None = None  # answers of the current drain
         self._max_bytes = max_bytes
         self._context: SocketContext = SocketContext()
         self._authenticator = start_authenticator(self._context, keys) if keys is not None else None
@@ -141,7 +140,7 @@ class Responder:
             self._warn()
 
     def _warn(self) -> None:
-        """Once a minute, for as long as it lasts."""
+        """Warn once a minute while the socket is open."""
         print(f"warning: {self.address} is open to everybody who reaches this host: it has no keys", flush=True)
         self._warning = asyncio.get_running_loop().call_later(WARN_S, self._warn)
 
@@ -185,7 +184,7 @@ class Responder:
     def reply(
         self, peer: bytes, request: int, message: Message, payloads: Sequence[Buffer] = (), *, many: bool = False
     ) -> None:
-        """Send an answer to a peer. With `many` it may leave at the end of the drain, together with its others."""
+        """Send an answer to a peer. With `many` it may leave together with others at the end of the drain."""
         if many and not payloads and self._together is not None:
             self._together.setdefault(peer, []).append((request, message))
         else:
@@ -201,7 +200,7 @@ class Responder:
             self.counters["gone_peers"] += 1
 
     def close(self) -> None:
-        """Stop answering. Replies that were queued get half a second to leave."""
+        """Stop answering. Queued replies get half a second to leave."""
         if self._warning is not None:
             self._warning.cancel()
         self._pump.close(500)
@@ -210,7 +209,7 @@ class Responder:
         self._context.term()
         folder = Path(self.address.removeprefix("ipc://")).parent
         if folder.name.startswith(short_folder_prefix()):
-            remove_unused(folder)  # the socket file went with the socket
+            remove_unused(folder)  # closing the socket removed its file
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:

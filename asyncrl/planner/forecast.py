@@ -1,8 +1,8 @@
-"""`asyncrl plan`: how fast settings will be and how stale, before anything is started.
+"""`asyncrl plan`: forecasts speed and staleness of settings before anything starts.
 
-The plant comes from a run's logs (`--from`), from `--assume`, or both; scenarios are played by
-`buffers.simulation`, a process of its own: the front door knows nothing of the state machine. Guarantees:
-1. with `--from` the run itself is forecast first and compared with what it did, and the difference is said;
+The plant comes from a run's logs (`--from`), from `--assume`, or both; a separate process, `buffers.simulation`, plays
+scenarios. Guarantees:
+1. with `--from` the run itself is forecast first, and the difference from its real behaviour is printed;
 2. everything that was not measured is named;
 3. nothing is started and nothing is written but the answer.
 """
@@ -41,7 +41,7 @@ from asyncrl.runtime.run_dir import RunDir
 
 PLAY_TIMEOUT_S = 900.0
 DRAWN_GROUPS = 512
-#: Numbers of `--assume` that are no fields of a plant.
+#: Numbers of `--assume` that are not fields of a plant.
 LENGTHS = ("length_mean", "length_cv", "engine_tokens_s")
 NEEDED = ("decode_sample_s or engine_tokens_s", "train_token_s", "length_mean")
 
@@ -59,7 +59,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct):
-    """Everything that is said."""
+    """Content of the plan."""
 
     plant: Plant
     scenario: Scenario
@@ -71,7 +71,7 @@ class Planned(msgspec.Struct):
 
 
 def play(plant: Plant, scenarios: Sequence[Scenario]) -> list[Forecast]:
-    """Forecasts of these scenarios, by the process that has the state machine."""
+    """Forecasts of these scenarios, from the process with the state machine."""
     request = msgspec.json.encode(Request(plant, tuple(scenarios)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path())}
     try:
@@ -128,7 +128,7 @@ def plan_for(options: Options) -> Planned:
 
 
 def _devices(plant: Plant, ways: Sequence[Split]) -> list[tuple[Split, Forecast]]:
-    """The best split of each number of devices. One device is shared by both sides."""
+    """The best split of each number of devices. Both sides share a single device."""
     if not ways:
         return []
     alone = [way for way in ways if way.devices == 1]
@@ -190,7 +190,7 @@ def _given_plant(config: Config, given: Mapping[str, float], cores: float | None
 
 
 def _override(plant: Plant, given: Mapping[str, float], config: Config) -> Plant:
-    """The plant with what is assumed instead."""
+    """The plant with assumed values."""
     kinds = {item.name: item.type for item in msgspec.structs.fields(Plant)}
     changes: dict[str, Any] = {name: kinds[name](value) for name, value in given.items() if name not in LENGTHS}
     if "length_mean" in given:
@@ -207,7 +207,7 @@ def _override(plant: Plant, given: Mapping[str, float], config: Config) -> Plant
 
 
 def drawn_lengths(mean: float, spread: float, *, limit: int, samples: int) -> tuple[tuple[int, ...], ...]:
-    """Lengths of a log-normal distribution with this mean and standard deviation / mean, cut at the limit."""
+    """Lengths of a log-normal distribution with this mean and standard deviation mean, truncated at the limit."""
     rng, sigma = random.Random(0), math.sqrt(math.log(1 + spread * spread))
     mu = math.log(max(1.0, mean)) - sigma * sigma / 2
     return tuple(
@@ -220,7 +220,7 @@ def drawn_lengths(mean: float, spread: float, *, limit: int, samples: int) -> tu
 
 
 def as_tree(planned: Planned) -> dict[str, Any]:
-    """The plan as JSON: what it is made of, without the lengths of every sample."""
+    """The plan as JSON, without the lengths of all samples."""
     cheap, best = suggestion(planned.found)
     plant = msgspec.to_builtins(planned.plant)
     lengths = [length for row in planned.plant.lengths for length in row]

@@ -1,13 +1,13 @@
-"""What a run shows of its machines: speed of decoding, cost of a step, lengths, rounds of weights. For `asyncrl plan`.
+"""Measurements of a run for `asyncrl plan`: decoding speed, cost of a step, lengths, weight rounds.
 
-Reads the history and the metrics of a run. Guarantees:
-1. nothing is assumed that the logs show: which samples were decoded at once follows from leases and arrivals (an engine
-   decodes `slots` at once, the others wait in their order), and so does who used the cores when;
-2. where producers and learner share cores, times are brought to those of a process that has its own;
-3. a run with too few steps is refused (`plan.numbers`) instead of being fitted.
+It reads the history and the metrics of a run. Guarantees:
+1. simultaneous decoding follows from leases and arrivals (an engine decodes `slots` samples at once, others wait in
+   order), and so does the use of cores: nothing is assumed that the logs show;
+2. if producers and learner share cores, times are converted to those of a process with cores of its own;
+3. a run with too few steps is refused (`plan.numbers`).
 
-Example: a sample of 50 tokens that was decoded in 2.6 s, on average beside 31 others: 52 ms per token. Over all samples
-these are fitted by `decode_s + decode_sample_s * live`.
+Example: a sample of 50 tokens that was decoded in 2.6 s, together with 31 others on average: 52 ms per token. All
+samples together are fitted by `decode_s + decode_sample_s * live`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP_PARTS = ("wait_s", "fetch_s", "assemble_s", "proximal_s", "train_s", "publi
 
 
 class Observed(NamedTuple):
-    """What a run did, in the terms of a forecast."""
+    """Behaviour of a run, in the terms of a forecast."""
 
     steps: int
     steps_s: float
@@ -47,7 +47,7 @@ class Observed(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """A sample at its engine."""
+    """A sample in its engine."""
 
     producer: str
     start: float
@@ -59,7 +59,7 @@ class Curve:
     """A step function of time, and its integral."""
 
     def __init__(self, changes: Iterable[tuple[float, float]]) -> None:
-        """`changes`: (time, by how much)."""
+        """`changes`: (time, change)."""
         self._times: list[float] = []
         self._values: list[float] = []
         self._sums: list[float] = []
@@ -85,11 +85,11 @@ class Curve:
         return (self.until(end) - self.until(start)) / max(1e-9, end - start)
 
 
-# ---------------------------------------------------------------- who decoded what when
+# ---------------------------------------------------------------- decoding over time
 
 
 def decoded_samples(events: Iterable[Event], *, slots: int, asked: int, evaluated: int) -> list[Decoded]:
-    """When each sample was decoded: from its turn at the engine to its arrival."""
+    """Time of decoding of each sample: from its turn in the engine to its arrival."""
     found: list[Decoded] = []
     waiting: dict[str, deque[tuple[int, int]]] = defaultdict(deque)
     live: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
@@ -125,7 +125,7 @@ def decoded_samples(events: Iterable[Event], *, slots: int, asked: int, evaluate
 
 
 def live_curves(samples: Sequence[Decoded]) -> dict[str, Curve]:
-    """How many samples each producer decoded at every time."""
+    """Number of samples that each producer decoded over time."""
     changes: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:
         changes[sample.producer] += [(sample.start, 1.0), (sample.end, -1.0)]
@@ -133,7 +133,7 @@ def live_curves(samples: Sequence[Decoded]) -> dict[str, Curve]:
 
 
 class Work:
-    """Seconds of a core that a process got in an interval, where `cores` are shared (0: all of it)."""
+    """Core-seconds that a process got in an interval, if `cores` are shared (0: not shared)."""
 
     def __init__(self, config: Config, live: dict[str, Curve], lines: Sequence[Event], *, cores: float) -> None:
         self._pace: Curve | None = None
@@ -162,7 +162,7 @@ class Work:
 
 
 def training_interval(line: Event) -> tuple[float, float]:
-    """From when to when the learner worked on the batch of a step."""
+    """Interval in which the learner worked on the batch of a step."""
     end = float(line["t"]) - float(line.get("commit_s", 0.0))
     parts = ("fetch_s", "assemble_s", "proximal_s", "train_s", "publish_s")
     return end - sum(float(line.get(name, 0.0)) for name in parts), end
@@ -172,7 +172,7 @@ def training_interval(line: Event) -> tuple[float, float]:
 
 
 def fitted(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Least squares of `y = a + b * x` with a, b >= 0; what is far from the rest is left out.
+    """Least squares of `y = a + b * x` with a, b >= 0, without outliers.
 
     >>> fitted([1, 2, 3, 4], [3, 5, 7, 9], [1, 1, 1, 1])
     (1.0, 2.0)
@@ -197,10 +197,10 @@ def fitted(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> 
 
 
 def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed, Config]:
-    """The plant of a run, what it did, and its configuration. `cores` that are shared; None: by its devices.
+    """The plant of a run, its behaviour, and its configuration. `cores`: shared ones; None: by its devices.
 
     Raises:
-        ConfigError: `plan.numbers` where it has too few steps.
+        ConfigError: `plan.numbers` if it has too few steps.
     """
     config = load(run.require().config)
     lines = unique_steps(read_lines(run.metrics / "learner.jsonl"))
@@ -249,13 +249,13 @@ def measure(run: RunDir, *, cores: float | None = None) -> tuple[Plant, Observed
 
 
 def unique_steps(lines: Iterable[Event]) -> list[Event]:
-    """One line per step, the last one that was written, in order; without the recorded batches of a restart."""
+    """The last line of every step, in order; without recorded batches of a restart."""
     found = {int(line["step"]): line for line in lines if "step" in line and not line.get("replayed")}
     return [found[step] for step in sorted(found)]
 
 
 def observed(lines: Sequence[Event]) -> Observed:
-    """Rates after the first steps, in which the pipeline fills."""
+    """Rates after the first steps, during which the pipeline fills."""
     skipped = min(SKIPPED, len(lines) // 3)
     counted = lines[skipped:]
     since = float(lines[skipped - 1]["t"]) if skipped else float(lines[0]["t"]) - float(lines[0]["step_s"])
@@ -271,7 +271,7 @@ def observed(lines: Sequence[Event]) -> Observed:
 
 
 def shared_cores(config: Config) -> float:
-    """Cores of this machine where roles compute on its CPU; 0 where each has an accelerator."""
+    """Cores of this machine if roles compute on its CPU; 0 if each has an accelerator."""
     seen = any(Path("/dev").glob("nvidia[0-9]*")) or any(Path("/dev").glob("davinci[0-9]*"))
     devices = (config.producers.device, config.learner.device)
     on_cpu = any(device == "cpu" or (device == "auto" and not seen) for device in devices)

@@ -1,11 +1,11 @@
-"""What a forecast is made of: the plant (what was measured), a scenario (what is asked), the forecast (the answer).
+"""Values of a forecast: the plant (measured), a scenario (settings), the forecast (result).
 
 Guarantees:
-1. values only, no decision; each encodes to JSON and back;
+1. values only; each encodes to JSON and back;
 2. every field has its unit in its name or in its comment.
 
 Example: an engine with `decode_s = 0.02` and `decode_sample_s = 0.001` needs 20 + 32 * 1 = 52 ms for a step of 32
-samples: 32 / 0.052 = 615 tokens per second.
+samples: 32 0.052 = 615 tokens per second.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 
 
 class Plant(msgspec.Struct, frozen=True):
-    """What the machines do, measured from a run or given. Times are of processes that have the cores they ask for.
+    """Speed of the machines, measured from a run or given. Times are of processes with all the cores they need.
 
-    Where `cores` is 0 nothing is shared: accelerators. Else producers and learner slow each other down beyond it.
+    With `cores` = 0 nothing is shared (accelerators). Else producers and learner slow each other down beyond it.
     """
 
-    decode_s: float  # of one decode step, whatever the number of samples
-    decode_sample_s: float  # more for each sample that is decoded at once
-    train_s: float  # of one learner step, whatever its batch: what is not in tokens
+    decode_s: float  # of one decode step, independent of the number of samples
+    decode_sample_s: float  # more for each sample in the step
+    train_s: float  # of one learner step, independent of the number of tokens
     train_token_s: float  # more for each response token in the batch
     lengths: tuple[tuple[int, ...], ...]  # response tokens of the samples of each group, in the order of the run
     train_noise: tuple[float, ...] = (1.0,)  # measured / fitted, of the steps
@@ -31,14 +31,14 @@ class Plant(msgspec.Struct, frozen=True):
     commit_s: float = 0.0
     checkpoint_s: float = 0.0  # of one that blocks
     sync_s: tuple[float, ...] = (0.05,)  # from a publish to the swap, of the rounds
-    swap_s: float = 0.0  # that an engine stands still
+    swap_s: float = 0.0  # pause of an engine
     request_s: float = 0.002  # of a message and its answer
     cores: float = 0.0
-    other_demand: float = 0.0  # cores that the other roles use
+    other_demand: float = 0.0  # cores used by the other roles
     producer_threads: int = 1
     learner_threads: int = 1
     group_bytes: float = 0.0  # payload of a group
-    members: int = 1  # generators that `sync_s` was measured with
+    members: int = 1  # generators in the measurement of `sync_s`
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -62,14 +62,14 @@ class Scenario(msgspec.Struct, frozen=True):
     reward_workers: int = 1
     reward_batch: int = 64
     checkpoint_every: int = 0  # 0: none that blocks
-    engines: float = 1.0  # real producers that one of `producers` stands for
-    learner_speed: float = 1.0  # of the tokens' part of a step, against the plant
+    engines: float = 1.0  # real producers per simulated one
+    learner_speed: float = 1.0  # cost of the tokens of a step, relative to the plant
     sync_factor: float = 1.0
     seed: int = 0
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What came out. Shares and rates are of the time after the first steps, in which the pipeline fills."""
+    """The result. Shares and rates exclude the first steps, during which the pipeline fills."""
 
     name: str
     steps: int
@@ -79,20 +79,20 @@ class Forecast(msgspec.Struct, frozen=True):
     groups_s: float
     lag_mean: float
     lags: dict[int, float]  # lag -> share of the groups
-    learner_wait_share: float  # of its time, waiting for a batch
-    producer_idle_share: float  # of theirs, without a sample to decode
+    learner_wait_share: float  # share of time that the learner waits for a batch
+    producer_idle_share: float  # share of time that producers have no sample to decode
     dropped: int = 0  # groups that were late
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What goes to the process."""
+    """Input of the simulation process."""
 
     plant: Plant
     scenarios: tuple[Scenario, ...]
 
 
 def tokens_per_s(plant: Plant, samples: float) -> float:
-    """Of one engine that decodes so many samples at once.
+    """Rate of an engine that decodes `live` samples at once.
 
     >>> round(tokens_per_s(Plant(0.02, 0.001, 0, 0, ((1,),)), 32))
     615

@@ -1,9 +1,9 @@
-"""Which settings to play, how a large system becomes a small one that behaves alike, and what follows from the answers.
+"""Chooses settings to play, reduces large systems to small ones that behave alike, and derives suggestions.
 
 Guarantees:
-1. `reduced` keeps what decides throughput and lag: time per step, samples per slot, depth; groups, producers and the
-   learner's tokens are divided by one number, and `restored` multiplies the rates by it;
-2. a suggestion is the fewest producers, then the smallest depth, that give `ENOUGH` of the best of what was played.
+1. `reduced` keeps the values that determine throughput and lag: time per step, samples per slot, depth; groups,
+   producers and the learner's tokens are divided by one number, and `restored` multiplies the rates by it;
+2. a suggestion has the fewest producers, then the smallest depth, with `ENOUGH` of the best result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from asyncrl.config import Config
 from asyncrl.planner.model import Forecast, Plant, Scenario
 
 ENOUGH = 0.97
-MOST_SAMPLES = 5_000  # of one forecast: more is reduced
-MOST_ENGINES = 16  # producers that are played one by one; beyond, one stands for several
+MOST_SAMPLES = 5_000  # of one forecast; larger ones are reduced
+MOST_ENGINES = 16  # producers that are simulated one by one; beyond, one stands for several
 LEAST_GROUPS = 8
 MOST_STEPS = 40
-#: What one buffer takes: benchmarks/results/buffer.json, SQLite, `bench_buffer.py --repeats 5 --groups 6400`.
+#: Capacity of one buffer: benchmarks/results/buffer.json, SQLite, `bench_buffer.py --repeats 5 --groups 6400`.
 BUFFER_GROUPS_S = 2614.0
 BUFFER_GROUP_BYTES = 92_384.0
-BUFFER_USE = 0.7  # of it: what is asked of one at most
-#: Shares of the devices that the learner is given.
+BUFFER_USE = 0.7  # largest planned share of it
+#: Shares of the devices for the learner.
 SPLITS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 Play = Callable[[Plant, Sequence[Scenario]], list[Forecast]]
 
@@ -61,7 +61,7 @@ def build_scenario(config: Config, *, steps: int = 0, name: str = "") -> Scenari
 
 
 def reduced(scenario: Scenario, *, most_samples: int = MOST_SAMPLES) -> tuple[Scenario, float]:
-    """A scenario of a size that is played in a second, and by what rates are multiplied."""
+    """A scenario of a size that is played in a second, and the factor for its rates."""
     samples = scenario.steps * scenario.batch_groups * scenario.asked_samples
     groups = max(min(LEAST_GROUPS, scenario.batch_groups), scenario.batch_groups * most_samples // max(1, samples))
     groups = min(groups, scenario.batch_groups)
@@ -80,7 +80,7 @@ def reduced(scenario: Scenario, *, most_samples: int = MOST_SAMPLES) -> tuple[Sc
 
 
 def restored(forecast: Forecast, factor: float) -> Forecast:
-    """The forecast of the large one."""
+    """The forecast of the original scenario."""
     return msgspec.structs.replace(
         forecast,
         tokens_s=forecast.tokens_s * factor,
@@ -90,7 +90,7 @@ def restored(forecast: Forecast, factor: float) -> Forecast:
 
 
 def played(plant: Plant, scenarios: Sequence[Scenario], play: Play) -> list[Forecast]:
-    """Forecasts of scenarios of any size. Where cores are shared nothing is reduced: engines are few, and compete."""
+    """Forecasts of scenarios of any size. With shared cores nothing is reduced: engines are few, and compete."""
     small = [reduced(one) if not plant.cores else (one, 1.0) for one in scenarios]
     found = play(plant, [one for one, _ in small])
     return [restored(forecast, factor) for forecast, (_, factor) in zip(found, small, strict=True)]
@@ -104,13 +104,13 @@ class Choice(NamedTuple):
 
     producers: int
     depth: int
-    quota: int  # producers.max_groups_in_flight; 0: as many as an engine holds
+    quota: int  # producers.max_groups_in_flight; 0: the capacity of an engine
     forecast: Forecast
 
 
 def choices(scenario: Scenario) -> list[Scenario]:
-    """Producers around those that are set, depths that the bound allows, and the work of several spread evenly: without
-    a quota each may hold its share of what is under way, more than its engine decodes at once.
+    """Numbers of producers around the configured one, depths within the bound, and evenly spread quotas: without one
+    each producer may hold its share of the work in flight, more than its engine decodes at once.
     """
     some = {1, 2, 3, 4, scenario.producers, *(round(scenario.producers * by) for by in (0.5, 1.5, 2))}
     producers = sorted(number for number in some if number > 0)
@@ -133,7 +133,7 @@ def choices(scenario: Scenario) -> list[Scenario]:
 
 
 def suggestion(found: Sequence[Choice]) -> tuple[Choice, Choice]:
-    """The cheapest that gives enough, and the best."""
+    """The cheapest choice that is good enough, and the best."""
     best = max(found, key=lambda choice: choice.forecast.steps_s)
     enough = [choice for choice in found if choice.forecast.steps_s >= ENOUGH * best.forecast.steps_s]
     return min(enough, key=lambda choice: (choice.producers, choice.depth, choice.quota)), best
@@ -143,7 +143,7 @@ def suggestion(found: Sequence[Choice]) -> tuple[Choice, Choice]:
 
 
 class Split(NamedTuple):
-    """So many devices, divided."""
+    """A division of devices."""
 
     devices: int
     learner: int
@@ -152,13 +152,13 @@ class Split(NamedTuple):
 
 
 def devices_per_producer(config: Config) -> int:
-    """What one engine takes, by its own name of the setting."""
+    """Devices of one engine, by its own setting."""
     args = config.producers.engine_args
     return int(args.get("tensor_parallel_size") or args.get("tp_size") or 1)
 
 
 def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> list[Split]:
-    """Ways to divide the devices. The batch grows with them, so that a rank's share stays what was measured."""
+    """Ways to divide the devices. The batch grows with them, so that a rank's share stays as measured."""
     base, each = build_scenario(config), devices_per_producer(config)
     now = config.learner.ranks + base.producers * each
     groups = max(1, round(base.batch_groups * devices / now)) if scale_batch else base.batch_groups
@@ -181,8 +181,8 @@ def splits(config: Config, plant: Plant, *, devices: int, scale_batch: bool) -> 
 
 
 def levels(members: int, fanout: int) -> float:
-    """Hops of weights from the learner to the last of so many members: each passes them on to `fanout` others; with 0
-    the source serves all of them.
+    """Hops of weights from the learner to the last of `members`: each relays to `fanout` others; with 0 the source
+    serves all.
 
     >>> levels(1, 2), levels(2, 2), levels(6, 2), levels(1000, 2)
     (1.0, 1.0, 2.0, 9.0)
@@ -199,7 +199,7 @@ def levels(members: int, fanout: int) -> float:
 
 
 def buffers_for(groups_s: float, group_bytes: float) -> int:
-    """Buffers that take so many groups: by their number and by their bytes, each used for `BUFFER_USE` at most.
+    """Buffers needed for this many groups, by number and by bytes, each used up to `BUFFER_USE`.
 
     >>> buffers_for(100, 10_000), buffers_for(5000, 92_384), buffers_for(1000, 1_000_000)
     (1, 3, 6)

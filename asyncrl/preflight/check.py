@@ -1,12 +1,11 @@
-"""Looks at everything a configuration names before anything is started, and reports all mistakes at once.
+"""Checks everything that a configuration names before anything starts, and reports all mistakes at once.
 
 Guarantees:
-1. every mistake is found in one pass, each with file and line, what is wrong, what was probably meant and what to do;
-2. code of the user (rewards, prompt sources) is imported in another process with a time limit, never in this one;
-3. nothing is written, bound for longer than the look, or left running;
-4. the derived numbers are shown with their arithmetic, and what each role needs of memory.
-It does not load the model and does not import torch or redis. The parts: `check_files`, `check_code`, `check_machine`,
-`derive_findings`, `memory_estimate`; the text and the JSON: `check_text`.
+1. one pass finds every mistake, each with file and line, the problem, the probable meaning and a remedy;
+2. the user's code (rewards, prompt sources) is imported in another process with a time limit;
+3. nothing is written or left running, and ports are bound only for the check;
+4. the derived numbers are shown with their arithmetic, and the memory of each role. It does not load the model and does
+   not import torch or redis.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from asyncrl.config.locations import Places, parse_dotted
 from asyncrl.config.mode import present_roles
 from asyncrl.config.reader import independent_errors
 from asyncrl.errors import AsyncRLError, ConfigErrors, error_for
-from asyncrl.preflight import trackers as check_trackers
 from asyncrl.preflight.code import check_algorithm, check_plugins, check_rewards, environment
 from asyncrl.preflight.companion_models import model_json
 from asyncrl.preflight.derived import Finding, Starting, derive_findings, notes_on, starting
 from asyncrl.preflight.files import check_data, check_keys, check_model, data_notes, settle_steps
-from asyncrl.preflight.machine import Machine, check_ports, check_store, look_at_machine, missing
+from asyncrl.preflight.machine import Machine, check_ports, check_store, check_trackers, look_at_machine, missing
 from asyncrl.preflight.memory import RoleMemory, estimate
 from asyncrl.process_plan import device_assignment as devices
 from asyncrl.process_plan import interpreters as engine_env
@@ -37,14 +35,14 @@ _KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*")
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """All mistakes, all derived numbers, and what would start where."""
+    """All mistakes, all derived numbers, and the processes that would start."""
 
     errors: list[AsyncRLError]
     findings: list[Finding]
     notes: list[str]
     starting: list[Starting] = []
     memory: list[RoleMemory] = []
-    missing: list[str] = []  # what this machine does not have
+    missing: list[str] = []  # things that this machine lacks
 
 
 def check(
@@ -55,7 +53,7 @@ def check(
     places: Places | None = None,
     machine: Machine | None = None,
 ) -> Checked:
-    """Everything that can be known before the start. `joining`: the services and their store live elsewhere."""
+    """All checks that are possible before the start. `joining`: the services and their store are on other hosts."""
     checks: list[tuple[set[str], Callable[[Config], Iterable[AsyncRLError]]]] = [
         ({"producer", "learner"}, check_model),
         ({"producer"}, check_data),
@@ -64,7 +62,7 @@ def check(
         ({"buffer"}, check_store),
         ({"buffer", "weightsync"}, lambda config: check_ports(config, roles)),
         ({"learner"}, check_algorithm),
-        ({"learner"}, check_trackers.check_trackers),
+        ({"learner"}, check_trackers),
     ]
     errors: list[AsyncRLError] = []
     for wanted_by, look in checks:
@@ -103,7 +101,9 @@ def check_files(
     *,
     joining: bool = False,
 ) -> tuple[Config | None, Checked]:
-    """Read and check the files; the mistakes of both at once. No configuration where they leave nothing to look at."""
+    """Read and check the files; returns the mistakes of both. The configuration is None if the mistakes leave nothing
+    to check.
+    """
     loaded = load_all(paths, overrides)
     if loaded.config is None:
         return None, Checked(loaded.errors, [], [])

@@ -1,8 +1,8 @@
-"""Whether the code that a configuration names can be used: rewards, sources, engines, backends, algorithms, packages.
+"""Checks the code that a configuration names: rewards, sources, engines, backends, algorithms, packages.
 
 Guarantees:
-1. code of the user and of plugins is imported in a process of its own, for `IMPORT_TIMEOUT_S` at most, never here;
-2. a package that an optional part needs is looked for without being imported.
+1. code of the user and of plugins is imported in a separate process, for `IMPORT_TIMEOUT_S` at most;
+2. packages of optional parts are located without being imported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from asyncrl.plugins import BUILT_IN
 from asyncrl.preflight.companion_models import check_models
 
 IMPORT_TIMEOUT_S = 60.0
-#: Packages of backends that are extras.
+#: Packages of backends in optional extras.
 BACKEND_PACKAGES = {"megatron": "megatron"}
 
-# Run in a process of its own: user code may hang, print or exit.
+# runs in a separate process: user code may hang, print or exit
 _IMPORT = """
 import importlib, sys
 module, _, name = sys.argv[1].partition(":")
@@ -47,12 +47,12 @@ if not callable(found):
 
 
 def import_problem(dotted: str) -> str:
-    """Why 'module:function' cannot be used, empty where it can. Tried in another process from this folder."""
+    """Why 'module:function' cannot be used; empty if it can. Tried in another process from this folder."""
     return _problem([sys.executable, "-c", _IMPORT, dotted])
 
 
 def check_rewards(config: Config) -> Iterator[AsyncRLError]:
-    """Every reward function can be imported and takes arguments that reward workers know how to give."""
+    """Every reward function can be imported and takes arguments that reward workers can pass."""
     validator = "producers.rewards.functions"
     known = (_package_root() / "producers" / "rewards" / "functions.py").exists()
     yield from check_models(config)
@@ -104,7 +104,7 @@ def _problem(command: list[str]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with this folder and the package on the path."""
+    """The environment of this process, with this folder and the package on the Python path."""
     env = dict(os.environ)
     places = [os.getcwd(), str(_package_root()), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
@@ -135,7 +135,7 @@ def check_plugins(config: Config) -> Iterator[AsyncRLError]:
 
 
 def check_extras(config: Config) -> Iterator[AsyncRLError]:
-    """The packages of adapters, optimizers and kernels that are extras are installed."""
+    """Packages of adapters, optimizers and kernels in optional extras are installed."""
     if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
         what = "adapters need the package peft, which this environment lacks"
         yield ConfigError("config.extra", what, where="learner.lora.rank", remedy="pip install 'asyncrl[lora]'")
@@ -154,9 +154,9 @@ def check_extras(config: Config) -> Iterator[AsyncRLError]:
 
 
 def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
-    """Estimators, losses and corrections of plugins can be imported and have the options that are set.
+    """Estimators, losses and corrections of plugins can be imported and have the configured options.
 
-    In a process of its own, with torch; built-in ones are known without it
+    Runs in a separate process with torch; built-in ones are known without it
     (`asyncrl.config.sections.algorithm_catalogue`).
     """
     algorithm = config.learner.algorithm
@@ -164,7 +164,7 @@ def check_algorithm(config: Config) -> Iterator[AsyncRLError]:
     if config.learner.mode != "rl" or all(name in algorithms.TABLES[kind] for kind, name in names.items()):
         return
     if any(name not in algorithms.known_names(kind) for kind, name in names.items()):
-        return  # `asyncrl.config` has said so
+        return  # `asyncrl.config` reports it
     command = [sys.executable, "-m", "learners.algorithms.registry"]
     try:
         done = subprocess.run(

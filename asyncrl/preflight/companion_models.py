@@ -1,9 +1,9 @@
-"""Whether the folders named for the models beside the policy hold models that fit it.
+"""Checks the folders of further models: critic, process reward model, reference, judges.
 
 Guarantees:
 1. a folder without a configuration or weights is `config.model`, with the setting that names it;
-2. so are a process reward model that is no language model, and a vocabulary smaller than that of the policy.
-It reads config.json alone and loads no weights.
+2. so are a process reward model that is not a language model, and a vocabulary smaller than the policy's. It reads only
+   config.json and loads no weights.
 
 Example: `learner.process_reward.model` names the export of a reward model: it has a scalar head, no log-probs.
 """
@@ -50,7 +50,7 @@ def _problem(key: str, folder: Path, vocabulary: Any) -> str:
 
 
 def model_json(folder: str | Path) -> dict[str, Any]:
-    """A model folder's config.json; empty where there is none that can be read."""
+    """The config.json of a model folder; empty if it cannot be read."""
     try:
         found = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, *UNREADABLE):
@@ -59,7 +59,7 @@ def model_json(folder: str | Path) -> dict[str, Any]:
 
 
 def check_models(config: Config) -> Iterator[AsyncRLError]:
-    """The folders and key files that judges name are there."""
+    """The folders and key files that judges name exist."""
     for table in config.judge:
         where = f"judge {table.name!r}"
         if table.kind in ("classifier", "generative"):

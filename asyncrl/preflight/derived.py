@@ -1,6 +1,6 @@
-"""The numbers that follow from a configuration, with their arithmetic; and which processes start where.
+"""Numbers that follow from a configuration, with their arithmetic, and the processes that start.
 
-Pure but for counting the rows of files.
+Pure, except for counting the rows of files.
 
 Example: `pipeline_depth = 4`, `batch_groups = 32`: "max in flight  160 groups = (pipeline_depth 4 + 1) x batch_groups
 32".
@@ -25,7 +25,7 @@ from asyncrl.runtime.run_dir import endpoint
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One derived number: what it is, its value and how it comes about."""
+    """One derived number: name, value and arithmetic."""
 
     name: str
     value: str
@@ -33,12 +33,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Starting(msgspec.Struct, frozen=True):
-    """Processes of one role: a row of the table of what starts where."""
+    """Processes of one role: a row of the table of processes."""
 
     role: str
     count: int
     module: str
-    device: str  # empty: it needs none
+    device: str  # empty: none
     threads: int
     restarts: int  # in 10 minutes
     where: str  # the address of a service, the interpreter or server of an engine, the launcher of a gang
@@ -88,7 +88,7 @@ def derive_findings(config: Config, roles: Sequence[str] = TARGETS["all"]) -> li
 
 
 def _evaluation_findings(config: Config) -> list[Finding]:
-    """How often which prompts are evaluated."""
+    """Schedule and prompts of evaluations."""
     evaluation, asked = config.evaluation, config.sampling.asked_samples
     if not evaluation.enabled:
         return []
@@ -136,7 +136,7 @@ def _many(count: int, word: str, ending: str = "s") -> str:
 
 
 def starting(config: Config, roles: Sequence[str]) -> list[Starting]:
-    """The table of what starts, in the order in which it does."""
+    """The table of processes, in the order of their start."""
     producers, rows = config.producers, []
     devices = {"producer": "" if streams(config) else producers.device, "learner": config.learner.device}
     servers = f"generates on {', '.join(producers.url)}" if producers.url else ""

@@ -1,9 +1,9 @@
-"""Whether the files that a configuration names are there and hold what the run needs: model, rows, keys.
+"""Checks the files that a configuration names: model, rows, keys.
 
 Guarantees:
-1. of a model config.json and names of files are looked at, of rows the first one of every file (all lines are counted
-   in files up to `COUNT_LIMIT_BYTES`);
-2. nothing is written, and no weight is read.
+1. of a model it reads config.json and file names, of every data file the first row (in files up to `COUNT_LIMIT_BYTES`
+   all lines are counted);
+2. it writes nothing and reads no weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.preflight.companion_models import check_companions
 from asyncrl.runtime.data_files import KINDS, count_arrow, list_files, look, split_paths, unknown_kind
 
 COUNT_LIMIT_BYTES = 1 << 30  # larger files are not counted
-#: Columns that hold the prompt in known data sets, the likeliest first.
+#: Prompt columns of known data sets, the likeliest first.
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 ON_THE_HUB = "nothing is fetched by itself; if it is a name of the Hugging Face hub"
@@ -35,7 +35,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 
 
 def check_model(config: Config) -> Iterator[AsyncRLError]:
-    """The model folder has a configuration, weights and a tokenizer; models beside it the first two."""
+    """The model folder has a configuration, weights and a tokenizer; other model folders have the first two."""
     yield from check_companions(config)
     folder = Path(config.model.path)
     where = f"model.path = {config.model.path!r}"
@@ -59,7 +59,7 @@ def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
     """Heads and experts of the model divide by `[learner.parallel]`."""
     try:
         model = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, *UNREADABLE):  # said where the model is loaded
+    except (OSError, *UNREADABLE):  # reported when the model is loaded
         return
     if isinstance(model, dict):
         for code, message, key in learner.model_problems(config, model):
@@ -67,7 +67,7 @@ def check_layout(config: Config, path: Path) -> Iterator[AsyncRLError]:
 
 
 def data_paths(paths: str) -> list[Path]:
-    """The files of a `data.path`; of a part that names none the part itself, of which `check_data` says so."""
+    """The files of a `data.path`; a part without files stays as it is, for `check_data` to report."""
     found: list[Path] = []
     for part in split_paths(paths):
         try:
@@ -126,16 +126,16 @@ def _check_file(config: Config, path: Path, *, where: str) -> Iterator[AsyncRLEr
 
 
 def prompt_column(paths: Sequence[Path]) -> str:
-    """The column with the prompts: `prompt`, or the likeliest that the rows have."""
+    """The column with the prompts: `prompt`, or the likeliest one of the rows."""
     try:
         row = first_row(paths[0]) or {} if paths else {}
-    except (OSError, ValueError):  # the check says so
+    except (OSError, ValueError):  # reported by the check
         row = {}
     return next((column for column in PROMPT_COLUMNS if column in row), "prompt")
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the tokenizer of a model folder has a chat template, as far as its files say."""
+    """Whether the tokenizer of a model folder has a chat template, according to its files."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
@@ -149,13 +149,13 @@ def has_texts(paths: Sequence[Path], column: str) -> bool:
     """Whether the prompts of the first file are plain texts."""
     try:
         row = first_row(paths[0]) if paths else None
-    except (OSError, ValueError):  # `check_data` says so
+    except (OSError, ValueError):  # reported by `check_data`
         return False
     return isinstance((row or {}).get(column), str)
 
 
 def data_notes(config: Config) -> Iterator[str]:
-    """Plain texts for a model that was made for chat: they never see its template."""
+    """Note on plain texts for a chat model: they skip its template."""
     data = config.data
     if data.as_chat or not data.chat_template or not config.environment.is_single_turn:
         return
@@ -167,7 +167,7 @@ def data_notes(config: Config) -> Iterator[str]:
 
 
 def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
-    """Setting and name of the answer columns that the rows must have; none where a conversation ends in its answer."""
+    """Setting and name of the required answer columns; none if a conversation ends with its answer."""
     if not streams(config):
         return {}
     if is_paired(config):
@@ -177,11 +177,11 @@ def answer_columns(config: Config, row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settle_steps(config: Config) -> Config:
-    """The configuration with `learner.steps` from `data.epochs`, where that is set."""
+    """Derive `learner.steps` from `data.epochs`, if that is set."""
     if not config.data.epochs:
         return config
     if not all(path.exists() for path in data_paths(config.data.path)):
-        return config  # `check_data` says so
+        return config  # reported by `check_data`
     counts = [count_rows(path) for path in data_paths(config.data.path)]
     try:
         return derive_steps(config, sum(filter(None, counts)) if counts and all(counts) else None)
@@ -190,7 +190,7 @@ def settle_steps(config: Config) -> Config:
 
 
 def first_row(path: Path) -> dict[str, Any] | None:
-    """The first row of a file, None without rows; of .parquet and .arrow with empty texts, and None for the others."""
+    """The first row of a file, or None; .parquet and .arrow give empty texts, and None for other types."""
     if path.suffix in (".parquet", ".arrow"):
         columns, rows = look(path)
         return None if rows == 0 else columns
@@ -211,7 +211,7 @@ def first_row(path: Path) -> dict[str, Any] | None:
 
 
 def count_rows(path: Path) -> int | None:
-    """Rows of a file; None where counting would take long or the file cannot be read."""
+    """Number of rows of a file; None if counting would take long or the file cannot be read."""
     try:
         if path.stat().st_size > COUNT_LIMIT_BYTES:
             return None
@@ -223,12 +223,12 @@ def count_rows(path: Path) -> int | None:
             return len(json.loads(path.read_text(encoding="utf-8")))
         with path.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
-    except (OSError, ValueError, ImportError):  # the number is a courtesy; mistakes in the file are check_data's
+    except (OSError, ValueError, ImportError):  # only informative; `check_data` reports mistakes in the file
         return None
 
 
 def check_keys(config: Config, *, joining: bool) -> Iterator[AsyncRLError]:
-    """The key file can be read and is private; the owner of the buffer may still have to make it."""
+    """The key file is readable and private; the owner of the buffer may still have to create it."""
     path = Path(config.network.key_file)
     if not config.network.key_file or (not joining and not path.exists() and path.parent.is_dir()):
         return

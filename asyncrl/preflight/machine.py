@@ -1,26 +1,30 @@
-"""Whether this machine has what a configuration asks for: free ports, a store, cores, memory, accelerators, disk.
+"""Checks that this machine has what a configuration needs: ports, a store, cores, memory, accelerators, disk.
 
 Guarantees:
-1. ports are bound no longer than the look takes, Redis is asked with plain sockets within seconds;
-2. the machine is read from /proc, /sys, /dev and the file system: no driver and no torch is loaded. `asyncrl doctor`
-   looks closer;
-3. what may be right on another machine (cores, memory, devices) is said as missing here, and is no mistake.
+1. ports are bound only during the check; Redis is asked with plain sockets within seconds;
+2. the machine is described by /proc, /sys, /dev and the file system: no driver and no torch is loaded (`asyncrl doctor`
+   does more);
+3. resources that another machine may have (cores, memory, devices) are reported as missing, not as mistakes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.redis_url import restore_password
+from asyncrl.config.sections.tracker import ONLINE
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 from asyncrl.net.probe import bind_problem, redis_problem
+from asyncrl.plugins import BUILT_IN
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 from asyncrl.runtime.run_dir import RunDir
 
@@ -31,12 +35,12 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What this machine has, as far as files say."""
+    """Resources of this machine, according to files."""
 
     cores: int
     memory_bytes: int  # of the machine, or of this container
     devices: dict[str, int]  # accelerators by type
-    disk_free_bytes: int  # where the run folder is
+    disk_free_bytes: int  # at the run folder
     shm_free_bytes: int
 
     @property
@@ -67,7 +71,7 @@ def _memory(meminfo: Path) -> int:
 
 
 def _free(path: Path) -> int:
-    """Bytes free where the folder is or will be."""
+    """Free bytes at the place of the folder."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -78,7 +82,7 @@ def _free(path: Path) -> int:
 
 
 def missing(config: Config, roles: Sequence[str], machine: Machine, memory: Sequence[RoleMemory]) -> Iterator[str]:
-    """What the configuration asks for and this machine does not have."""
+    """Resources that the configuration needs and this machine lacks."""
     wants = {
         "learner": ("learner.device", config.learner.device, config.learner.ranks),
         "producer": ("producers.device", config.producers.device, config.producers.count),
@@ -136,7 +140,7 @@ def check_ports(config: Config, roles: Sequence[str]) -> Iterator[AsyncRLError]:
 
 
 def check_store(config: Config) -> Iterator[AsyncRLError]:
-    """Redis answers where a URL is given; a server is on the PATH where one is to be started."""
+    """Redis answers at the given URL; a server program is on the PATH if one must be started."""
     buffer = config.buffer
     if buffer.store == "sqlite":
         return
@@ -150,3 +154,39 @@ def check_store(config: Config) -> Iterator[AsyncRLError]:
             yield error_for("store.unreachable", problem, where="buffer.redis_url")
     elif buffer.store == "redis" and not any(shutil.which(name) for name in REDIS_SERVERS):
         yield error_for("store.no_server", f"none of {', '.join(REDIS_SERVERS)} is on the PATH", where="buffer.store")
+
+
+GROUP = "asyncrl.trackers"
+
+
+def check_trackers(config: Config) -> Iterator[AsyncRLError]:
+    """Everything that would end a tracker at its start; the run would continue without its curves."""
+    trackers = config.trackers
+    known = set(BUILT_IN[GROUP]) - {"tensorboard"} | {point.name for point in entry_points(group=GROUP)}
+    for name in trackers.use:
+        package = ONLINE.get(name, ("", ""))[0]
+        if name not in known:
+            what = f"{name!r} is not known: one of {', '.join(sorted(known))}"
+            yield ConfigError("config.type", what, where="trackers.use")
+        elif package and importlib.util.find_spec(package) is None:
+            what = f"tracker {name!r} needs the package {package}, which this environment lacks"
+            yield ConfigError("config.extra", what, where="trackers.use", remedy=f"pip install 'asyncrl[{name}]'")
+    yield from _check_secrets(config)
+    port = trackers.prometheus_port
+    if port and (problem := bind_problem(f"tcp://127.0.0.1:{port}")):
+        yield ConfigError(problem[0], problem[1], where=f"trackers.prometheus_port = {port}")
+
+
+def _check_secrets(config: Config) -> Iterator[AsyncRLError]:
+    for name, text in config.trackers.key_file.items():
+        path, where = Path(text).expanduser(), f"trackers.key_file.{name}"
+        try:
+            secret, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            yield ConfigError("config.type", f"{text}: {getattr(error, 'strerror', None) or error}", where=where)
+            continue
+        if not secret:
+            yield ConfigError("config.type", f"{text} is empty", where=where)
+        elif mode & 0o077:
+            what = f"{text} holds a secret and others may read it"
+            yield ConfigError("config.type", what, where=where, remedy=f"chmod 600 {text}")

@@ -29,7 +29,7 @@ PLAIN = frozenset({"gpt_neox", "starcoder2", "phi", "gpt2", "opt"})
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.1, "muon": 4.0}
 #: Of an idle process: measured with torch 2.13 and transformers 5.23 on a CPU, and without them.
 PROCESS_BYTES = {True: 350 << 20, False: 50 << 20}
-KEPT_SOFTMAX_BYTES = 128 << 20  # learners.models.logprobs: these wait for the backward pass
+KEPT_SOFTMAX_BYTES = 128 << 20  # learners.models.logprobs: kept for the backward pass
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class RoleMemory(msgspec.Struct, frozen=True):
-    """One process of a role, on one place; `count` such processes run."""
+    """One process of a role on one device or host; `count` such processes run."""
 
     role: str
     place: str  # device or host
@@ -55,23 +55,23 @@ class RoleMemory(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The sizes of a model that memory depends on."""
+    """Sizes of a model that determine its memory."""
 
     hidden: int
     layers: int
     vocabulary: int
     attention: int  # parameters of one layer's attention
-    queries: int  # width of q, of k and v together, and of what the K/V cache holds of a token and layer
+    queries: int  # width of q, of k and v together, and of the KV cache per token and layer
     keys_values: int
     cached: int
     feed_forward: tuple[int, ...]  # parameters of each layer's feed-forward part
-    active_width: int  # of the feed-forward part that one token passes
-    linear: int  # sum of inputs and outputs of one layer's linear parts: what adapters grow with
+    active_width: int  # of the feed-forward part that one token uses
+    linear: int  # sum of inputs and outputs of one layer's linear parts: adapters grow with it
     tied: bool
 
     @property
     def embedding(self) -> int:
-        """vocabulary * hidden, once more where the output head is its own."""
+        """vocabulary * hidden, twice if the output head is separate."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -87,7 +87,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def model_shape(model: Mapping[str, Any]) -> Shape | None:
-    """The sizes in a config.json; None where they are not the known ones."""
+    """The sizes in a config.json; None for an unknown architecture."""
     model = model.get("text_config") or model
     try:
         return _shape(model)
@@ -131,7 +131,7 @@ def _experts(model: Mapping[str, Any]) -> int:
 
 
 def _latent(model: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
-    """Parameters of multi-head latent attention (arXiv 2405.04434), and what it caches of a token."""
+    """Parameters of multi-head latent attention (arXiv 2405.04434), and its cache per token."""
     rank, rope = model["kv_lora_rank"], model["qk_rope_head_dim"]
     nope, value = model["qk_nope_head_dim"], model["v_head_dim"]
     query = model.get("q_lora_rank")
@@ -156,7 +156,7 @@ def _feed_forward(model: Mapping[str, Any], layer: int, matrices: int) -> int:
 
 
 def estimate(config: Config, model: Mapping[str, Any], roles: Sequence[str], *, accelerator: bool) -> list[RoleMemory]:
-    """Every role's memory; empty where the model is not known."""
+    """Memory of every role; empty for an unknown model."""
     shape = model_shape(model)
     if shape is None:
         return []
@@ -236,7 +236,7 @@ def _trained_parameters(config: Config, shape: Shape) -> int:
 
 
 def _companion_parts(config: Config, shape: Shape) -> list[Part]:
-    """Models beside the policy: critic, process reward model, frozen reference."""
+    """Further models: critic, process reward model, frozen reference."""
     learner, every = config.learner, shape.parameters
     shards = max(1, learner.ranks // learner.parallel.replicate)
     parts = []
@@ -256,7 +256,7 @@ def _companion_parts(config: Config, shape: Shape) -> list[Part]:
 
 
 def _working(config: Config, shape: Shape) -> list[Part]:
-    """What lives within a step, on one rank."""
+    """Memory within a step, on one rank."""
     learner, width = config.learner, BYTES[config.model.dtype]
     split = learner.parallel.sequence * learner.parallel.tensor
     tokens = -(-learner.micro_batch_tokens // split)

@@ -1,17 +1,18 @@
-"""What `asyncrl check` says: the text for a terminal and the JSON for programs.
-
-Pure.
-"""
+"""Output of `asyncrl check`: text for a terminal, JSON for programs."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigErrors
+from asyncrl.preflight import check as checks
 from asyncrl.preflight.memory import RoleMemory, format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def render(checked: Checked) -> str:
-    """The derived numbers, what starts where, memory, notes; the mistakes are shown by themselves."""
+    """Derived numbers, processes, memory and notes; mistakes are printed separately."""
     width = max((len(finding.name) for finding in checked.findings), default=0)
     lines = []
     for finding in checked.findings:
@@ -66,7 +67,7 @@ def _memory(roles: Sequence[RoleMemory]) -> list[str]:
 
 
 def as_json(checked: Checked) -> dict[str, Any]:
-    """Everything `asyncrl check --json` prints."""
+    """The output of `asyncrl check --json`."""
     return {
         "ok": not checked.errors,
         "errors": [error_json(error) for error in checked.errors],
@@ -79,7 +80,7 @@ def as_json(checked: Checked) -> dict[str, Any]:
 
 
 def error_json(error: AsyncRLError) -> dict[str, Any]:
-    """One mistake; `line` is null where it has none."""
+    """One mistake; `line` is null if it has none."""
     at = re.fullmatch(r"(.*):(\d+)", error.where)
     return {
         "code": error.code,
@@ -90,3 +91,18 @@ def error_json(error: AsyncRLError) -> dict[str, Any]:
         "remedy": error.remedy,
         "exit_code": error.exit_code,
     }
+
+
+def check_command(paths: Sequence[Path], overrides: Sequence[str], *, as_json_text: bool = False) -> int:
+    """Print the result; return the exit code."""
+    _, checked = checks.check_files(paths, overrides)
+    if as_json_text:
+        print(json.dumps(as_json(checked), indent=2))
+        return checked.errors[0].exit_code if checked.errors else 0
+    if text := render(checked):
+        print(text)
+    if checked.errors:
+        sys.stdout.flush()
+        raise ConfigErrors(checked.errors)
+    print(f"{' + '.join(map(str, paths))}: no mistakes found")
+    return 0

@@ -1,11 +1,11 @@
-"""Which accelerator of a host each process of `asyncrl launch` gets. Pure, but for `find_devices`, which looks.
+"""Assigns the accelerators of a host to the processes of `asyncrl launch`. Pure, except `find_devices`.
 
-A rank of the learner takes the device of its number (the learner sees
-all of them, since its ranks speak to each other); a producer sees those that are its own and no other, by the variable
-of its kind of device: engines that start processes of their own keep to it as well. Guarantees:
-1. nobody shares a device while there is a free one; who shares is said in a note;
-2. what the configuration says wins: `producers.device = "cpu"` or `"cuda:1"` is left alone, and so is what a scheduler
-   already hides (`CUDA_VISIBLE_DEVICES`): places are numbers within it;
+A rank of the learner takes the device with its number (the learner sees all devices, since its ranks communicate). A
+producer sees only its own devices, by the environment variable of the device type, so processes of its engine keep to
+it as well. Guarantees:
+1. devices are shared only if there are too few; a note reports it;
+2. explicit settings win: `producers.device = "cpu"` or `"cuda:1"` is left unchanged, and numbers are relative to the
+   devices that a scheduler made visible (`CUDA_VISIBLE_DEVICES`);
 3. torch is not imported: devices are files of the host.
 
 Example: 4 devices, 2 ranks, 3 producers: ranks 0 and 1, producers 2, 3 and 2 again.
@@ -24,33 +24,33 @@ from asyncrl.runtime.device import TABLE
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-#: Kind of device -> what its files below /dev are called.
+#: Device type -> names of its files in /dev.
 FILES = {"cuda": re.compile(r"nvidia\d+"), "npu": re.compile(r"davinci\d+")}
 Conflict = tuple[str, str, tuple[str, ...]]
 
 
 class Devices(NamedTuple):
-    """The devices of a host that this process may use: their kind, and what the variable of that kind calls them."""
+    """The devices of a host that this process may use: their type, and their names in that type's variable."""
 
     kind: str = "cpu"
     ids: tuple[str, ...] = ()
 
 
 class Placed(NamedTuple):
-    """Device numbers: of the learner's ranks, and of each producer of this launcher."""
+    """Device numbers of the learner's ranks, and of each producer of this launcher."""
 
     learner: tuple[int, ...] = ()
     producers: tuple[int, ...] = ()
 
     @property
     def shared(self) -> bool:
-        """Whether two processes have one device."""
+        """Whether two processes share a device."""
         taken = [*self.learner, *self.producers]
         return len(set(taken)) < len(taken)
 
 
 def find_devices(*, environment: Mapping[str, str] | None = None, folder: Path = Path("/dev")) -> Devices:
-    """The accelerators of this host; those that its variable names, where it is set."""
+    """The accelerators of this host; those in its environment variable, if it is set."""
     env = os.environ if environment is None else environment
     try:
         names = os.listdir(folder)
@@ -67,7 +67,7 @@ def find_devices(*, environment: Mapping[str, str] | None = None, folder: Path =
 
 
 def assign_devices(config: Config, roles: Sequence[str], devices: Devices) -> Placed:
-    """Who gets which. Nothing where there is no accelerator, or devices are not given out."""
+    """Assign devices. Empty without an accelerator, or if devices are not assigned."""
     count = len(devices.ids)
     if not count or config.cluster.devices == "share":
         return Placed()
@@ -84,14 +84,14 @@ def _given_out(setting: str, devices: Devices) -> bool:
 
 
 def device_environment(number: int, placed_: Placed, devices: Devices) -> dict[str, str]:
-    """What producer `number` sees."""
+    """Environment variables of producer `number`."""
     if number >= len(placed_.producers):
         return {}
     return {TABLE[devices.kind].visible_env: devices.ids[placed_.producers[number]]}
 
 
 def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator[Conflict]:
-    """Too few devices for what was asked."""
+    """Too few devices for the configuration."""
     found_ = assign_devices(config, roles, devices)
     count = len(devices.ids)
     if found_.learner and config.learner.ranks > count:
@@ -111,7 +111,7 @@ def problems(config: Config, roles: Sequence[str], devices: Devices) -> Iterator
 
 
 def format_assignment(placed_: Placed, devices: Devices) -> str:
-    """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without any."""
+    """`learner: cuda 0, 1; producers: cuda 2, 3`, in the numbers of the host; empty without devices."""
     parts = [
         f"{name}: {devices.kind} {', '.join(devices.ids[number] for number in numbers)}"
         for name, numbers in (("learner", placed_.learner), ("producers", placed_.producers))

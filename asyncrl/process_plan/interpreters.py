@@ -1,12 +1,11 @@
-"""Which interpreter a producer runs in, and which server is its own: engines have environments of their own.
+"""The interpreter and the server of each producer: engines have their own environments.
 
 Guarantees:
-1. `producers.python` wins; else this interpreter, if it has the engine's package; else `.venv-ENGINE` beside the
-   environment of this one, which `make ENGINE` makes; else an error that says so;
-2. `look` runs that interpreter at most once, within `LOOK_S`; it imports asyncrl there, and vLLM itself only where
-   `producers.engine_args` are to be checked;
-3. with several servers the producer with number i has the i-th, so each server gets its weights from one producer.
-Nothing is imported here that an engine needs.
+1. `producers.python` wins; else this interpreter, if it has the engine's package; else `.venv-ENGINE` in the same
+   folder as this environment (`make ENGINE` creates it); else an error;
+2. `look` runs that interpreter at most once, within `LOOK_S`; it imports asyncrl there, and vLLM only to check
+   `producers.engine_args`;
+3. with several servers the producer number i uses the i-th, so each server gets its weights from one producer.
 
 Example: `engine = "vllm"` under `/home/me/asyncrl/.venv/bin/python` without vLLM:
 `/home/me/asyncrl/.venv-vllm/bin/python`.
@@ -27,7 +26,7 @@ import msgspec
 from asyncrl.config import Config, dump
 from asyncrl.errors import AsyncRLError, ConfigError, error_for
 
-#: Engines whose package pins its own torch, with that package.
+#: Engines whose package pins its own torch, and that package.
 PACKAGES = {"vllm": "vllm"}
 #: Engines behind HTTP.
 SERVED = ("vllm_http", "sglang")
@@ -53,7 +52,7 @@ def find_interpreter(config: Config, *, prefix: str = sys.prefix, has: Callable[
     """The interpreter of the producers; empty for this one.
 
     Raises:
-        ConfigError: `config.extra`: there is no environment with the engine's package.
+        ConfigError: `config.extra`: no environment has the engine's package.
     """
     engine, set_one = config.producers.engine, config.producers.python
     return set_one or python_with(engine, where="producers.engine", prefix=prefix, has=has)
@@ -86,7 +85,7 @@ def settle_interpreter(config: Config) -> Config:
 
 
 def own_url(config: Config, name: str) -> Config:
-    """The configuration of the producer with this name, whose number ends it: with its own server alone."""
+    """The configuration of one producer, with only its own server. The number at the end of its name selects it."""
     number, urls = name.rpartition("-")[2], config.producers.url
     if len(urls) < 2 or not number.isdigit():
         return config
@@ -95,7 +94,7 @@ def own_url(config: Config, name: str) -> Config:
 
 
 def url_problems(config: Config) -> list[AsyncRLError]:
-    """What does not fit about the servers."""
+    """Problems of `producers.url`."""
     producers = config.producers
     if producers.engine in ("hf", "dataset", *PACKAGES) and producers.url:
         return [ConfigError("config.conflict", f"engine {producers.engine} has no server", where="producers.url")]
@@ -117,7 +116,7 @@ def url_problems(config: Config) -> list[AsyncRLError]:
 
 
 def look(config: Config, *, env: Mapping[str, str] | None = None) -> tuple[list[AsyncRLError], str, str]:
-    """Errors, what the producers' environment has, and its interpreter; nothing of both where nothing was to see."""
+    """Errors, the content of the producers' environment, and its interpreter; both empty without a check."""
     engine = config.producers.engine
     package = PACKAGES.get(engine, "")
     if not package:
@@ -180,7 +179,7 @@ def _run(command: list[str], text: str, env: Mapping[str, str] | None) -> tuple[
 
 
 def python_path() -> list[str]:
-    """Where children find modules: the launch folder (user's rewards), this checkout, what was set before."""
+    """Python path of children: the launch folder (user's rewards), this checkout, the previous value."""
     root = Path(__file__).resolve().parents[2]
     places = [os.getcwd()] + ([] if root.name == "site-packages" else [str(root)])
     places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]

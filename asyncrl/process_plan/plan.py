@@ -1,10 +1,10 @@
-"""Which processes a run consists of: a pure function from the configuration to commands.
+"""The processes of a run: a pure function from the configuration to commands.
 
 Guarantees:
-1. the same arguments give the same plan; nothing is started, looked up or written here;
-2. services come first, the learner last: the order in which they are started;
-3. secrets never stand in a command: keys travel as the path of their file;
-4. onlookers (trackers) come last and go with the learner: what is launched without one has none.
+1. the same arguments give the same plan; nothing is started or written here;
+2. services come first, the learner last: the order of the start;
+3. commands hold no secrets: keys are passed as the path of their file;
+4. observers (trackers) come last and belong to the learner: a target without a learner has none.
 
 Example: two producers, one reward worker and one rank are 6 processes: buffer, weightsync, producer-0, producer-1,
 reward-0, learner (and torchrun around the learner's rank). Workers of a `[[judge]]` slow are reward-slow-0 and so on.
@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.judges import find_judge, list_judges
@@ -37,7 +39,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 NO_DEVICES = Devices()
 SERVICES = frozenset({"buffer", "weightsync"})
-WORKERS = frozenset({"producer", "reward"})  # they join, and never lead
+WORKERS = frozenset({"producer", "reward"})  # roles that join a run and never lead it
 MODULES = {
     "buffer": "buffers.main",
     "weightsync": "weightsync.main",
@@ -45,36 +47,36 @@ MODULES = {
     "reward": "producers.rewards.main",
     "learner": "learners.main",
 }
-#: Processes that look on: a run goes on without them (`asyncrl.launcher.supervisor`).
+#: Processes that only observe: a run continues without them (`asyncrl.launcher.supervisor`).
 ONLOOKER = "tracker"
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process: what to run, with what in its environment, and how often to try again in ten minutes."""
+    """One process: command, environment, and restarts in ten minutes."""
 
     role: str
     name: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # on top of the launcher's own
+    env: Mapping[str, str] = field(default_factory=dict)  # in addition to the launcher's
     restarts: int = 0
-    gang: bool = False  # started by torchrun: signals go to its workers, exit codes are read from its report
-    ready: str = ""  # address that answers once a service is up
-    judge: str = ""  # whom a reward worker scores for
+    gang: bool = False  # started by torchrun: signals go to its workers, exit codes come from its report
+    ready: str = ""  # address that a service answers at when it is ready
+    judge: str = ""  # judge of a reward worker
 
 
 @dataclass(frozen=True)
 class Joining:
-    """How processes reach the services of a run that lives elsewhere."""
+    """How processes reach the services of a run on other hosts."""
 
     connect: str = ""  # address of the buffer; empty: from the configuration
     key: str = ""
     worker_key: str = ""  # for producers and reward workers; empty: `key`
     takeover: bool = False
-    node_rank: int = 0  # of this host in a gang of several
-    head: str = ""  # host:port where such a gang meets: its first host
-    tag: str = ""  # makes names unique where another launcher already works for the run
-    judge: str | None = None  # reward workers of this judge alone
+    node_rank: int = 0  # number of this host in a gang of several
+    head: str = ""  # host:port of the gang's first host
+    tag: str = ""  # makes names unique if another launcher works for the run
+    judge: str | None = None  # only reward workers of this judge
 
 
 def plan(
@@ -87,7 +89,7 @@ def plan(
     python_path: Sequence[str] = (),
     devices: Devices = NO_DEVICES,
 ) -> list[ProcessPlan]:
-    """The processes of these roles, in the order in which they start. `devices`: the accelerators of this host."""
+    """The processes of these roles, in the order of their start. `devices`: the accelerators of this host."""
     how = joining or Joining()
     places = assign_devices(config, roles, devices)
     plans = []
@@ -117,7 +119,7 @@ def plan(
 def onlookers(
     config: Config, *, config_path: Path, python: str = sys.executable, python_path: Sequence[str] = ()
 ) -> list[ProcessPlan]:
-    """Online trackers and the exporter for Prometheus, each a process of its own."""
+    """Online trackers and the Prometheus exporter, one process each."""
     modules = {f"tracker-{name}": "learners.trackers.main" for name in config.trackers.use}
     if config.trackers.prometheus_port:
         modules["tracker-prometheus"] = "asyncrl.monitor.prometheus"
@@ -134,7 +136,7 @@ def onlookers(
 
 
 def process_names(role: str, config: Config, *, tag: str = "", judge: str | None = None) -> list[str]:
-    """`producer-0`, `producer-1`, ...; roles that exist once have the name of their role."""
+    """`producer-0`, `producer-1`, ...; a unique role has the name of the role."""
     return [name for name, _ in _members(role, config, Joining(tag=tag, judge=judge))]
 
 
@@ -159,9 +161,9 @@ def role_threads(role: str, config: Config) -> int:
 
 
 def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:
-    """Restarts in ten minutes: the role's own setting, or the judge's; services share the learner's.
+    """Restarts in ten minutes: the role's own setting, or the judge's; services use the learner's.
 
-    A gang of several hosts has none: all its hosts have to begin again together, which their scheduler sees to.
+    A gang of several hosts has none: all its hosts must restart together, which is the scheduler's task.
     """
     if role == "learner" and config.cluster.learner_hosts > 1:
         return 0
@@ -172,7 +174,7 @@ def role_restarts(role: str, config: Config, *, judge: str = DEFAULT) -> int:
 
 
 def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
-    """Variables that every role gets. Idle OpenMP workers must not spin: on a shared CPU that halves the speed."""
+    """Variables of every role. Idle OpenMP workers must not spin: on a shared CPU that halves the speed."""
     env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     env |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if python_path:
@@ -181,9 +183,10 @@ def environment(threads: int, python_path: Sequence[str]) -> dict[str, str]:
 
 
 def _meeting(config: Config, how: Joining) -> list[str]:
-    """torchrun and where its hosts meet. One host meets nobody: in the memory of its torchrun, so that nothing listens
-    and the same command restarts as it is. Several meet at the head, by torchrun's static rendezvous, which keeps no
-    pickles as its elastic one does."""
+    """Rendezvous of torchrun. A single host meets in torchrun's memory, so that nothing listens and the command can
+    restart unchanged. Several hosts meet at the head by torchrun's static rendezvous, which stores no pickles, unlike
+    the elastic one.
+    """
     hosts = config.cluster.learner_hosts
     if hosts == 1:
         return ["learners.gang.local_gang"]
@@ -193,9 +196,9 @@ def _meeting(config: Config, how: Joining) -> list[str]:
 
 
 def interfaces(config: Config) -> dict[str, str]:
-    """Where Gloo and NCCL listen: on loopback, where nobody of another host is to join a collective.
+    """Interfaces of Gloo and NCCL: loopback, unless other hosts join a collective.
 
-    They take whatever the host's name resolves to otherwise, and have no authentication.
+    Otherwise they use the address that the host's name resolves to, without authentication.
     """
     alone = config.weightsync.collective_host in LOOPBACK and config.cluster.learner_hosts == 1
     if not alone or not sys.platform.startswith("linux"):
@@ -220,3 +223,16 @@ def _command(
     gang = [python, "-m", *_meeting(config, how), "--max-restarts", "0"]
     gang += ["--monitor-interval", "0.2", "--nproc-per-node", str(config.learner.ranks)]
     return (*gang, "--no-python", python, "-m", "asyncrl.launcher.parent_guard", "--parent", "0", "--", *words)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a supervised set of processes ended. `failed` names the process whose end stopped the others."""
+
+    code: int
+    reason: str
+    wall_s: float
+    restarts: dict[str, int] = {}
+    failed: str = ""
+    last_lines: tuple[str, ...] = ()
+    given_up: dict[str, int] = {}  # workers that the run continued without: their last exit code
+    stopped: bool = False  # a signal came before the end

@@ -1,7 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else. And of several runs: one page that compares them.
-
-Guarantees: see `asyncrl.report.page`.
-"""
+"""The report of a run: one self-contained HTML file. For several runs: one page that compares them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Several runs on one page: their curves over each other, and how their settings and ends differ.
+"""Several runs on one page: their curves together, and the differences of settings and results.
 
-Guarantees: as `asyncrl.report.page`; a run keeps its colour through the
-page; a setting is listed where two of the runs differ in it.
+Guarantees: as `asyncrl.report.page`; a run keeps its colour through the page; a setting is listed if two of the runs
+differ in it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from html import escape
 from typing import Any
 
 from asyncrl.report.data import ENDS, RunData
-from asyncrl.report.evaluation import figure_value, list_sources, newest
 from asyncrl.report.html import card, seconds, table
+from asyncrl.report.learning import figure_value, list_sources, newest
 from asyncrl.report.page import frame, heading
 from asyncrl.report.settings import listed, plain_keys, value_at
 from asyncrl.report.summary import grade
@@ -46,7 +46,7 @@ def comparison(runs: Sequence[RunData]) -> str:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Names that can be told apart.
+    """Distinct names.
 
     >>> distinct(["a", "b", "a"])
     ['a (1)', 'b', 'a (2)']
@@ -85,7 +85,7 @@ def _waited(data: RunData) -> str:
     return f"{sum(value for _, value in data.values('wait_s')) / whole:.1%}" if whole else "-"
 
 
-#: What is compared at the end: a title and a number's text.
+#: Compared results: a title and the text of a number.
 ENDS_OF: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     (f"reward, first {ENDS} steps", lambda data: f"{data.reward_ends()[0]:.3f}"),
     (f"reward, last {ENDS} steps", lambda data: f"{data.reward_ends()[1]:.3f}"),

@@ -1,8 +1,8 @@
-"""Reads what a run has written into one value, and sums it up in a few lines.
+"""Reads the files of a run into one value, and summarizes it in a few lines.
 
 Guarantees:
-1. it only reads; files that are missing or cut are empty or shorter, never an error;
-2. steps are those of the surviving history: a step that was trained again replaces its first time and what came after.
+1. it only reads; missing or truncated files are empty or shorter, never an error;
+2. steps are those of the surviving history: a step that was trained again replaces its first time and all later steps.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.evaluation.statistics import ALL
 from asyncrl.metrics import read_lines
 from asyncrl.monitor.advice import CUT_SHARE
-from asyncrl.process_plan.outcome import Outcome
+from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.events import Recovery, StepLags, read_events, story
 from asyncrl.runtime.run_dir import RunDir, read_object
 
 Line = dict[str, Any]
-NO_SIGNAL_SHARE = 0.9  # of the last groups; a run that has learned its prompts comes near
-ENDS = 5  # steps at each end of the run that are averaged
+NO_SIGNAL_SHARE = 0.9  # of the last groups; a run that has learned its prompts comes near this
+ENDS = 5  # steps averaged at each end of the run
 
 
 class Deliveries(NamedTuple):
-    """Weight versions handed to generators: acknowledged with the right digest, with another one, not in time."""
+    """Weight versions delivered to generators: acknowledged with the right digest, with another one, or late."""
 
     matched: int
     wrong: int
@@ -43,28 +43,28 @@ class RunData(msgspec.Struct):
     run: RunDir
     config: Config | None
     audit: Audit
-    steps: list[Line]  # metrics/learner.jsonl, surviving, by step
+    steps: list[Line]  # metrics/learner.jsonl, surviving steps
     roles: dict[str, list[Line]]  # metrics/roles.jsonl by name
     buffer: list[Line]
     rounds: list[Line]
     processes: list[Line]
     samples: list[Line]
     events: list[Line]  # logs/launch.jsonl
-    history: list[Line]  # events that the fault log shows
+    history: list[Line]  # events for the fault log
     result: Line
     evaluations: list[Line] = []  # metrics/evaluation.jsonl
-    every_step: list[Line] = []  # metrics/learner.jsonl, also of steps that were trained again
+    every_step: list[Line] = []  # metrics/learner.jsonl, including steps that were trained again
     lags: list[StepLags] = []
     recoveries: list[Recovery] = []
 
     @property
     def name(self) -> str:
-        """What the run calls itself."""
+        """Name of the run."""
         return self.config.run.name if self.config else self.run.root.name
 
     @property
     def wall_s(self) -> float:
-        """From the first to the last time that any file names."""
+        """From the first to the last time in any file."""
         start, end = self.span_of_time()
         return end - start
 
@@ -74,7 +74,7 @@ class RunData(msgspec.Struct):
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a metric of the learner, where it was written."""
+        """(step, value) of a metric of the learner."""
         return [(float(line["step"]), float(line[key])) for line in self.steps if _is_number(line.get(key))]
 
     def reward_ends(self) -> tuple[float, float]:
@@ -103,7 +103,7 @@ class RunData(msgspec.Struct):
         return sum(bool(answer) and answer == digest for answer, digest in answers)
 
     def span_of_time(self) -> tuple[float, float]:
-        """First and last wall time that any file names."""
+        """First and last wall time in any file."""
         groups = [self.processes, self.steps, self.buffer, self.rounds, self.events, *self.roles.values()]
         times = [float(line["t"]) for group in groups for line in group if _is_number(line.get("t"))]
         return (min(times), max(times)) if times else (0.0, 1.0)
@@ -141,7 +141,7 @@ def load_run(run: RunDir) -> RunData:
 
 
 def surviving(lines: list[Line]) -> list[Line]:
-    """One line per step: a step that comes again takes back itself and what followed it.
+    """One line per step: a repeated step removes its earlier line and all later steps.
 
     >>> [line["x"] for line in surviving([{"step": s, "x": x} for s, x in ((1, 1), (2, 2), (3, 3), (2, 4))])]
     [1, 4]
@@ -187,7 +187,7 @@ def _held_out(lines: list[Line]) -> list[str]:
 
 
 def _hints(data: RunData) -> list[str]:
-    """What kept the last steps from learning, where something did."""
+    """Reasons why the last steps did not learn."""
     flat, cut = (_mean_of_last(data, name) for name in ("zero_advantage_share", "truncated_share"))
     hints = []
     if flat >= NO_SIGNAL_SHARE:
@@ -203,7 +203,7 @@ def _mean_of_last(data: RunData, name: str) -> float:
 
 
 def summary(data: RunData, outcome: Outcome) -> list[str]:
-    """The lines that `asyncrl launch` ends with."""
+    """Summary lines at the end of `asyncrl launch`."""
     audit, deliveries = data.audit, data.deliveries()
     early, late = data.reward_ends()
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items()) or "none"

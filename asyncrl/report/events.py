@@ -1,11 +1,11 @@
-"""What the report reads from a run's history: the lags of each step, how faults were got over, and the notes.
+"""Facts of the report from a run's history: the lags of each step, recoveries from faults, and notes.
 
 Guarantees:
-1. the log is read once, line by line; what is kept grows with groups and steps, not with samples' events;
+1. the log is read once, line by line; memory grows with groups and steps, not with events of samples;
 2. steps are those of the surviving history: a learner that registers at step s takes back the steps after s;
-3. a fault's times are from the launcher's note of the exit: until the process was started again, until it worked again
+3. times of a fault start at the launcher's record of the exit: until the process was restarted, until it worked again
    (a producer's sample, a reward worker's score, a learner's commit, a service's next event), and until the run took a
-   step that it had not taken before. What did not happen is None.
+   new step. Missing ones are None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepLags(msgspec.Struct):
 
 
 class Recovery(msgspec.Struct):
-    """A process that ended with an error, and the seconds until things went on."""
+    """A process that ended with an error, and the seconds until recovery."""
 
     t: float
     name: str
@@ -55,7 +55,7 @@ class Story(msgspec.Struct):
 
 
 def read_events(path: Path) -> Iterator[Line]:
-    """The events of a history, one by one; what cannot be read is passed over."""
+    """The events of a history one by one; unreadable lines are skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def story(events: Iterable[Line], launched: Sequence[Line], rounds: Sequence[Lin
                 _note(one, event, t)
             lags.take(event)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            continue  # a damaged line: the audit names it
+            continue  # a damaged line: the audit reports it
         active = [one for one in active if one.work_s is None or one.progress_s is None]
         if event["e"] in KEPT:
             found.notes.append(event)
@@ -98,7 +98,7 @@ def story(events: Iterable[Line], launched: Sequence[Line], rounds: Sequence[Lin
 
 
 def recoveries(launched: Sequence[Line]) -> list[Recovery]:
-    """The exits with an error of a run that was not being ended, in order, with what the launcher knows."""
+    """Exits with an error before the end of the run, in order, with the launcher's facts."""
     found: list[Recovery] = []
     stopping = False
     for event in launched:
@@ -107,7 +107,7 @@ def recoveries(launched: Sequence[Line]) -> list[Recovery]:
         if kind == "exit" and event.get("code") and not stopping:
             found.append(Recovery(t, name, str(event.get("role", "")), int(event["code"])))
         elif kind == "start":
-            stopping = False  # a launch after the one that was ended
+            stopping = False  # a launch after the stopped one
             if mine is not None:
                 mine.start_s = t - mine.t
         elif kind == "given up" and mine is not None:
@@ -134,11 +134,11 @@ def _note(one: Recovery, event: Line, t: float) -> None:
 
 
 class Lags:
-    """The lags of the groups of every step, as the events tell them."""
+    """Lags of the groups of every step, from the events."""
 
     def __init__(self) -> None:
         self.steps: dict[int, StepLags] = {}
-        self.reached = 0  # newest step that was ever committed
+        self.reached = 0  # newest committed step
         self._oldest: dict[int, dict[int, int]] = {}  # group -> sample -> oldest version
         self._bounds: dict[int, int] = {}
         self._claims: dict[int, tuple[int, list[int]]] = {}

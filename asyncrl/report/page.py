@@ -1,9 +1,8 @@
 """The page of the report: style, script and chapters in one text.
 
 Guarantees:
-1. one self-contained file: no network, no fonts, no script from elsewhere (a Content-Security-Policy says so too);
-2. light and dark follow the reader's system; without JavaScript only values under the pointer and the slider are
-   missing;
+1. one self-contained file: no network, fonts or scripts from elsewhere (enforced by a Content-Security-Policy);
+2. light and dark follow the reader's system; without JavaScript only tooltips and the smoothing slider are missing;
 3. nothing from the run reaches the page unescaped.
 """
 
@@ -15,19 +14,18 @@ from html import escape
 from typing import NamedTuple
 
 from asyncrl import __version__
-from asyncrl.report import evaluation, faults, learning, ledger, settings, staleness, timing, weights
-from asyncrl.report import length_bias as bias
+from asyncrl.report import learning, operation, settings, timing
 from asyncrl.report import samples as shown
 from asyncrl.report import summary as verdict
 from asyncrl.report.data import RunData
-from asyncrl.report.style import SCRIPT, STYLE
+from asyncrl.report.html import SCRIPT, STYLE
 from asyncrl.report.svg import SMOOTHING
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 class Chapter(NamedTuple):
-    """A part of the page with an entry in the navigation. `bad`: something in it needs a look."""
+    """A part of the page with an entry in the navigation. `bad`: it needs attention."""
 
     key: str
     title: str
@@ -37,27 +35,28 @@ class Chapter(NamedTuple):
 
 
 CHAPTERS = (
-    Chapter("learning", "Learning", "Does it learn: the reward of trained batches, and what the algorithm did.",
+    Chapter("learning", "Learning", "Rewards of the trained batches, and metrics of the algorithm.",
             (learning.learning,)),
-    Chapter("evaluation", "Evaluation", "Held-out prompts, never trained.", (evaluation.section,)),
-    Chapter("staleness", "Staleness", "How old the weights were that made what was trained, against the bound.",
-            (staleness.staleness, bias.lengths), lambda data: bool(data.audit.over_bound or data.audit.lengths.alarm)),
-    Chapter("time", "Time", "Who worked and who waited, and what the queue held.",
+    Chapter("evaluation", "Evaluation", "Held-out prompts, never trained.", (learning.evaluations,)),
+    Chapter("staleness", "Staleness", "The lag of the trained groups, against its bound.",
+            (learning.staleness, learning.lengths),
+            lambda data: bool(data.audit.over_bound or data.audit.lengths.alarm)),
+    Chapter("time", "Time", "Work and waits of every process, and the content of the queue.",
             (timing.utilisation, timing.queue, timing.throughput)),
-    Chapter("weights", "Weights", "How new weights came to the generators.", (weights.weights,),
+    Chapter("weights", "Weights", "How new weights reached the generators.", (operation.weights,),
             lambda data: bool(data.deliveries().wrong)),
-    Chapter("data", "Data", "Where every issued prompt went, and what the log proves.", (ledger.ledger,),
+    Chapter("data", "Data", "The outcome of every issued prompt, and the audit of the log.", (operation.ledger,),
             lambda data: not data.audit.ok or bool(data.audit.dead)),
-    Chapter("faults", "Faults", "What ended, and how long it took until the run went on.", (faults.faults,),
+    Chapter("faults", "Faults", "Failed processes, and the time to recovery.", (operation.faults,),
             lambda data: bool(data.recoveries)),
-    Chapter("samples", "Samples", "What the model wrote.", (shown.samples,)),
-    Chapter("setup", "Setup", "What was asked for, and what it ran on.",
+    Chapter("samples", "Samples", "Answers of the model.", (shown.samples,)),
+    Chapter("setup", "Setup", "Settings, processes and versions.",
             (settings.configuration, settings.processes, settings.versions)),
 )  # fmt: skip
 
 
 def page(data: RunData) -> str:
-    """The whole report of one run."""
+    """The report of one run."""
     links, parts = [], []
     for chapter in CHAPTERS:
         cards = "".join(make(data) for make in chapter.cards)
@@ -73,7 +72,7 @@ def heading(key: str, title: str, lead: str) -> str:
 
 
 def frame(title: str, where: str, links: Sequence[tuple[str, str, bool]], body: str) -> str:
-    """A page around a body. `links`: key, title and whether it needs a look."""
+    """A page around a body. `links`: key, title and whether it needs attention."""
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     entries = "".join(
         f'<a href="#{escape(key)}"{" class=bad" if bad else ""}>{escape(name)}</a>'

@@ -1,9 +1,9 @@
-"""The chapter on samples: prompts, answers, rewards, and token by token how engine and learner differ.
+"""The chapter on samples: prompts, answers, rewards, and the difference of engine and learner per token.
 
-The learner keeps the samples (`samples.jsonl`). Guarantees:
-1. every text is escaped: these are the words of a model, and of whoever wrote the prompts;
+The learner writes the samples (`samples.jsonl`). Guarantees:
+1. every text of the model and of the prompts is escaped;
 2. a token's colour is |engine - learner| of its log-probs, by `LEVELS`; tokens that the policy did not sample are grey;
-3. of a step that was trained again the last samples are shown; at most `SHOWN` of all.
+3. of a step that was trained again, the last samples are shown; at most `SHOWN` in all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncrl.report.html import card, clip, table
 from asyncrl.report.svg import short
 
 SHOWN = 40
-LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats; a token's class is g1 from the first one on, and so forth
+LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats; a token's class is g1 from the first value on, and so on
 
 
 def samples(data: RunData) -> str:
-    """Some samples: the first and the last that were kept."""
+    """The first and the last recorded samples."""
     half = SHOWN // 2
     every = newest(data.samples)
     kept = every if len(every) <= SHOWN else every[:half] + every[-half:]
@@ -48,7 +48,7 @@ def samples(data: RunData) -> str:
 
 
 def newest(lines: Sequence[Line]) -> list[Line]:
-    """One line per step, group and sample, the last one; by step."""
+    """The last line of every step, group and sample; by step."""
     kept = {
         str((line.get("step"), line.get("group"), line.get("index", place))): line for place, line in enumerate(lines)
     }
@@ -56,7 +56,7 @@ def newest(lines: Sequence[Line]) -> list[Line]:
 
 
 def gaps(line: Line) -> list[float | None]:
-    """|engine - learner| of every token, None where one of them is not known."""
+    """|engine - learner| of every token; None if one of them is unknown."""
     engine, learner = line.get("engine") or [], line.get("learner") or []
     if len(engine) != len(learner):
         return [None] * len(engine)
@@ -64,7 +64,7 @@ def gaps(line: Line) -> list[float | None]:
 
 
 def answer(line: Line) -> str:
-    """The response as HTML: tokens with their colours where they are known, else its text."""
+    """The response as HTML: coloured tokens if their log-probs are known, else its text."""
     tokens = line.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         return escape(clip(line.get("response")))

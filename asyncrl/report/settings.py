@@ -1,4 +1,4 @@
-"""The chapter on how the run was set up: configuration against its defaults, processes, versions."""
+"""The chapter on the set-up: configuration against its defaults, processes, versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKAGES = (
 
 
 def configuration(data: RunData) -> str:
-    """Every setting; what differs from the default is marked."""
+    """Every setting; changed ones are marked."""
     if data.config is None:
         return card("Configuration", '<p class="none">config.toml cannot be read</p>')
     default = Config(model=type(data.config.model)(path=""))
@@ -53,13 +53,13 @@ def configuration(data: RunData) -> str:
 
 
 def plain_keys() -> list[str]:
-    """Every setting but those of sections that may come several times (rewards, judges)."""
+    """Every setting outside of sections that may repeat (rewards, judges)."""
     several = tuple(f"{item.name}." for item in msgspec.structs.fields(Config) if item.default == ())
     return [key for key in all_keys() if "." in key and not key.startswith(several)]
 
 
 def listed(config: Config) -> dict[str, str]:
-    """Sections that may come several times: `reward[0]` and what of it is not the default."""
+    """Sections that may repeat: `reward[0]` and its changed settings."""
     found = {}
     for item in msgspec.structs.fields(Config):
         if item.default != ():

@@ -1,7 +1,4 @@
-"""The head of the report: whether the run is complete and sound, in one line, and its main numbers.
-
-The numbers are those of `asyncrl audit` and of the learner's metrics.
-"""
+"""The head of the report: one line that says whether the run is complete and sound, and its main numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from asyncrl.report.svg import short
 
 
 def grade(data: RunData) -> tuple[str, str, str]:
-    """good, bad or open; the verdict in words; and why."""
+    """Grade (good, bad or open), verdict, and reason."""
     audit, result = data.audit, data.result
     steps = data.config.learner.steps if data.config else data.last_step
     complete = bool(result.get("done")) or (audit.done and data.last_step >= steps)

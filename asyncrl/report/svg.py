@@ -1,10 +1,10 @@
-"""Small drawings as SVG text: lines with a band, stacked areas, bars, lanes of time.
+"""Charts as SVG text: lines with a band, stacked areas, bars.
 
 Guarantees:
 1. pure functions of their arguments; every text is escaped; colours are CSS classes (`s1`..`s8`), so that the page's
-   theme decides them;
-2. charts carry their values in `data-chart`, from which the page's script shows a tooltip and smooths; without the
-   script they are complete drawings, smoothed by `SMOOTHING`;
+   theme defines them;
+2. charts carry their values in `data-chart` for the script's tooltips and smoothing; without the script they are
+   complete, smoothed by `SMOOTHING`;
 3. at most `MAX_POINTS` points are drawn per line: longer ones keep the first, the last and evenly spaced others.
 """
 
@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
 MAX_POINTS = 400
-SMOOTHING = 0.6  # weight of what came before, in lines that may be smoothed
-SMOOTHED_FROM = 20  # points; shorter lines are drawn as they are
+SMOOTHING = 0.6  # weight of earlier values in smoothed lines
+SMOOTHED_FROM = 20  # points; shorter lines are not smoothed
 LEFT, RIGHT, TOP = 46, 10, 10
-BOTTOM, BOTTOM_NAMED = 24, 40  # below the axis: ticks; ticks and the name of the axis
+BOTTOM, BOTTOM_NAMED = 24, 40  # space below the axis: ticks; ticks and the name of the axis
 
 
 class Line(NamedTuple):
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Where the data lies in the picture."""
+    """Place of the data in the picture."""
 
     width: int
     height: int
@@ -46,18 +46,18 @@ class Frame(NamedTuple):
     bottom: int = BOTTOM
 
     def x(self, value: float) -> float:
-        """Horizontal place of a value."""
+        """Horizontal position of a value."""
         share = (value - self.x0) / ((self.x1 - self.x0) or 1.0)
         return round(LEFT + share * (self.width - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        """Vertical place of a value."""
+        """Vertical position of a value."""
         share = (value - self.y0) / ((self.y1 - self.y0) or 1.0)
         return round(self.height - self.bottom - share * (self.height - TOP - self.bottom), 1)
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most `limit` of the points, the first and the last among them.
+    """At most `limit` points, including the first and the last.
 
     >>> thin([(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)], 3)
     [(0, 0), (2, 2), (4, 4)]
@@ -105,7 +105,9 @@ def line_chart(
     smooth: bool = False,
     title: str = "",
 ) -> str:
-    """Lines over a common x axis. `floor` is a value that the y axis must show. `smooth`: a smoothed line over each."""
+    """Lines over a common x axis. `floor` is a value that the y axis must include. `smooth`: also draw smoothed
+    lines.
+    """
     drawn = [line for line in lines if line.points]
     if not drawn:
         return '<p class="none">nothing was measured</p>'
@@ -234,7 +236,7 @@ def _name(frame: Frame, x_label: str) -> str:
 
 
 def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
-    """An exponential mean of what came before, without the bias of its start.
+    """An exponential mean of earlier values, without the bias of its start.
 
     >>> smoothed([(1, 1.0), (2, 1.0), (3, 1.0)])[-1]
     (3, 1.0)
@@ -248,7 +250,7 @@ def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, flo
 
 
 def _line(frame: Frame, line: Line, *, bars: bool, number: int | None = None) -> str:
-    """`number`: of the line among those of the chart, where a smoothed one is drawn over it."""
+    """`number`: position of the line in the chart, if a smoothed one is drawn over it."""
     points = thin(line.points)
     parts = []
     if line.band:
@@ -273,7 +275,7 @@ def _path(frame: Frame, points: Points) -> str:
 
 
 def _tooltip(frame: Frame, lines: Sequence[Line], x_label: str = "") -> str:
-    """What the page's script needs to find the values under the pointer, and to smooth."""
+    """Data for the script's tooltips and smoothing."""
     data = {
         "left": LEFT, "right": frame.width - RIGHT, "top": TOP, "bottom": frame.height - frame.bottom,
         "x0": frame.x0, "x1": frame.x1, "y0": _json(frame.y0), "y1": _json(frame.y1), "label": x_label,
@@ -298,7 +300,7 @@ def _svg(frame: Frame, parts: Sequence[str], data: str | None, title: str) -> st
 
 
 def legend(lines: Sequence[Line]) -> str:
-    """Names beside their colours."""
+    """Names next to their colours."""
     return (
         '<p class="legend">'
         + "".join(f'<span><i class="key {line.colour}"></i>{escape(line.name)}</span>' for line in lines if line.points)

@@ -1,7 +1,6 @@
-"""Drawings of what happened when, and of where things went: lanes of time and a flow, as SVG text.
+"""Charts of time and quantities as SVG text: lanes of time, and a flow.
 
-Guarantees: as `asyncrl.report.svg`; at most `BINS` columns
-per lane.
+Guarantees: as `asyncrl.report.svg`; at most `BINS` columns per lane.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Lane(NamedTuple):
     name: str
     columns: Sequence[tuple[float, float, Sequence[tuple[float, str]]]]
     marks: Sequence[tuple[float, str, str]] = ()
-    told: Sequence[str] = ()  # words of each column
+    told: Sequence[str] = ()  # tooltip of each column
 
 
 def lanes(rows: Sequence[Lane], *, start: float, end: float, width: int = 1000) -> str:
@@ -73,7 +72,7 @@ def _column(shares: Sequence[tuple[float, str]], *, x: float, y: float, wide: fl
 
 
 class Share(NamedTuple):
-    """Where a part of the whole went."""
+    """A part of a flow."""
 
     name: str
     size: int
@@ -81,7 +80,7 @@ class Share(NamedTuple):
 
 
 def flow(name: str, shares: Sequence[Share], *, width: int = 1000) -> str:
-    """The whole at the left, its parts at the right, with ribbons as thick as they are large."""
+    """The whole at the left, its parts at the right, with ribbons as thick as the parts."""
     parts_of = [share for share in shares if share.size > 0]
     total = sum(share.size for share in parts_of)
     if not total:

@@ -1,4 +1,4 @@
-"""The chapter on time: what every process did when, what waited in the queue, and where the learner's time went."""
+"""The chapter on time: activity of every process, the queue, and the learner's time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = (
     ("commit_s", "committed", "s5"),
     ("checkpoint_s", "checkpoint", "s4"),
 )
-#: What a lane of the learner shows: parts of its step, in the order in which they stand on each other.
+#: Layers of the learner's lane: parts of its step, from the bottom up.
 PHASES = (
     ("training", "s1", ("proximal_s", "train_s", "assemble_s")),
     ("weights, commit, checkpoint", "s5", ("publish_s", "commit_s", "checkpoint_s")),
@@ -55,7 +55,7 @@ def utilisation(data: RunData) -> str:
 
 
 def _learner_lane(data: RunData, start: float, end: float) -> Lane | None:
-    """The learner's phases by bin, of all its steps: also of those that were trained again."""
+    """The learner's phases by bin, over all steps, including those that were trained again."""
     width = ((end - start) or 1.0) / BINS
     bins: dict[int, dict[str, float]] = {}
     for line in data.every_step:
@@ -82,7 +82,7 @@ def _learner_lane(data: RunData, start: float, end: float) -> Lane | None:
 
 
 def _marks(data: RunData, name: str) -> list[tuple[float, str, str]]:
-    """When the process ended with an error, and when it was started again."""
+    """Failures and restarts of the process."""
     found = []
     for one in data.recoveries:
         if one.name == name:
@@ -98,7 +98,7 @@ def _pieces(marks: Points, start: float, end: float) -> list[tuple[float, float,
     bins: dict[int, list[float]] = {}
     for t, share in marks:
         bins.setdefault(min(BINS - 1, max(0, int((t - start) / width))), []).append(share)
-    # A heartbeat speaks for the time since the one before: fill what lies between two of them.
+    # A heartbeat covers the time since the previous one.
     pieces, previous = [], None
     for place in sorted(bins):
         share = sum(bins[place]) / len(bins[place])
@@ -165,7 +165,7 @@ def _time_bar(data: RunData) -> str:
 
 
 def _computed(data: RunData) -> str:
-    """`; 212 TFLOP/s per device while it computes, MFU 0.21 (0.18 of the whole step)`, as far as it was measured."""
+    """`; 212 TFLOP/s per device while it computes, MFU 0.21 (0.18 of the whole step)`, if it was measured."""
     speeds, used, whole = (data.values(key) for key in ("tflops_per_device", "mfu", "mfu_step"))
     if not speeds:
         return ""

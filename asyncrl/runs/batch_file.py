@@ -36,7 +36,7 @@ _NAME = re.compile(r"step-(\d{8,})\.batch")
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What is known beside the batch. `config` names the file `config-<it>.toml` beside it."""
+    """Facts about a batch. `config` names the file `config-<it>.toml` in the same folder."""
 
     config: str = ""
     epoch: int = 0  # of the learner
@@ -44,7 +44,7 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 class BatchFile(NamedTuple):
-    """A file that was read; payloads are views into its bytes, one per record, in the order of the groups."""
+    """The content of a file; payloads are views into its bytes, one per record, in the order of the groups."""
 
     meta: Meta
     batch: wire.Batch
@@ -52,7 +52,7 @@ class BatchFile(NamedTuple):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """A group of an archived batch that was taken out of its step."""
+    """A group that was removed from the step of an archived batch."""
 
     step: int
     group: int
@@ -60,23 +60,23 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def batch_path(folder: Path, step: int) -> Path:
-    """Where the batch of a step lies."""
+    """Path of the batch of a step."""
     return folder / f"step-{step:08d}.batch"
 
 
 def config_path(folder: Path, name: str) -> Path:
-    """Where the resolved configuration that a batch was trained under lies."""
+    """Path of the resolved configuration that trained a batch."""
     return folder / f"config-{name}.toml"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Archived steps in order; whether their files are whole is another question."""
+    """Archived steps in order; their files may be damaged."""
     found = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 
 
 def write(path: Path, batch: wire.Batch, payloads: Sequence[Buffer], *, meta: Meta) -> int:
-    """Write or replace the file; its size. Raises OSError and leaves nothing behind where it cannot."""
+    """Write or replace the file; return its size. Raises OSError and leaves nothing behind on failure."""
     frames: list[Buffer] = [msgspec.json.encode(meta), wire.encode_header(batch), *payloads]
     sizes = [memoryview(frame).nbytes for frame in frames]
     frames = [_HEAD.pack(MAGIC, FORMAT, len(frames)) + struct.pack(f"<{len(sizes)}Q", *sizes), *frames]
@@ -99,7 +99,7 @@ def write(path: Path, batch: wire.Batch, payloads: Sequence[Buffer], *, meta: Me
 
 
 def read(path: Path) -> BatchFile:
-    """The file. Raises `WireError` where it is damaged, OSError where it is not there."""
+    """Read a file. Raises `WireError` if it is damaged, OSError if it is missing."""
     data = memoryview(path.read_bytes())
     head = data[: _HEAD.size]
     if head.nbytes < _HEAD.size or bytes(head[:8]) != MAGIC:
@@ -129,7 +129,7 @@ def read(path: Path) -> BatchFile:
 
 
 def quarantined(folder: Path) -> dict[int, dict[int, str]]:
-    """step -> group -> reason of the groups that were taken out. Lines that a crash cut are left out."""
+    """step -> group -> reason, of removed groups. Incomplete lines are skipped."""
     found: dict[int, dict[int, str]] = {}
     path = folder / NOTES
     for line in path.read_bytes().splitlines() if path.exists() else []:

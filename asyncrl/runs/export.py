@@ -1,11 +1,10 @@
 """`asyncrl export`: the weights of a checkpoint as a folder that transformers and vLLM load.
 
-The front door imports no torch:
-`export_command` looks at what it can see without, then replaces itself by `python -m learners.checkpoints.export`.
-Guarantees:
-1. a run that is none, a run without a checkpoint, a folder that is not empty and a size that is none are refused before
+This module imports no torch: `export_command` checks the arguments, then replaces itself by `python -m
+learners.checkpoints.export`. Guarantees:
+1. a folder without a run, a run without a checkpoint, a target that is not empty and an invalid size are refused before
    anything starts;
-2. exit code and signals are those of the exporter: it is the same process.
+2. exit code and signals are those of the exporter, which is the same process.
 
 Example: `asyncrl export runs/my --dtype bfloat16 --max-shard-size 2GB`.
 """
@@ -53,16 +52,16 @@ def export_command(
 
 
 def no_checkpoint(run: RunDir) -> ConfigError:
-    """There is nothing to export."""
+    """The error for a run without a checkpoint."""
     wait = "wait for learner.checkpoint_every steps, or end the run with `asyncrl stop`"
     return ConfigError("usage", "the run has no checkpoint", where=str(run.checkpoints), remedy=wait)
 
 
 def refuse_target(target: Path) -> Path:
-    """The folder, which is new or empty.
+    """The target folder, which is new or empty.
 
     Raises:
-        ConfigError: `usage`, where something lies there.
+        ConfigError: `usage`, if it is not empty.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("usage", "it exists and is not empty", where=str(target), remedy="name a new folder by --out")
@@ -76,7 +75,7 @@ def parse_size(text: str) -> int:
     (5000000000, 1572864, 700)
 
     Raises:
-        ConfigError: `usage`, where it is none, or 0.
+        ConfigError: `usage`, for other texts, or 0.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = int(float(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else 0
@@ -86,7 +85,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """A size in words.
+    """A size as text.
 
     >>> size_text(988_100_000), size_text(640)
     ('988.1 MB', '640 B')

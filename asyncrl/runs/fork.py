@@ -1,13 +1,12 @@
-"""`asyncrl fork`: a run of its own that starts from (checkpoint K, log position K) of another one.
+"""`asyncrl fork`: a new run that starts from checkpoint K of another one.
 
-The new folder gets the checkpoint, the resolved configuration with the new folder in it, and
-`fork.json`. Guarantees:
-1. every byte of the checkpoint is compared with its manifest on its way: a damaged one, or one that is removed
-   meanwhile, makes no fork;
-2. the folder is whole or not there: it is made under a hidden name and renamed last;
-3. nothing is written into the parent, which may be running.
-The checkpoint's ledger says what was trained, so the fork trains none of it again; prompts that the parent had under
-way at K are generated anew. Its history begins with its own first event; `asyncrl audit` knows the parent by fork.json.
+The new folder gets the checkpoint, the resolved configuration with the new folder in it, and `fork.json`. Guarantees:
+1. every byte of the checkpoint is compared with its manifest during the copy: a damaged checkpoint, or one that is
+   removed meanwhile, makes no fork;
+2. the folder is complete or absent: it has a hidden name until the end;
+3. nothing is written into the parent, which may be running. The checkpoint's ledger lists the trained groups, so the
+   fork trains none of them again; prompts that the parent had in progress at K are generated anew. The fork's history
+   begins with its own first event; `asyncrl audit` finds the parent by fork.json.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """What `fork.json` holds. `parent` is an absolute path; `digest` that of the weights of version `step`."""
+    """Content of `fork.json`. `parent` is an absolute path; `digest` that of the weights of version `step`."""
 
     parent: str
     step: int
@@ -49,13 +48,13 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def checkpoints_in(run: RunDir) -> dict[int, Path]:
-    """Folders of checkpoints by step; whether they are whole is another question."""
+    """Folders of checkpoints by step; they may be damaged."""
     paths = run.checkpoints.iterdir() if run.checkpoints.is_dir() else iter(())
     return {int(match[1]): path for path in paths if (match := _NAME.fullmatch(path.name))}
 
 
 def fork_command(parent: Path, target: Path, *, step: int, overrides: Sequence[str] = ()) -> int:
-    """Make the fork and say how to start it."""
+    """Make the fork and print how to start it."""
     made = fork(parent, target, step=step, overrides=overrides)
     config = RunDir(target).config
     print(f"fork of {made.parent} at step {made.step}: {target.resolve()}")
@@ -102,7 +101,7 @@ def fork(parent: Path, target: Path, *, step: int, overrides: Sequence[str] = ()
 
 
 def _config(run: RunDir, target: Path, overrides: Sequence[str]) -> Config:
-    """The parent's configuration with the new folder and a name of its own."""
+    """The parent's configuration with the new folder and a new name."""
     root = target.resolve()
     if root == run.root or run.root in root.parents:
         raise ConfigError("usage", "a fork needs a folder outside of its parent", where=str(target))
@@ -147,6 +146,6 @@ def _copy(source: Path, target: Path) -> _File:
 
 
 def _digest_of(folder: Path, step: int) -> str:
-    """The digest of the weights of the checkpoint as they were published."""
+    """The published digest of the checkpoint's weights."""
     state: dict[str, Any] = msgspec.json.decode((folder / "state.json").read_bytes())
     return str(state.get("digests", {}).get(str(step), ""))

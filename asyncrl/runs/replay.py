@@ -1,13 +1,13 @@
-"""`asyncrl replay`: a learner alone, over the recorded batches of a run, from one of its checkpoints or its start.
+"""`asyncrl replay`: a learner alone, over the recorded batches of a run, from a checkpoint or the start.
 
-This module plans and judges; the training is `python -m learners.replay`, a process of its own
-(the front door imports no torch). Guarantees:
-1. nothing is written into the run that is replayed: everything goes to a folder of its own;
-2. with unchanged settings the digest of every version is compared with the one that was committed; the answer is how
-   many are bitwise equal, or the first that differs;
-3. changed settings are in force after `--from`, not before: what leads to it is replayed as it was, and compared;
-   with `--rewards` alone that is everything before the first step that has a group with other rewards;
-4. it waits for its process as long as that makes progress, `run.hang_timeout_s` at most between two steps.
+This module plans and judges; a separate process, `python -m learners.replay`, trains (no torch is imported here).
+Guarantees:
+1. nothing is written into the replayed run: results go to a separate folder;
+2. with unchanged settings the digest of every version is compared with the committed one; the result is the number of
+   bitwise equal versions, or the first that differs;
+3. changed settings apply after `--from`: earlier steps are replayed unchanged and compared; with `--rewards` alone
+   those before the first step that has a group with other rewards;
+4. it waits as long as the process makes progress, `run.hang_timeout_s` at most between two steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULT, TEXT = "replay.json", "replay.txt"
 MODULE = "learners.replay"
 POLL_S = 0.3
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # of an export: one file, or several
-#: What may be changed in a replay: other settings did their work before the batches were recorded.
+#: Settings that a replay may change: others took effect before the batches were recorded.
 CHANGEABLE = (
     "learner.algorithm.",
     "learner.optim.",
@@ -65,7 +65,7 @@ def replay_command(
     as_json: bool,
     rewards: Path | None = None,
 ) -> int:
-    """Replay and report; 0 where everything that was to be equal is."""
+    """Replay and report; 0 if every version that should be equal is."""
     run = RunDir(folder).require()
     todo = planned(run, begin=begin, end=end, overrides=overrides, rewards=rewards)
     target = _folder(run, out)
@@ -85,7 +85,7 @@ def replay_command(
 
 
 def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str], rewards: Path | None = None) -> Plan:
-    """What to replay, from the logs. Raises `replay.missing` where something it needs is not kept."""
+    """What to replay, from the logs. Raises `replay.missing` if something needed was not recorded."""
     _check_overrides(run, overrides)
     reader = Reader()
     for event in Log(run.history):
@@ -131,7 +131,7 @@ def planned(run: RunDir, *, begin: int, end: int | None, overrides: Sequence[str
 def _other_rewards(
     run: RunDir, path: Path, steps: Sequence[Step]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[str, ...]]:
-    """The trained groups whose rewards are others in the file, by step; and what the file does not say."""
+    """Trained groups with other rewards in the file, by step, and gaps of the file."""
     head, groups = read_scores(path)
     if Path(head.run).resolve() != run.root:
         raise ConfigError("rescore.file", f"it is of the run {head.run}", where=str(path))
@@ -166,7 +166,7 @@ def _check_overrides(run: RunDir, overrides: Sequence[str]) -> None:
 
 
 def _start(run: RunDir, reader: Reader, begin: int) -> tuple[int, str]:
-    """The version to begin with and its checkpoint: the newest at or before `begin`, else the start weights."""
+    """The first version and its checkpoint: the newest at or before `begin`, else the start weights."""
     kept = checkpoints_in(run)
     usable = [step for step in kept if step <= begin]
     if begin > 0 and usable:
@@ -194,7 +194,7 @@ def _check_archive(run: RunDir, steps: range) -> None:
 
 
 def _digest(reader: Reader, version: int) -> str:
-    """The digest that a version was committed with; of the start weights, what the generators said."""
+    """The committed digest of a version; for the start weights, the one that generators reported."""
     if version in reader.commits and reader.commits[version].digest:
         return reader.commits[version].digest
     known = reader.digests.get(version, set())
@@ -209,7 +209,7 @@ def _digest(reader: Reader, version: int) -> str:
 
 
 def _metrics(run: RunDir) -> dict[int, dict[str, float]]:
-    """The numbers of every step, those of its last training; the mean importance weight from the log of groups."""
+    """The numbers of every step, from its last training; the mean importance weight from the log of groups."""
     found: dict[int, dict[str, float]] = {}
     for line in read_lines(run.metrics / "learner.jsonl"):
         if "step" in line:
@@ -282,7 +282,7 @@ def _run(run: RunDir, todo: Plan, target: Path, say: Callable[[str], None]) -> N
 
 
 def replay_command_line(config: Config, path: Path) -> list[str]:
-    """One process; torchrun around it where the run had several ranks, since the split decides the rounding."""
+    """One process, or torchrun if the run had several ranks, since the split determines the rounding."""
     tied = [sys.executable, "-m", "asyncrl.launcher.parent_guard", "--parent", str(os.getpid()), "--"]
     if config.learner.ranks == 1:
         return [*tied, sys.executable, "-m", MODULE, "--config", str(path), "--name", "replay"]
@@ -291,7 +291,7 @@ def replay_command_line(config: Config, path: Path) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], target: Path, *, limit_s: float, say: Callable[[str], None]) -> int:
-    """The exit code. Progress is a line more of steps.jsonl; without any for `limit_s` the process is ended."""
+    """The exit code. Progress is a new line of steps.jsonl; without any for `limit_s` the process is killed."""
     seen, moved = 0, time.monotonic()
     while True:
         try:
@@ -306,7 +306,7 @@ def _wait(process: subprocess.Popen[bytes], target: Path, *, limit_s: float, say
 
 
 def lines_in(target: Path) -> list[Done]:
-    """What the replay has done so far."""
+    """Progress of the replay so far."""
     return [msgspec.convert(line, Done) for line in read_lines(target / LINES)]
 
 

@@ -1,8 +1,9 @@
-"""What a replay is to do, what it found, compared with the run, and how it is told.
+"""Plan and result of a replay, the comparison with the run, and its text.
 
-Pure: lines in, a verdict and its text out. Guarantees:
-1. a version counts as equal only where both digests are known and the same; what no log holds is counted apart;
-2. versions made under changed settings are compared, but their difference is no fault.
+Pure. Guarantees:
+1. a version counts as equal only if both digests are known and equal; versions without a logged digest are counted
+   apart;
+2. versions under changed settings are compared, but a difference is no failure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SHOWN_STEPS = 24
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A step as the run made it. `digest` is empty where no log holds it."""
+    """A step of the run. `digest` is empty if no log holds it."""
 
     step: int
     groups: tuple[int, ...]
@@ -37,33 +38,33 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a replay does. `checkpoint` is empty where it begins with the start weights."""
+    """Plan of a replay. `checkpoint` is empty if it begins with the start weights."""
 
     run: str
-    start: int  # version of the weights that it begins with
-    since: int  # `overrides` are in force after this step, and other rewards
+    start: int  # version of the first weights
+    since: int  # `overrides` and other rewards apply after this step
     steps: tuple[Step, ...]
     checkpoint: str = ""
     start_digest: str = ""
     overrides: tuple[str, ...] = ()
-    rewards: str = ""  # file of scores whose rewards are trained on
+    rewards: str = ""  # file of the scores whose rewards are trained on
     rescored: dict[int, tuple[int, ...]] = {}  # step -> groups with other rewards there
-    left: tuple[str, ...] = ()  # what that file does not say
-    final: str = ""  # checkpoint or model.safetensors with the run's weights after the last step; empty: none is kept
+    left: tuple[str, ...] = ()  # gaps of that file
+    final: str = ""  # the run's weights after the last step; empty: none
 
 
 class Done(msgspec.Struct):
-    """A line of steps.jsonl: what the replay made of a step."""
+    """A line of steps.jsonl: the replayed step."""
 
     step: int
     digest: str
     metrics: dict[str, float] = {}
     skipped: int = 0
-    left_out: tuple[int, ...] = ()  # groups that broke here and had not broken in the run
+    left_out: tuple[int, ...] = ()  # groups that failed here and not in the run
 
 
 class End(msgspec.Struct):
-    """end.json: what is known after the last step."""
+    """end.json: facts after the last step."""
 
     start_digest: str = ""
     device: str = ""
@@ -73,10 +74,10 @@ class End(msgspec.Struct):
 
 
 class Compared(msgspec.Struct):
-    """One version. `equal` is None where the run's digest is not known."""
+    """One version. `equal` is None if the run's digest is unknown."""
 
     step: int
-    changed: bool  # made under changed settings
+    changed: bool  # under changed settings
     equal: bool | None
     digest: str
     recorded: str
@@ -86,7 +87,7 @@ class Compared(msgspec.Struct):
 
 
 class Replayed(msgspec.Struct):
-    """The verdict. `ok`: every version made under unchanged settings is equal, as far as it is known."""
+    """The verdict. `ok`: every version under unchanged settings with a known digest is equal."""
 
     ok: bool
     run: str

@@ -1,12 +1,12 @@
-"""`asyncrl rescore`: the archived samples of a finished or a running run, scored again: what would have changed?
+"""`asyncrl rescore`: score the archived samples of a finished or running run again, and report the changes.
 
-This module plans and reports; the functions run in the children of `python -m
-producers.rewards.rescore`, a process of its own, with the limits of the run's reward workers. Guarantees:
-1. nothing is written into the run: the scores go to a file of their own (`asyncrl.runs.score_file`);
-2. `--reward` stands in for the functions of `--judge`, the parts of other judges stay as they were recorded; without
-   `--judge` it stands in for all; without `--reward` the run's own functions are asked again, as they are now;
-3. a sample that cannot be scored keeps no made-up reward: it is counted with its reason, and the exit code is 1;
-4. it waits for its process as long as that makes progress, `run.hang_timeout_s` at most.
+This module plans and reports; the functions run in children of a separate process, `python -m
+producers.rewards.rescore`, with the limits of the run's reward workers. Guarantees:
+1. nothing is written into the run: the scores go to a separate file (`asyncrl.runs.score_file`);
+2. `--reward` replaces the functions of `--judge`, and parts of other judges stay as recorded; without `--judge` it
+   replaces all; without `--reward` the run's functions are called again in their current state;
+3. a sample that cannot be scored gets no made-up reward: it is counted with its reason, and the exit code is 1;
+4. it waits as long as the process makes progress, `run.hang_timeout_s` at most.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOWN_GROUPS = 20
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the scoring process does. `kept`: label -> weight of the recorded parts that stay in the reward."""
+    """Plan of the scoring process. `kept`: label -> weight of the recorded parts that stay in the reward."""
 
     run: str
     steps: tuple[int, ...]
@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Rescored(msgspec.Struct, frozen=True):
-    """The report. Means are over samples that were scored again; a changed group has a changed sample."""
+    """The report. Means are over rescored samples; a changed group has a changed sample."""
 
     run: str
     file: str
@@ -71,7 +71,7 @@ class Rescored(msgspec.Struct, frozen=True):
 
 
 def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Path | None, as_json: bool) -> int:
-    """Score again and report; 0 where every sample could be scored."""
+    """Score again and report; 0 if every sample could be scored."""
     started = time.monotonic()
     run = RunDir(folder).require()
     config, plan = planned(run, rewards=rewards, judge=judge)
@@ -99,7 +99,7 @@ def rescore_command(folder: Path, *, rewards: Sequence[str], judge: str, out: Pa
 
 
 def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config, Plan]:
-    """The configuration to score with, and what of which steps."""
+    """The configuration to score with, and the steps and judges to score."""
     config = load(run.config)
     steps = tuple(batch_file.steps_in(run.archive))
     if not steps:
@@ -132,7 +132,7 @@ def planned(run: RunDir, *, rewards: Sequence[str], judge: str) -> tuple[Config,
 
 
 def _functions(rewards: Sequence[str], kept: Container[str]) -> tuple[RewardFunctionConfig, ...]:
-    """New functions by their short names, by `module:name` where a short one is taken."""
+    """New functions by their short names, by `module:name` if a short one is taken."""
     short = Counter(RewardFunctionConfig(function=function).label for function in rewards)
     plain = [RewardFunctionConfig(function=function) for function in rewards]
     return tuple(
@@ -142,7 +142,7 @@ def _functions(rewards: Sequence[str], kept: Container[str]) -> tuple[RewardFunc
 
 
 def _limits(config: Config, judge: Any) -> Any:
-    """`[reward_workers]` with the limits of the judge that new functions stand in for."""
+    """`[reward_workers]` with the limits of the judge whose functions are replaced."""
     if judge is None:
         return config.reward_workers
     return msgspec.structs.replace(
@@ -219,7 +219,7 @@ def _score(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], lines: Path, *, limit_s: float, say: Callable[[str], None]) -> int:
-    """The exit code. Progress is more in the file; without any for `limit_s` the process is ended."""
+    """The exit code. Progress is a growing file; without any for `limit_s` the process is killed."""
     seen, moved = 0, time.monotonic()
     while True:
         try:

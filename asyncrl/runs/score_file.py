@@ -1,11 +1,10 @@
-"""A file of scores: what other reward functions say of the archived samples of a run.
+"""A file of scores: rewards of other functions for the archived samples of a run.
 
-Written by `asyncrl.runs.rescore`, read by it and by `asyncrl replay --rewards`. JSON lines: a `Head`, then one
-`GroupScores`
-for every archived group, in the order of the steps. Guarantees:
-1. a file is whole or not there; one that cannot be read is `rescore.file`;
-2. a sample that could not be scored stands in `failed` with the reason, never with a reward;
-3. `content` tells the samples that were scored: a group that was made anew since is not the same.
+`asyncrl rescore` and `asyncrl replay --rewards` read it. JSON lines: a `Head`, then one `GroupScores` for every
+archived group, in the order of the steps. Guarantees:
+1. a file is complete or absent; an unreadable one is `rescore.file`;
+2. a sample that could not be scored is in `failed` with the reason, never with a reward;
+3. `content` identifies the scored samples: a group that was generated again since has another one.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from asyncrl.errors import UNREADABLE, ConfigError
 from asyncrl.runtime.run_dir import write_atomic
 from asyncrl.wire import IntArray
 
-SAME = 1e-9  # rewards that differ by less are the same
+SAME = 1e-9  # rewards that differ by less are equal
 FORMAT = 1
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What was scored, by what."""
+    """Origin of the scores."""
 
     run: str
     functions: tuple[str, ...]
-    judge: str | None = None  # whose part of the reward was replaced; None: all of it
+    judge: str | None = None  # judge whose part of the reward was replaced; None: all parts
     versions: dict[str, str] = {}  # judge -> digest of its functions
-    recorded: dict[str, int] = {}  # reward version that the run's log names -> how many scores of it
+    recorded: dict[str, int] = {}  # reward version in the run's log -> number of its scores
     format: int = FORMAT
     t: float = 0.0  # wall time
 
 
 class GroupScores(msgspec.Struct, frozen=True):
-    """One group: rewards by sample, as they would have been and as they were."""
+    """One group: new and recorded rewards by sample."""
 
     step: int
     group: int
@@ -49,7 +48,7 @@ class GroupScores(msgspec.Struct, frozen=True):
 
     @property
     def changed(self) -> tuple[int, ...]:
-        """Samples whose reward would have been another one."""
+        """Samples with another reward."""
         return tuple(index for index, reward in self.rewards.items() if abs(reward - self.before[index]) > SAME)
 
 
@@ -68,7 +67,7 @@ def write_scores(path: Path, head: Head, groups: Sequence[GroupScores]) -> None:
 
 
 def read_scores(path: Path) -> tuple[Head, list[GroupScores]]:
-    """The file. Raises `rescore.file` where it is not there, damaged, or no file of scores."""
+    """Read a file. Raises `rescore.file` if it is missing, damaged, or no file of scores."""
     try:
         first, *lines = path.read_bytes().splitlines()
         head = msgspec.json.decode(first, type=Head)

@@ -1,10 +1,10 @@
-"""Which files `data.path` names, and the first look into one: files, patterns, folders that `datasets` has saved.
+"""The files that `data.path` names: files, patterns, folders saved by `datasets`.
 
-pyarrow is imported where a file needs it.
-Guarantees:
-1. the order is that of the text; files of a pattern by their names, of a saved folder as its `state.json` has them;
-2. what cannot be read is `config.data` with what to write instead; a folder is never guessed at, since train and test
-   rows may stand side by side in it.
+pyarrow is imported only if a file needs it. Guarantees:
+1. the order is that of the text; files of a pattern are sorted by name, those of a saved folder are in the order of its
+   `state.json`;
+2. an unreadable file is `config.data` with an alternative; the content of a folder is never guessed, since it may hold
+   both train and test rows.
 
 Example: `data/train-*.parquet, more.jsonl`; `saved` of `Dataset.save_to_disk("saved")`.
 """
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     import pyarrow
 
 KINDS = (".parquet", ".jsonl", ".json", ".arrow")
-FILE_MAGIC = b"ARROW1"  # of Arrow's file format; `datasets` writes the stream format, which has none
+FILE_MAGIC = b"ARROW1"  # of Arrow's file format; `datasets` writes the stream format, which has no magic
 
 
 def data_files(paths: str) -> list[Path]:
-    """The files of `data.path`, in order. Raises `config.data` for a pattern or a folder that names none."""
+    """The files of `data.path`, in order. Raises `config.data` for a pattern or a folder without files."""
     return [file for part in split_paths(paths) for file in list_files(part)]
 
 
 def split_paths(paths: str) -> list[str]:
-    """What stands between the commas."""
+    """Parts between the commas."""
     return [part.strip() for part in paths.split(",") if part.strip()]
 
 
 def list_files(part: str) -> list[Path]:
-    """The files of one part: itself, those that fit a pattern, or those of a saved folder."""
+    """The files of one part: the file itself, matches of a pattern, or the files of a saved folder."""
     path = Path(part)
     if path.is_dir():
         return _saved_files(path)
@@ -87,7 +87,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def unknown_kind(path: Path) -> str:
-    """What is wrong with a file of another kind."""
+    """The problem with a file of another kind."""
     return f"unknown kind {path.suffix!r}: give {', '.join(KINDS[:-1])} or {KINDS[-1]}"
 
 
@@ -103,9 +103,9 @@ def read_table(path: Path) -> pyarrow.Table:
 
 
 def look(path: Path) -> tuple[dict[str, Any], int | None]:
-    """Columns of a .parquet or .arrow file (text columns hold an empty text, others None), and its rows.
+    """Columns of a .parquet or .arrow file (text columns hold an empty text, others None), and its number of rows.
 
-    The rows of a stream are None where it has some: it knows their number at its end. Raises ValueError.
+    The number is None for a stream with rows, which knows it only at its end. Raises ValueError.
     """
     try:
         import pyarrow
@@ -148,5 +148,5 @@ def _any_rows(reader: Any) -> bool:
 
 
 def count_arrow(path: Path) -> int:
-    """Rows of an .arrow file, from the heads of its batches: the columns stay on disk."""
+    """Number of rows of an .arrow file, from the heads of its batches: the columns stay on disk."""
     return int(_open_arrow(path).read_all().num_rows)

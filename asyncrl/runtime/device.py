@@ -1,11 +1,10 @@
-"""The one place that knows cuda, npu and cpu, and nccl, hccl and gloo.
+"""The only module that distinguishes cuda, npu and cpu, and nccl, hccl and gloo.
 
 Guarantees:
-1. no other file branches on a device type: they ask `supports(feature)` or call a method that does nothing where the
-   device has no such thing;
+1. no other module branches on a device type: it asks `supports(feature)` or calls a method that has no effect on
+   devices without the feature;
 2. torch is imported inside the methods, so that contracts stay light;
 3. the CPU is a device like the others, with Gloo as its collective backend.
-It does not move tensors and does not choose kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Capabilities(NamedTuple):
-    """What a device type is known to have: collective backend, variable that hides devices, module, features."""
+    """Properties of a device type: collective backend, variable that hides devices, module, features."""
 
     dist_backend: str
     visible_env: str
@@ -30,7 +29,7 @@ class Capabilities(NamedTuple):
     features: frozenset[str]
 
 
-MEMORY_EVENTS = 200_000  # of the allocator that its history keeps
+MEMORY_EVENTS = 200_000  # entries in the allocator's history
 
 #: Features: fused_adamw, flash_attention (by the package flash_attn), fused_attention (operators that come with the
 #: device's own package), varlen_attention (torch's own kernel), triton, ipc (handles between processes), memory_history
@@ -62,9 +61,9 @@ class Device:
 
     @staticmethod
     def find(name: str = "auto", *, index: int = 0) -> Device:
-        """The device of that name (`auto`, `cpu`, `cuda`, `npu`, `cuda:1`); `index` where the name has none.
+        """The device of that name (`auto`, `cpu`, `cuda`, `npu`, `cuda:1`); `index` if the name has none.
 
-        Raises `config.type` where torch does not see it. A CUDA or NPU device becomes the current one.
+        Raises `config.type` if torch does not see it. A CUDA or NPU device becomes the current one.
         """
         kind, _, number = name.partition(":")
         if kind == "auto":
@@ -110,12 +109,12 @@ class Device:
 
     @property
     def group_string(self) -> str:
-        """For `init_process_group`: CPU tensors (orders, batches) always go over Gloo."""
+        """Argument of `init_process_group`: CPU tensors (orders, batches) always use Gloo."""
         return "cpu:gloo" if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.dist_backend}"
 
     @property
     def visible_env(self) -> str:
-        """The environment variable that chooses which devices a process sees; empty where there is none."""
+        """The environment variable that selects a process's devices; empty if there is none."""
         return self._known.visible_env
 
     @property
@@ -128,12 +127,12 @@ class Device:
         return feature in self._known.features
 
     def synchronize(self) -> None:
-        """Wait for the work queued on the device; nothing on a CPU, where calls return when done."""
+        """Wait for the work queued on the device; no effect on a CPU, where calls return when done."""
         if self.type != "cpu":
             self._torch_module().synchronize(self.index)
 
     def empty_cache(self) -> None:
-        """Give cached blocks back; nothing on a CPU."""
+        """Release cached blocks; no effect on a CPU."""
         if self.type != "cpu":
             self._torch_module().empty_cache()
 
@@ -150,11 +149,11 @@ class Device:
 
     @property
     def title(self) -> str:
-        """What torch calls the device, such as "NVIDIA H200"; "cpu" for a CPU."""
+        """The name of the device in torch, such as "NVIDIA H200"; "cpu" for a CPU."""
         return "cpu" if self.type == "cpu" else str(self._torch_module().get_device_name(self.index))
 
     def mark(self) -> Any:
-        """This moment for `seconds_between`: on an accelerator an event in its stream, nothing is waited for."""
+        """A mark for `seconds_between`: on an accelerator an event in its stream, without waiting."""
         if self.type == "cpu":
             return time.monotonic()
         event = self._torch_module().Event(enable_timing=True)
@@ -169,7 +168,7 @@ class Device:
         return float(start.elapsed_time(end)) / 1000
 
     def record_memory(self, on: bool) -> bool:
-        """Begin or end the history of the allocator; False where the device has none (a CPU, an NPU)."""
+        """Start or stop the history of the allocator; False if the device has none (a CPU, an NPU)."""
         if not self.supports("memory_history"):
             return False
         memory = self._torch_module().memory
@@ -180,7 +179,7 @@ class Device:
         return True
 
     def memory_snapshot(self) -> dict[str, Any]:
-        """What the allocator holds and its history since `record_memory(True)`; empty where there is none."""
+        """The allocator's memory and its history since `record_memory(True)`; empty if the device has none."""
         if not self.supports("memory_history"):
             return {}
         found: dict[str, Any] = self._torch_module().memory._snapshot(self.index)
@@ -190,7 +189,7 @@ class Device:
         """Seed torch on the CPU and on every device of this type."""
         import torch
 
-        torch.manual_seed(seed)  # also seeds the accelerators it knows
+        torch.manual_seed(seed)  # also seeds the accelerators that torch knows
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Generator states, uint8, by name (`cpu`, and the device's own)."""
@@ -202,7 +201,7 @@ class Device:
         return states
 
     def set_rng_state(self, states: dict[str, torch.Tensor]) -> None:
-        """Undo of `rng_state`; states of other device types are left out."""
+        """Restore `rng_state`; states of other device types are ignored."""
         import torch
 
         if "cpu" in states:
@@ -217,14 +216,14 @@ def collective_backend(choice: str = "auto") -> str:
 
 
 def device_module(backend: str) -> str:
-    """The package that registers this collective backend with torch; empty where torch has it by itself."""
+    """The package that registers this collective backend with torch; empty if torch includes it."""
     return TABLE[_type_of(backend)].module
 
 
 def collective_device(backend: str, name: str = "") -> Device:
     """The device whose tensors this collective backend carries, or the one of that name.
 
-    Raises `config.type` or `config.extra` where this process cannot have it.
+    Raises `config.type` or `config.extra` if this process cannot use it.
     """
     return Device.find(name or _type_of(backend))
 
@@ -237,7 +236,7 @@ def _type_of(backend: str) -> str:
 
 
 def _accelerator() -> str | None:
-    """The type of this host's accelerator, None without one. (`torch.accelerator.*` raises on a CPU: ask only this.)"""
+    """The type of this host's accelerator, or None. (`torch.accelerator.*` raises on a CPU: call only this.)"""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -1,18 +1,18 @@
-"""Named places where a test may make a process fail: `failpoint("learner.after_step")`.
+"""Named places where a test can make a process fail: `failpoint("learner.after_step")`.
 
 Without the environment variable a call is one dictionary lookup.
 
     ASYNCRL_FAILPOINT=name:action:count[,name:action:count...]
-    ASYNCRL_FAILPOINT_ONCE=folder       each entry fires once in all processes together: a file there remembers it
+    ASYNCRL_FAILPOINT_ONCE=folder       each entry fires once in all processes together: a file there records it
 
 `action` is kill (SIGKILL), stop (SIGSTOP), exit (exit code 1 at once), raise (`internal`), enospc (the error of a full
-disk), hang (native code that never returns and never lets go of the interpreter: no thread of the process runs any
-more, and no handler of a signal), or a number: seconds to sleep. `count` says at which pass through the place it fires
-(1 = the first).
+disk), hang (native code that never returns and holds the interpreter: no other thread runs, and no signal handler), or
+a number: seconds to sleep. `count` is the pass at which it fires (1 = the first).
+
 Guarantees:
 1. an unknown name, action or count ends the process at its start with `usage`: a fail-point that never fires proves
    nothing;
-2. nothing here does anything unless the variable is set.
+2. nothing here has an effect unless the variable is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError, ConfigError
 
-#: Every place, and what has and what has not happened there.
+#: Every place, and the state of the work there.
 SITES: dict[str, str] = {
     "learner.at_register": "the checkpoint is loaded, the buffer knows nothing of this learner",
     "learner.after_register": "registered and reconciled, nothing published or claimed",
@@ -82,11 +82,11 @@ SITES: dict[str, str] = {
 }
 
 ACTIONS = ("kill", "stop", "exit", "raise", "enospc", "hang")
-HANG_S = 600  # then the test has failed anyway
+HANG_S = 600  # the test has failed anyway
 
 
 class Armed(msgspec.Struct):
-    """One entry of the variable and how often its place was passed."""
+    """One entry of the variable, and how often its place was passed."""
 
     name: str
     action: str
@@ -95,7 +95,7 @@ class Armed(msgspec.Struct):
 
 
 def parse(text: str) -> dict[str, list[Armed]]:
-    """The entries by name. Raises `usage` for what is not one.
+    """The entries by name. Raises `usage` for an invalid one.
 
     >>> SITES["x"] = "an example"; parse("x:kill:2,x:0.5:1")["x"][1].action
     '0.5'
@@ -165,7 +165,7 @@ def _act(entry: Armed) -> None:
 
 
 def hang(seconds: float) -> None:
-    """Hold the interpreter: `PyDLL` calls C without letting go of it. A signal ends one such call, not the hang."""
+    """Hold the interpreter: `PyDLL` calls C without releasing it. A signal ends one such call, not the hang."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         ctypes.PyDLL(None).sleep(int(left) + 1)

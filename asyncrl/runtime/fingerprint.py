@@ -1,10 +1,9 @@
-"""The fingerprint of a model folder: what both ends of a run must agree on before they exchange tokens or weights.
+"""The fingerprint of a model folder: both ends of a run must agree on it before they exchange tokens or weights.
 
 Guarantees:
-1. it covers the model's shape (`config.json` without fields that change no tensor), the tokenizer and its chat
-   template, and the dtype of the run; not the weights, which have digests of their own;
+1. it covers the model's shape (`config.json` without fields that change no tensor), the tokenizer with its chat
+   template, and the dtype of the run; weights have their own digests;
 2. it is 32 hex digits, the same on every host and Python version.
-It does not read weights and imports nothing heavy.
 """
 
 from __future__ import annotations

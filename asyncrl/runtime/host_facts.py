@@ -1,7 +1,7 @@
-"""Small facts about processes and addresses of this host, without psutil.
+"""Facts about processes and addresses of this host, without psutil.
 
-Guarantees: nothing here raises because a process
-has ended in between. Only Linux has `/proc`; elsewhere a process seems to have no descendants.
+Guarantee: no function raises if a process ends meanwhile. Only Linux has `/proc`; on other systems a process seems to
+have no descendants.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ def descendants(pid: int, *, depth: int = 99) -> list[int]:
 
 
 def parent_pid(pid: int) -> int:
-    """The parent's pid, 0 where the process has ended or is a zombie."""
+    """The parent's pid; 0 if the process has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    state, parent = text.rpartition(")")[2].split()[:2]  # the name in brackets may hold anything
+    state, parent = text.rpartition(")")[2].split()[:2]  # the name in brackets may hold any characters
     return 0 if state == "Z" else int(parent)
 
 
 def child_pids(pid: int) -> list[int]:
-    """Processes right below `pid`. Cheap where the kernel lists them; what starts meanwhile may be missed."""
+    """Direct children of `pid`. Cheap if the kernel lists them; processes that start meanwhile may be missed."""
     found: list[int] = []
     try:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             found += [int(word) for word in children.read_text().split()]
     except OSError:  # it has ended
         return found
-    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")  # a kernel may be built without it
+    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")  # an optional feature of the kernel
     return found if found or listed.exists() else descendants(pid, depth=1)
 
 
 def group_members(group: int) -> list[int]:
-    """Processes of a process group, whoever their parents are."""
+    """Processes of a process group, with any parents."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -68,7 +68,7 @@ def group_members(group: int) -> list[int]:
 
 
 def process_state(pid: int) -> str:
-    """The letter of /proc: R, S, D, T (stopped by a signal), t (by a debugger); empty where it has ended."""
+    """The state in /proc: R, S, D, T (stopped by a signal), t (by a debugger); empty if the process has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -94,13 +94,13 @@ def kill_group(leader: int) -> None:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal to one process, if it is still there."""
+    """Send a signal to one process if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def reachable(address: str, *, timeout_s: float = 0.2) -> bool:
-    """True where something listens at an `ipc://` or `tcp://` address."""
+    """True if a process listens at an `ipc://` or `tcp://` address."""
     if address.startswith("ipc://"):
         family, target = socket.AF_UNIX, address.removeprefix("ipc://")
         return _connects(family, target, timeout_s)

@@ -1,4 +1,4 @@
-"""Which launchers of a run are alive on this host: each holds a lock file in the run folder while it works."""
+"""The living launchers of a run on this host: each holds a lock file in the run folder while it works."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from asyncrl.runtime.run_dir import RunDir
 
-LAUNCHER_PREFIX = "launcher-"  # locks that living launchers hold: launcher-TARGET-HOST-PID.lock
+LAUNCHER_PREFIX = "launcher-"  # lock files of launchers: launcher-TARGET-HOST-PID.lock
 
 
 def launcher_mark(target: str) -> str:
-    """The lock that this launcher holds while it works. Its host belongs to it: in containers all pids are alike."""
+    """The name of this launcher's lock. It includes the host, because launchers in containers have the same pid."""
     return f"{LAUNCHER_PREFIX}{target}-{socket.gethostname()}-{os.getpid()}"
 
 
 def launchers(run: RunDir) -> list[tuple[str, int]]:
-    """(target, pid) of the living launchers on this host. A pid may be somebody else's by now; a held lock cannot."""
+    """(target, pid) of the living launchers on this host. Another process may reuse a pid, but cannot hold the lock."""
     found = []
     for path in sorted(run.root.glob(f"{LAUNCHER_PREFIX}*.lock")):
         target, _, place = path.stem.removeprefix(LAUNCHER_PREFIX).partition("-")
@@ -36,11 +36,11 @@ def launchers(run: RunDir) -> list[tuple[str, int]]:
 
 
 def _holder(path: Path) -> str | None:
-    """Who holds a launcher's lock, empty where nobody can say; None where it was left behind. Nothing is written."""
+    """The holder of a launcher's lock; empty if it is unknown, None if the lock is free. Writes nothing."""
     try:
         with path.open() as file:
             holder = file.read().strip()
-            if holder:  # else it is being taken just now: only its holder writes
+            if holder:  # else a launcher is just taking it: only the holder writes
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
     except BlockingIOError:

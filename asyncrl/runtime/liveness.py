@@ -1,11 +1,11 @@
-"""Signs of life: a small file per role, `RUN/alive/NAME.json`, written again and again by the role itself.
+"""Signs of life: a small file per role, `RUN/alive/NAME.json`, rewritten regularly by the role itself.
 
-Written by every role, read by `asyncrl.launcher.liveness_watch` (the launcher) and `asyncrl status`. Guarantees:
-1. a sign needs no other role: it goes on while the buffer is away, so silence has one owner;
-2. it says who (role, name, pid, host), what is waited for and since when; nothing where the role works;
-3. it is replaced whole and never synced; a full disk costs the sign, not the role.
-A service or worker signs from its event loop, so a loop that stands still is silent. A learner's rank signs from a
-thread (`Ticker`), since a step may take minutes: a main thread that stands still is for `learners.gang.watchdog`.
+`asyncrl.launcher.liveness_watch` and `asyncrl status` read them. Guarantees:
+1. a sign needs no other role: it continues while the buffer is down, so a silence points to one process;
+2. it identifies the process (role, name, pid, host), and states the reason and the start of a wait;
+3. it is replaced atomically and never synced; on a full disk the sign is lost, not the role. A service or worker signs
+   from its event loop, so a blocked loop is silent. A learner's rank signs from a thread (`Ticker`), since a step may
+   take minutes; `learners.gang.watchdog` watches its main thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOPPED = "Tt"  # states of /proc: stopped by a signal, by a debugger
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """One sign. `since`: wall time since when it waits without a break, 0 where it works."""
+    """One sign. `since`: wall time since when the role has waited without a break; 0 while it works."""
 
     role: str
     name: str
@@ -48,8 +48,9 @@ class Sign:
         self._next = 0.0
 
     def beat(self, waiting_for: str = "", *, every_s: float = 0.0, worked: bool = False) -> None:
-        """Alive now. With `every_s` nothing happens until that long after the last sign. `worked`: it has worked since
-        the last sign, so that it waits since now at most."""
+        """Sign now; with `every_s` only if the last sign is that old. `worked`: the role has worked since the last
+        sign, so a wait begins now.
+        """
         now = self._clock()
         if every_s and self._next - every_s <= now < self._next:  # a wall clock may jump backwards
             return
@@ -62,13 +63,13 @@ class Sign:
             os.replace(temporary, self._path)
 
     def close(self) -> None:
-        """This process ends: no sign is missed any more."""
+        """Remove the sign: the process ends."""
         with suppress(OSError):
             self._path.unlink()
 
 
 class Ticker:
-    """Signs from a thread of its own; `waits` says what for. A context: the thread ends with it."""
+    """Signs from its own thread; `waits` returns the reason of a wait. A context: the thread ends with it."""
 
     def __init__(self, sign: Sign, *, every_s: float, waits: Callable[[], str] = str) -> None:
         self.waits = waits
@@ -94,7 +95,7 @@ class Ticker:
 
 
 def read_signs(folder: Path) -> dict[str, Seen]:
-    """The newest sign of every role that has one, by name; what is damaged is left out."""
+    """The newest sign of every role by name; damaged files are ignored."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         try:

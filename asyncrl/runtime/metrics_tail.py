@@ -1,9 +1,9 @@
-"""Follows the metrics of a run as its roles write them: the newest numbers of everybody, and a point per step.
+"""Follows the metrics of a run while its roles write them: the newest numbers of every process, and a point per step.
 
 Guarantees:
-1. it reads files of the run folder and nothing else: no role notices, whatever becomes of the reader;
-2. lines of one look are taken in the order of their time, so a point holds what was known when its step ended;
-3. `positions` say how far it has read: a reader that starts with them repeats at most what it did not finish.
+1. it only reads files of the run folder, so it cannot disturb a role;
+2. new lines are taken in the order of their time, so a point holds the numbers known at the end of its step;
+3. a reader that starts from `positions` repeats at most the unfinished part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.metrics.pages import metric_tag
 from asyncrl.runtime.run_dir import RunDir
 
 FILES = ("learner", "buffer", "roles", "weightsync", "evaluation")
-WORKER_S = 10.0  # a heartbeat older than this says nothing about a step
+WORKER_S = 10.0  # a heartbeat older than this is no longer valid for a step
 
 
 class Point(NamedTuple):
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """The newest line of somebody."""
+    """The newest line of a process."""
 
     t: float
     values: dict[str, float]
@@ -37,7 +37,7 @@ class Heard(NamedTuple):
 
 
 class Following:
-    """The newest of everybody (`newest`, by role and name) and, from `poll`, a point for every step."""
+    """The newest lines of all processes (`newest`, by role and name) and, from `poll`, a point for every step."""
 
     def __init__(self, run: RunDir, *, positions: Mapping[str, Position] | None = None) -> None:
         known = positions or {}
@@ -53,16 +53,16 @@ class Following:
 
     @property
     def behind_bytes(self) -> int:
-        """What is written and not read."""
+        """Bytes not read yet."""
         return sum(tail.behind_bytes for tail in self._tails.values())
 
     @property
     def damaged(self) -> int:
-        """Lines that could not be read."""
+        """Number of unreadable lines."""
         return sum(tail.damaged for tail in self._tails.values())
 
     def poll(self) -> list[Point]:
-        """Take what is new; the points of the steps and evaluations that ended."""
+        """Read new lines; return the points of the steps and evaluations that ended."""
         new = [(_time(line), name, line) for name, tail in self._tails.items() for line in tail.poll()]
         new.sort(key=lambda item: item[0])
         points: list[Point] = []
@@ -70,7 +70,7 @@ class Following:
             values = numbers(line)
             role, who = (str(line.get("role", "?")), str(line.get("name", "?"))) if name == "roles" else (name, name)
             if role in ("buffer", "learner") and (role, who) in self.newest:
-                # Not every line has every number: a heartbeat has a few of those of a step.
+                # a line may hold only some numbers: a heartbeat has a few of those of a step
                 values = {**self.newest[role, who].values, **values}
             self.newest[role, who] = Heard(t, values, str(line.get("waiting_for", "")))
             step = line.get("step")
@@ -81,7 +81,7 @@ class Following:
         return points
 
     def _point(self, t: float, learner: dict[str, float]) -> dict[str, float]:
-        """The learner's numbers, and beside them what the others said last."""
+        """The learner's numbers, together with the newest ones of the other processes."""
         values: dict[str, float] = {}
         for service in ("weightsync", "buffer"):
             heard = self.newest.get((service, service))
@@ -96,13 +96,13 @@ class Following:
         return {key: value for key, value in values.items() if not key.endswith("/step")}
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for tail in self._tails.values():
             tail.close()
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line: what the catalogue knows."""
+    """The metrics of a line that are in the catalogue."""
     return {
         key: float(value)
         for key, value in line.items()

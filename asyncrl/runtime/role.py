@@ -32,14 +32,14 @@ PR_SET_PDEATHSIG = 1
 
 
 class Stop:
-    """Whether, and why, this process should end. Safe in signal handlers and between threads."""
+    """Whether and why this process should end. Safe in signal handlers and between threads."""
 
     def __init__(self) -> None:
         self.reason = ""
         self._event = threading.Event()
 
     def set(self, reason: str) -> None:
-        """Ask for the end; the first reason stays."""
+        """Request the end; the first reason is kept."""
         self.reason = self.reason or reason
         self._event.set()
 
@@ -48,23 +48,23 @@ class Stop:
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s`; True once the end was asked for."""
+        """Wait at most `timeout_s`; True if the end was requested."""
         return self._event.wait(timeout_s)
 
 
 class RoleArgs(argparse.Namespace):
-    """What every role is started with."""
+    """Arguments of every role."""
 
     config: Path
     name: str
     connect: str  # buffer address; empty: from the configuration
     key: str
     takeover: bool
-    judge: str  # of a reward worker: whom it scores for; empty: the default judge
+    judge: str  # judge of a reward worker; empty: the default one
 
 
 def arguments(role: str, argv: Sequence[str] | None) -> RoleArgs:
-    """The command line of a role process (the front door builds it)."""
+    """The command line of a role process (the launcher builds it)."""
     parser = argparse.ArgumentParser(prog=role)
     parser.add_argument("--config", type=Path, required=True, help="resolved TOML")
     parser.add_argument("--name", default=role)
@@ -76,12 +76,12 @@ def arguments(role: str, argv: Sequence[str] | None) -> RoleArgs:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies (Linux only; elsewhere nothing)."""
+    """Ask the kernel for SIGKILL when the parent dies (Linux only)."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -105,7 +105,7 @@ def run_key(args: RoleArgs, config: Config) -> Keys | None:
 
 
 def join_key(args: RoleArgs, config: Config) -> Keys | None:
-    """The same for a worker, which never leads: whatever the file holds, it keeps what joining needs."""
+    """The keys of a worker, without the secrets that it does not need, whatever the file holds."""
     keys = run_key(args, config)
     return keys and keys.join_keys()
 
@@ -113,7 +113,7 @@ def join_key(args: RoleArgs, config: Config) -> Keys | None:
 def run(role: str, body: Callable[[RoleArgs, Config, Stop], None], argv: Sequence[str] | None = None) -> int:
     """Run a role to its end and return its exit code."""
     args = arguments(role, argv)
-    os.umask(0o077)  # what a role writes is its owner's, also where the run folder was made for everybody
+    os.umask(0o077)  # files of a role are private, even in a shared run folder
     die_with_parent()
     stop = Stop()
     install_signals(stop)

@@ -1,9 +1,9 @@
-"""The folder of a run: where everything lies, who works on it, and the addresses of its services.
+"""The folder of a run: its layout, the locks of its roles, and the addresses of its services.
 
 Guarantees:
-1. one layout, here; nobody else joins paths of a run;
+1. the layout is defined only here; other modules do not join paths of a run;
 2. a file that others read is written under a temporary name, synced and renamed;
-3. a role that must exist once (buffer, weight sync) holds a lock on its file: a second one is refused.
+3. a role that must be unique (buffer, weight sync) holds a lock on its file: a second process is refused.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from asyncrl.errors import UNREADABLE, AsyncRLError, ConfigError
 from asyncrl.net.addresses import ipc_address
 from asyncrl.net.keys import Keys, read_keys, write_keys
 
-WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: nobody can connect to it by that name
+WILDCARDS = frozenset({"0.0.0.0", "*", "::"})  # every interface: not an address to connect to
 
 
 class RunDir:
-    """Paths of a run. Making the object touches nothing; `create` makes the folder (0700)."""
+    """Paths of a run. Creating the object touches nothing; `create` makes the folder (0700)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
-        self.config = self.root / "config.toml"  # resolved; what every role reads
-        self.processes = self.root / "processes.jsonl"  # one line per process that started: role, name, pid, host
-        self.history = self.root / "history.jsonl"  # the buffer's log of transitions: what audit and trace read
+        self.config = self.root / "config.toml"  # resolved configuration that every role reads
+        self.processes = self.root / "processes.jsonl"  # one line per started process: role, name, pid, host
+        self.history = self.root / "history.jsonl"  # the buffer's event log, for audit and trace
         self.samples = self.root / "samples.jsonl"  # a few samples per step, for the report
         self.evaluations = self.root / "evaluations"  # every scored sample of held-out prompts, one file per step
         self.metrics = self.root / "metrics"  # learner, roles, buffer, weightsync, evaluation: .jsonl
         self.tensorboard = self.root / "tensorboard"
-        self.trackers = self.root / "trackers"  # of online trackers: their own files, and how far each is
+        self.trackers = self.root / "trackers"  # files of online trackers, and their positions
         self.logs = self.root / "logs"  # one file per process
         self.alive = self.root / "alive"  # signs of life: one small file per role
         self.sockets = self.root / "sockets"
         self.store = self.root / "store"  # index.sqlite or the private Redis
         self.segments = self.root / "segments"
-        self.dead = self.root / "dead"  # dead letters: what was refused as poison, one file each
-        self.archive = self.root / "archive"  # the batch of every step, where `log.archive` is set
+        self.dead = self.root / "dead"  # dead letters: refused samples, one file each
+        self.archive = self.root / "archive"  # the batch of every step, with `log.archive`
         self.checkpoints = self.root / "checkpoints"
         self.service = self.root / "service.epoch"  # the newest epoch of a buffer service
-        self.learner = self.root / "learner.json"  # the highest learner epoch and who has it
+        self.learner = self.root / "learner.json"  # the highest learner epoch and its holder
         self.export = self.root / "export"  # the final weights, Hugging Face format
         self.report = self.root / "report.html"
         self.result = self.root / "result.json"  # how the run ended
@@ -61,7 +61,7 @@ class RunDir:
         return self
 
     def require(self) -> RunDir:
-        """Raise `run.missing` where this is not the folder of a run."""
+        """Raise `run.missing` if this is not the folder of a run."""
         if not self.config.exists():
             raise ConfigError("run.missing", "no config.toml in it", where=str(self.root))
         return self
@@ -83,7 +83,7 @@ class RunDir:
         return file
 
     def record_process(self, role: str, name: str) -> None:
-        """Note that this process works for the run (the report lists them)."""
+        """Record that this process works for the run (for the report)."""
         line = {"t": time.time(), "role": role, "name": name, "pid": os.getpid(), "host": socket.gethostname()}
         with self.processes.open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(line) + b"\n")
@@ -105,7 +105,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a file, empty where there is none."""
+    """The JSON object in a file; empty if there is none."""
     try:
         value = msgspec.json.decode(path.read_bytes())
     except (OSError, *UNREADABLE):
@@ -114,13 +114,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def endpoint(config: Config, service: str) -> str:
-    """Address of `buffer` or `weightsync`: the setting, or a socket in the run folder where it says auto."""
+    """Address of `buffer` or `weightsync`: the setting, or a socket in the run folder for "auto"."""
     address = str(getattr(config.network, service))
     return ipc_address(RunDir(config.run_dir).sockets, service) if address == "auto" else address
 
 
 def sibling_address(address: str, connect: str) -> str:
-    """The address of a service as somebody elsewhere reaches it, who reached the other one at `connect`.
+    """The address of a service for a remote process that reached the other service at `connect`.
 
     >>> sibling_address("tcp://0.0.0.0:5556", "tcp://10.0.0.7:5555")
     'tcp://10.0.0.7:5556'
@@ -133,7 +133,7 @@ def sibling_address(address: str, connect: str) -> str:
 
 
 def run_keys(config: Config, *, make: bool = False) -> Keys | None:
-    """The CURVE keys of `network.key_file`, None without one. With `make` a missing file is made."""
+    """The CURVE keys of `network.key_file`; None without one. With `make` a missing file is created."""
     if not config.network.key_file:
         return None
     path = Path(config.network.key_file)

@@ -1,7 +1,7 @@
-"""What a user's own code raised, in a line: type, message, and the place in that code.
+"""Text of an exception in a user's code (environments, agents, tools, rewards): type, message, and place.
 
-Called where functions of users run: environments, agents, tools, rewards. Guarantees: one line of text; the place is
-the innermost frame of the user's own files, where there is one, and never a frame of this project.
+Guarantees: one line; the place is the innermost frame in the user's own files, if there is one, never one of this
+project.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / name}/" for name in ("asyncrl", "buffers", "learners", "producers", "weightsync"))
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
-LETTERS = 400  # of the message; the place follows whole
+LETTERS = 400  # length of the message; the place is never cut
 
 
 def format_user_error(error: BaseException) -> str:

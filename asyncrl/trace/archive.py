@@ -1,8 +1,8 @@
-"""The words of a group, from the archived batch of a step that claimed it: prompt, responses, and what was taken out.
+"""Texts of a group, from the archived batch of a step that claimed it: prompt and responses.
 
 Guarantees:
-1. a file that is damaged or missing gives a sentence, never an error: the rest of the story does not depend on it;
-2. text where the model folder has a `tokenizer.json`, else token ids.
+1. a damaged or missing file gives a sentence, never an error: the rest of the story does not depend on it;
+2. text if the model folder has a `tokenizer.json`, else token ids.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Words(msgspec.Struct):
-    """What the archive holds of a group. `problem` says why there is nothing, where there is nothing."""
+    """Texts of a group in the archive. `problem` says why there are none."""
 
     step: int = 0
     prompt: str = ""
     responses: dict[int, str] = {}
     turns: dict[int, list[tuple[int, float]]] = {}  # (a turn's last token, its reward, not 0), by sample
     finish: dict[int, str] = {}  # stop | length | abort, by sample
-    tuning: str = ""  # settings of the learner that were tuned for the step
-    quarantined: str = ""  # why the learner took the group out of the step
+    tuning: str = ""  # tuned settings of the learner in this step
+    quarantined: str = ""  # why the learner removed the group from the step
     problem: str = ""
 
 
 def load_words(run: RunDir, config: Config, *, group: int, steps: Sequence[int]) -> Words | None:
-    """From the newest archived step that holds the group; None where the run keeps no archive of them."""
+    """The texts in the newest archived step with the group; None if no step is archived."""
     archived = set(batch_file.steps_in(run.archive))
     problem = ""
     for step in sorted(archived.intersection(steps), reverse=True):
@@ -70,12 +70,12 @@ def _words(run: RunDir, config: Config, group: int, step: int) -> Words | None:
 
 
 def decoder(folder: Path) -> Decode:
-    """Token ids to text by the model's tokenizer; the ids as text where it cannot be used."""
+    """Token ids to text with the model's tokenizer; the ids as text if it cannot be used."""
     try:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # the package raises plain Exception for a file that is missing or damaged
+    except Exception:  # the package raises plain Exception for a missing or damaged file
         return lambda ids: " ".join(map(str, ids))
 
     def decode(ids: Sequence[int]) -> str:

@@ -1,15 +1,18 @@
-"""Events of some groups in the history of a run, read line by line."""
+"""Events of some groups in the history of a run, read line by line, and its dead letters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.errors import UNREADABLE, ConfigError
+from asyncrl.config import Config
+from asyncrl.errors import UNREADABLE, ConfigError, WireError
 from asyncrl.runtime.run_dir import RunDir
+from asyncrl.wire import decode_samples, unpack_arrays, validate_samples
 
 Event = dict[str, Any]
 _GROUP = re.compile(rb'"g":(\d+)[,}]')
@@ -17,7 +20,7 @@ _BATCHED = (b'"e":"claim"', b'"e":"commit"', b'"e":"register"', b'"e":"retire"',
 
 
 def history_lines(run: RunDir) -> Iterator[bytes]:
-    """The whole lines of the history. Raises `run.missing` where there is none."""
+    """The complete lines of the history. Raises `run.missing` without one."""
     if not run.history.exists():
         raise ConfigError("run.missing", "no history.jsonl in it: the buffer has not started", where=str(run.root))
     with run.history.open("rb") as file:
@@ -27,7 +30,7 @@ def history_lines(run: RunDir) -> Iterator[bytes]:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """A line as an event; None where it is damaged."""
+    """A line as an event; None if it is damaged."""
     try:
         event = msgspec.json.decode(line)
     except UNREADABLE:
@@ -36,7 +39,7 @@ def decode_event(line: bytes) -> Event | None:
 
 
 def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
-    """The events that concern some groups, and those of the learner's life."""
+    """The events of some groups, and of the learner."""
     wanted = {b"%d" % group for group in groups}
     for line in history_lines(run):
         found = _GROUP.search(line)
@@ -47,13 +50,13 @@ def group_events(run: RunDir, groups: Iterable[int]) -> Iterator[Event]:
 
 
 def quarantined_groups(run: RunDir) -> list[Event]:
-    """Every group that was quarantined, by the history."""
+    """Every quarantined group in the history."""
     found = (decode_event(line) for line in history_lines(run) if b'"e":"dead"' in line)
     return [event for event in found if event is not None]
 
 
 def find_claim(run: RunDir, step: int) -> Event:
-    """The newest claim of a step. Raises `trace.unknown` where there is none."""
+    """The newest claim of a step. Raises `trace.unknown` without one."""
     newest: Event | None = None
     for line in history_lines(run):
         if b'"e":"claim"' in line:
@@ -62,3 +65,40 @@ def find_claim(run: RunDir, step: int) -> Event:
     if newest is None:
         raise ConfigError("trace.unknown", f"step {step} was never claimed", where=str(run.history))
     return newest
+
+
+class Letter(msgspec.Struct):
+    """A dead letter: its readable part, and its defect."""
+
+    path: str
+    size: int
+    wrong: str
+    producer: str = ""
+    indexes: tuple[int, ...] = ()
+    head: str = ""  # first bytes, if nothing can be decoded
+
+
+def load_letters(run: RunDir, config: Config, *, group: int | None = None) -> list[Letter]:
+    """The recorded dead letters (of one group), oldest first."""
+    if not run.dead.exists():
+        return []
+    found = run.dead.glob(f"g{'*' if group is None else group}-t*.frames")
+    paths = sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+    return [_letter(path, config) for path in paths]
+
+
+def _letter(path: Path, config: Config) -> Letter:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, payload = data[8 : 8 + size], data[8 + size :]
+    try:
+        message = decode_samples(header)
+    except WireError as error:
+        return Letter(str(path), len(data), error.message, head=header[:32].hex(" "))
+    indexes = tuple(item.index for item in message.samples)
+    try:
+        wrong = validate_samples(message, payload, group_size=config.sampling.asked_samples)
+        unpack_arrays(message.fields, payload)
+    except WireError as error:
+        wrong = error.message
+    return Letter(str(path), len(data), wrong or "the message itself is whole", message.producer, indexes)

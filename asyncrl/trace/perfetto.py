@@ -7,7 +7,7 @@ overlaps lies in lanes below one another. Guarantees:
 3. a group is one flow, from its lease over its scores and its wait in the queue into the step that trained it; weights
    are one from the step that published them into their round. A flow never goes back in time: where the clocks of
    hosts differ by more than what lies between, the arrow into the step is left out;
-4. faults (ends, restarts, kills, silences, lost leases, dropped and dead groups) are marks at whom they hit.
+4. faults (ends, restarts, kills, silences, lost leases, dropped and dead groups) are marks at the affected process.
 
     learner      [ step 3  [wait][fetch][train ......][publish] ]
     buffer                            [ ready 7 ... ]
@@ -32,7 +32,7 @@ from asyncrl.trace.history import Event, decode_event, history_lines
 from asyncrl.trace.perfetto_groups import ROUNDS, STEPS, GroupDrawing
 from asyncrl.trace.perfetto_writer import Drawing, Lane, Out, Slice
 
-#: The parts of a step in the order in which they happen; together they are `step_s`.
+#: The parts of a step in their order; their sum is `step_s`.
 PARTS = ("checkpoint", "wait", "fetch", "assemble", "proximal", "train", "publish", "commit")
 MARKED = frozenset({"exit", "restart", "kill", "given up", "silent", "back", "stop", "end"})  # of logs/launch.jsonl
 #: Curves: metric -> unit. The lines of the buffer, of the learner, of the others.
@@ -47,7 +47,7 @@ def weights_flow(version: int) -> int:
 
 
 class RunDrawing:
-    """Everything: the history and the metrics of a run, in the order of their time."""
+    """The timeline of a run: its history and metrics in the order of their time."""
 
     def __init__(self, drawing: Drawing) -> None:
         self._draw = drawing
@@ -80,7 +80,7 @@ class RunDrawing:
                 self._draw.count(process, line["t"], name, line[name], unit=unit)
 
     def _beat(self, line: Event) -> None:
-        """A worker's line; its tokens since the start become a speed."""
+        """A worker's line; its token counter becomes a rate."""
         if line["role"] not in ("producer", "reward"):
             return
         name, t = line["name"], float(line["t"])
@@ -111,7 +111,7 @@ class RunDrawing:
         self._rounds_until(step)
 
     def _round(self, line: Event) -> None:
-        """A round is told before the step that published its weights, which knows whether an arrow leads to it."""
+        """A round is logged before the step that published its weights, which decides about the arrow."""
         version, begun = int(line.get("version", -1)), line["t"] - float(line.get("round_s", 0.0))
         shown: dict[str, Any] = {
             key: line.get(key) for key in ("members", "state", "transport", "encoding", "carried_bytes")
@@ -129,13 +129,13 @@ class RunDrawing:
             del self._published[old]
 
     def close(self, t: float) -> None:
-        """The log is over: what is under way ends."""
+        """End of the log: end everything in progress."""
         self._groups.close(t)
         self._rounds_until(math.inf)
 
 
 def step_parts(line: Event, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """The parts of a step between its start and its end; they follow one another.
+    """The consecutive parts of a step between its start and its end.
 
     >>> list(step_parts({"wait_s": 1.0, "train_s": 3.0}, 0, 4_000_000))
     [('wait', 0, 1000000), ('train', 1000000, 4000000)]
@@ -151,7 +151,7 @@ def step_parts(line: Event, start: int, end: int) -> Iterator[tuple[str, int, in
 
 
 def write_trace(run: RunDir, path: Path) -> int:
-    """Draw the run into the file; how many events that were. Raises `run.missing` where nothing was logged."""
+    """Draw the run into the file; return the number of events. Raises `run.missing` without a log."""
     first = next((event for line in history_lines(run) if (event := decode_event(line)) is not None), None)
     start = min([float(first["t"]) if first else 0.0, *(_first_time(file) for _, file in _files(run))])
     with Out(path) as out:
@@ -163,7 +163,7 @@ def write_trace(run: RunDir, path: Path) -> int:
             try:
                 drawing.take(kind, event)
             except (KeyError, TypeError, ValueError):
-                continue  # a line of another version, or damaged: the others are drawn
+                continue  # a damaged line, or one of another version
             last = max(last, t)
         drawing.close(last)
         return out.events

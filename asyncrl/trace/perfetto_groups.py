@@ -27,12 +27,12 @@ def group_flow(group: int) -> int:
 
 
 class Way(msgspec.Struct):
-    """A group on its way: its slices now, and when the last of those that are drawn began."""
+    """The current slices of a group, and the start of its last drawn slice."""
 
     lease: Slice | None = None
     scores: dict[str, Slice] = {}  # by worker
     waits: Slice | None = None
-    arrived: float = 0.0  # its first sample without a score
+    arrived: float = 0.0  # its first unscored sample
     last: int = 0
     attempts: int = 0
     trained: bool = False
@@ -95,7 +95,7 @@ class GroupDrawing:
             way.arrived = way.arrived or event["t"]
 
     def _score(self, event: Event) -> None:
-        """From the arrival of its first sample to its last score: the wait for a worker is in it."""
+        """From the arrival of its first sample to its last score, including the wait for a worker."""
         way = self._ways.get(event["g"])
         if way is None:
             return
@@ -131,7 +131,7 @@ class GroupDrawing:
         way.last = max(way.last, one.start)
 
     def _close(self, way: Way, t: float, **args: Any) -> None:
-        """Everything that is under way of the group ends."""
+        """End all slices of the group."""
         self._end_lease(way, t, **args)
         for one in [*way.scores.values(), *([way.waits] if way.waits is not None else [])]:
             self._pass(way, one, t, **args)
@@ -158,7 +158,7 @@ class GroupDrawing:
                 self._close(way, event["t"])
 
     def lead_into_step(self, step: int, train: Slice) -> None:
-        """The part of a step that trains is about to be drawn: its groups' flows lead into it."""
+        """Lead the flows of a step's groups into its training part, before that is drawn."""
         for group in self._steps.pop(step, []):
             way = self._ways.get(group)
             if way is not None:
@@ -174,7 +174,7 @@ class GroupDrawing:
         self._draw.mark("buffer", event["t"], f"service epoch {event['service_epoch']} starts")
 
     def _retire(self, _event: Event) -> None:
-        """What is in a durable checkpoint is not needed any more."""
+        """Groups in a durable checkpoint are no longer needed."""
         for group in [group for group, way in self._ways.items() if way.trained and way.waits is None]:
             del self._ways[group]
 
@@ -194,7 +194,7 @@ class GroupDrawing:
             self._draw.end(one, event["t"], scored=event.get("evaluation_scored"), why=event.get("why"))
 
     def close(self, t: float) -> None:
-        """What is under way ends with the log."""
+        """End everything in progress at the end of the log."""
         for way in self._ways.values():
             self._close(way, t, ended="the log ends here")
         for one in self._evaluations.values():

@@ -1,14 +1,14 @@
-"""Perfetto's own trace format, as far as a run needs it: slices on tracks, flows between them, marks, curves.
+"""Writes Perfetto's trace format, as far as a run needs it: slices on tracks, flows, marks, curves.
 
 Guarantees:
-1. a file is there whole or not at all, gzipped, and is written packet by packet;
-2. slices that overlap are given lanes of their own; a lane that is free again is used again; the lanes of a name are
-   one track to the eye, which unfolds;
-3. roles and tracks are introduced by name where they first appear; the tracks of a role stand in a fixed order.
-It knows nothing of a run. The format: protobuf messages of perfetto/protos/perfetto/trace (`TracePacket`,
-`TrackDescriptor`, `TrackEvent`, `DebugAnnotation`), whose numbers stand below. Chrome's JSON would be simpler, but the
-trace processor sorts its processes by size and shows every lane as a row. Written by hand: three kinds of field are
-less than the library with Perfetto's 200 messages; `make test-trackers` reads it with Perfetto's trace processor.
+1. a file is complete or absent, gzipped, and written packet by packet;
+2. overlapping slices get separate lanes; a free lane is reused; the lanes of a name form one track in the viewer;
+3. roles and tracks are introduced at their first use; the tracks of a role have a fixed order.
+
+The format: protobuf messages of perfetto/protos/perfetto/trace (`TracePacket`, `TrackDescriptor`, `TrackEvent`,
+`DebugAnnotation`), with the numbers below. Chrome's JSON would be simpler, but the trace processor sorts its processes
+by size and shows every lane as a row. Written without the library: three kinds of field are less than Perfetto's 200
+messages. `make test-trackers` reads it with Perfetto's trace processor.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import msgspec
 
 # ---------------------------------------------------------------- protobuf
 
-#: Numbers of fields. Of a packet:
+#: Numbers of fields. In a packet:
 PACKET, TIMESTAMP, SEQUENCE, EVENT, DESCRIPTOR = 1, 8, 10, 11, 60
-#: Of a track: itself, its name, the one that it lies in, whether it is a curve, its children's order, its own place.
+#: In a track: id, name, parent, whether it is a curve, order of its children, its rank.
 UUID, NAME, PARENT, CURVE, ORDER_BY, RANK, UNIT_NAME = 1, 2, 5, 8, 11, 12, 6
-#: Of an event: annotations, what it is, its track, its category and name, its number (of a curve), the flows it is in.
+#: In an event: annotations, type, track, category and name, value (of a curve), its flows.
 NOTE, TYPE, TRACK, CATEGORY, EVENT_NAME, NUMBER, FLOW = 4, 9, 11, 22, 23, 44, 47
-#: Of an annotation, by the type of its value.
+#: In an annotation, by the type of its value.
 NOTE_BOOL, NOTE_INT, NOTE_DOUBLE, NOTE_TEXT, NOTE_NAME, NOTE_ENTRIES = 2, 4, 5, 6, 10, 11
 BEGIN, END, INSTANT, COUNT = 1, 2, 3, 4
 EXPLICIT = 3  # children in the order of their ranks
-#: Ranks within a role: what happened there, its curves, and what may need many lanes.
+#: Ranks within a role: events, steps, curves, and tracks with many lanes.
 EVENTS_RANK, STEPS_RANK, CURVES_RANK, LANES_RANK = 1, 2, 10, 100
 
 
@@ -88,7 +88,7 @@ def note(name: str, value: object, *, number: int = NOTE) -> bytes:
 
 
 class Out:
-    """The file: packets one by one. A context; nothing is left where it fails."""
+    """The file: packets one by one. A context that removes the file after an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,11 +113,11 @@ class Out:
 
 # ---------------------------------------------------------------- tracks
 
-ALONE = -1  # the number of a lane that is all of its track
+ALONE = -1  # lane number of a track with a single lane
 
 
 class Lane(NamedTuple):
-    """Where slices lie one after the other: a role's process, the name of the track there, which lane of it."""
+    """A place for consecutive slices: process of a role, name of the track, number of the lane."""
 
     process: str
     track: str
@@ -125,7 +125,7 @@ class Lane(NamedTuple):
 
 
 class Lanes:
-    """Which lane of a track is free from when on."""
+    """The times from which the lanes of a track are free."""
 
     def __init__(self) -> None:
         self._free_at: list[float] = []
@@ -140,12 +140,12 @@ class Lanes:
         return len(self._free_at) - 1
 
     def give(self, lane: int, end: int) -> None:
-        """It is free again from `end` on."""
+        """Free the lane from `end` on."""
         self._free_at[lane] = end
 
 
 class Slice(msgspec.Struct):
-    """Something that is under way: where it is drawn, since when (microseconds), and the flows that pass it."""
+    """Something in progress: its lane, start (microseconds), and flows."""
 
     lane: Lane
     start: int
@@ -171,13 +171,13 @@ class Drawing:
         self._out.put(whole(TIMESTAMP, 1000 * at) + whole(SEQUENCE, 1) + sized(kind, message))
 
     def _new(self, key: tuple[str, str, int], name: str, more: bytes) -> int:
-        """A track is introduced, once."""
+        """Introduce a track."""
         uuid = self._uuids[key] = len(self._uuids) + 1
         self._put(0, DESCRIPTOR, whole(UUID, uuid) + sized(NAME, name) + more)
         return uuid
 
     def _role(self, process: str) -> int:
-        """Roles have no rank: the viewer sorts tracks that lie in no other by their names."""
+        """Roles have no rank: the viewer sorts top-level tracks by name."""
         key = (process, "", 0)
         return self._uuids.get(key) or self._new(key, process, whole(ORDER_BY, EXPLICIT))
 
@@ -192,13 +192,13 @@ class Drawing:
     # ------------------------------------------------------------ what is drawn
 
     def begin(self, process: str, track: str, t: float, name: str, *, flows: Iterable[int] = (), **args: Any) -> Slice:
-        """Something begins, on a lane of its own while it lasts."""
+        """Begin a slice, on a free lane."""
         start = self.microseconds(t)
         number = self._lanes.setdefault((process, track), Lanes()).take(start)
         return Slice(Lane(process, track, number), start, name, args, list(flows))
 
     def end(self, one: Slice, t: float, **args: Any) -> int:
-        """It ends; its end on the timeline."""
+        """End a slice; return its end on the timeline."""
         end = max(self.microseconds(t), one.start + 1)
         self._lanes[one.lane.process, one.lane.track].give(one.lane.number, end)
         one.args |= args
@@ -206,8 +206,9 @@ class Drawing:
         return end
 
     def slice(self, one: Slice, end: int, *, inside: Iterable[tuple[Slice, int]] = ()) -> None:
-        """A slice of known length, and those `inside` of it, in order. Times are equal where one follows the other: the
-        order of the packets says which end and which beginning come first."""
+        """A slice of known length, and those `inside` of it, in order. Consecutive slices have equal times: the order
+        of the packets defines which end and begin come first.
+        """
         rank = STEPS_RANK if one.lane.number == ALONE else LANES_RANK
         track = self._track(one.lane, rank)
         notes = [note(name, value) for name, value in one.args.items() if value is not None]
@@ -218,7 +219,7 @@ class Drawing:
         self._event(end, END, track)
 
     def mark(self, process: str, t: float, name: str, **args: Any) -> None:
-        """Something that happened at one time."""
+        """An event at one time."""
         track = self._track(Lane(process, "events"), EVENTS_RANK)
         notes = [note(key, value) for key, value in args.items() if value not in (None, "")]
         self._event(self.microseconds(t), INSTANT, track, sized(CATEGORY, "event"), sized(EVENT_NAME, name), *notes)

@@ -1,6 +1,6 @@
-"""`asyncrl trace` on a terminal: a group's story, the groups of a step, the dead letters.
+"""Text of `asyncrl trace`: a group's story, the groups of a step, the dead letters.
 
-It decides nothing: `asyncrl.trace.story` reads. Times are seconds since the group was issued.
+Times are seconds since the group was issued.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.config.judges import display_name
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.dead_letters import Letter, load_letters
-from asyncrl.trace.history import find_claim, quarantined_groups
+from asyncrl.trace.history import Letter, find_claim, load_letters, quarantined_groups
 from asyncrl.trace.story import Sample, Story, Training, load_stories, load_story
 
 TEXT_LIMIT = 400  # characters of a prompt
 
 
 def trace_command(folder: Path, *, group: int | None, step: int | None, dead: bool, as_json: bool) -> int:
-    """Print what was asked for; the exit code."""
+    """Print the requested text; return the exit code."""
     run = RunDir(folder).require()
     if dead:
         letters, groups = load_letters(run, load(run.config)), quarantined_groups(run)
@@ -66,7 +65,7 @@ def _head(story: Story) -> Iterator[str]:
 
 
 def _words(story: Story) -> Iterator[str]:
-    """What the archive says beside the samples."""
+    """Texts and notes from the archive."""
     words = story.words
     if words is None:
         return
@@ -197,7 +196,7 @@ def step_text(claim: dict[str, Any], stories: list[Story]) -> str:
 
 
 def dead_text(groups: list[dict[str, Any]], letters: list[Letter]) -> str:
-    """Quarantined groups with their reasons, then the dead letters that are kept."""
+    """Quarantined groups with their reasons, then the recorded dead letters."""
     lines = [f"{len(groups)} dead groups"]
     lines += [f"  group {event['g']:>6}  {event['reason']}  {event['detail']}" for event in groups]
     return "\n".join([*lines, *_letters(letters)]) if letters else "\n".join([*lines, "no dead letters are kept"])

@@ -1,10 +1,9 @@
 """`asyncrl trace RUN GROUP`: one group's story from the logs of its run.
 
-`asyncrl.trace.render` writes it out. Reads history.jsonl, metrics/groups.jsonl, the dead letters
-and the configuration; its words come from the archive, where there is one, else the prompt from the data, by a child
-process (roles are not imported here). Guarantees:
-1. it only reads: the run may be going on, and a last line that is not whole yet is passed over;
-2. what a restart of the learner took back stays in the story, marked as superseded;
+It reads history.jsonl, metrics/groups.jsonl, the dead letters and the configuration. Texts come from the archive if
+there is one, else a child process reads the prompt from the data (roles are not imported here). Guarantees:
+1. it only reads: the run may be in progress, and an incomplete last line is skipped;
+2. training that a restart of the learner took back stays in the story, marked as superseded;
 3. a log of any length is read once, line by line; only lines that name the group are decoded.
 """
 
@@ -21,8 +20,7 @@ from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
 from asyncrl.trace.archive import Words, load_words
-from asyncrl.trace.dead_letters import Letter, load_letters
-from asyncrl.trace.history import Event, decode_event, group_events
+from asyncrl.trace.history import Event, Letter, decode_event, group_events, load_letters
 
 PROMPT_TIMEOUT_S = 30.0
 
@@ -39,8 +37,8 @@ class Lease(msgspec.Struct):
     at: float
     lost: str = ""  # why it ended before its samples were complete
     lost_at: float = 0.0
-    continued: dict[str, int] = {}  # sample -> tokens of it that were there
-    discarded: list[str] = []  # what was there of others, and why they began anew
+    continued: dict[str, int] = {}  # sample -> tokens of its partial sample
+    discarded: list[str] = []  # discarded partial samples, with reasons
 
 
 class Sample(msgspec.Struct):
@@ -57,12 +55,12 @@ class Sample(msgspec.Struct):
     worker: str = ""
     reward_version: str = ""
     scored_at: float = 0.0
-    given_up: str = ""  # why the sample was given up with its group's restart
-    judged: list[Judgement] = []  # what each judge said, where there are several
+    given_up: str = ""  # why the sample was discarded when its group was restarted
+    judged: list[Judgement] = []  # answer of each judge, if there are several
 
 
 class Judgement(msgspec.Struct):
-    """What one judge said about a sample."""
+    """A judge's answer about a sample."""
 
     judge: str
     reward: float
@@ -88,7 +86,7 @@ class Training(msgspec.Struct):
 
 
 class Story(msgspec.Struct):
-    """Everything the logs know of a group."""
+    """All facts in the logs about a group."""
 
     group: int
     state: str = "unknown"
@@ -98,7 +96,7 @@ class Story(msgspec.Struct):
     unscored_at: float = 0.0
     ready_at: float = 0.0
     ended_at: float = 0.0
-    last_at: float = 0.0  # of the log
+    last_at: float = 0.0  # last time in the log
     uses: int = 1
     prompt: dict[str, Any] | None = None
     prompt_error: str = ""
@@ -114,7 +112,7 @@ class Story(msgspec.Struct):
 
     @property
     def bound(self) -> int | None:
-        """The largest lag that it may have: fixed by its first lease."""
+        """Its largest lag, fixed by its first lease."""
         return self.leases[0].bound if self.leases else None
 
 
@@ -188,7 +186,7 @@ def _lost(story: Story, event: Event) -> None:
     for lease in story.leases:
         if lease.token == event["token"] and not lease.lost:
             lease.lost, lease.lost_at = event["why"], event["t"]
-    if event["why"] in ("late", "payload_lost", "store_lost", "abandoned"):  # these give up the samples, too
+    if event["why"] in ("late", "payload_lost", "store_lost", "abandoned"):  # these also discard the samples
         for sample in story.samples:
             sample.given_up = event["why"]
         story.given_up += story.samples
@@ -249,7 +247,7 @@ def _commit(story: Story, event: Event) -> None:
 
 
 def _register(story: Story, event: Event) -> None:
-    """A learner starts from a checkpoint: what was committed after it is done again, or not at all."""
+    """A learner starts from a checkpoint: later commits are repeated, or never."""
     for training in story.training:
         if training.step > event["step"]:
             training.superseded = True
@@ -295,7 +293,7 @@ _HANDLERS = {
 
 
 def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
-    """Advantages and weights of the steps that trained them: the last line of a step is the one that counts."""
+    """Advantages and weights of the training steps: the last line of a step counts."""
     path = run.metrics / "groups.jsonl"
     wanted = {
         (training.step, story.group): training
@@ -315,7 +313,7 @@ def _add_losses(run: RunDir, stories: dict[int, Story]) -> None:
 
 
 def load_prompt(run: RunDir, group: int) -> tuple[dict[str, Any] | None, str]:
-    """The row of the data, and why it cannot be shown where it cannot."""
+    """The row of the data, and the reason if it cannot be shown."""
     command = [sys.executable, "-m", "producers.data.show_prompt", "--config", str(run.config), "--group", str(group)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROMPT_TIMEOUT_S, check=False)

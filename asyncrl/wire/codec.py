@@ -59,9 +59,9 @@ PREFIX: Final = struct.Struct("<4sBBHQQQ")
 _HEAD: Final = struct.Struct("<4sBBHQQ")  # the prefix before its check
 REQUEST: Final = 0
 REPLY: Final = 1
-REQUEST_MANY: Final = 2  # a request whose asker also takes its answer as one of several in `Replies`
+REQUEST_MANY: Final = 2  # a request whose answer may be one of several in `Replies`
 MAX_HEADER_BYTES: Final = 16 << 20
-#: A sending copy is cheaper than pyzmq's release bookkeeping below this size (measured crossover 84 KB to 1 MB).
+#: Below this size copying a frame is cheaper than pyzmq's release bookkeeping (crossover 84 KB to 1 MB).
 COPY_THRESHOLD_BYTES: Final = 256 << 10
 AnyMessage = Union[
     Hello,
@@ -147,7 +147,7 @@ def decode(frames: Sequence[Buffer], *, max_bytes: int = 1 << 31) -> Packet:
     """The message of these frames.
 
     Raises:
-        WireError: whatever is wrong with them; `code` tells (prefix, schema, size, checksum, decode).
+        WireError: for any defect; `code` names it (prefix, schema, size, checksum, decode).
     """
     kind, request, checksum = _check_prefix(frames, max_bytes)
     return Packet(decode_header(frames[1]), tuple(frames[2:]), request, kind, frames[1], checksum)
@@ -187,7 +187,7 @@ def _check_prefix(frames: Sequence[Buffer], max_bytes: int) -> tuple[int, int, i
 
 
 def peek_request(frames: Sequence[Buffer]) -> int | None:
-    """The request number of a prefix that may be damaged elsewhere, so that its sender can be told; else None."""
+    """The request number of a prefix, even if the rest is damaged, so that the sender can get an answer; else None."""
     if frames and memoryview(frames[0]).nbytes == PREFIX.size:
         magic, _, kind, _, request, _, _ = PREFIX.unpack(frames[0])
         if magic == MAGIC and kind in (REQUEST, REQUEST_MANY):

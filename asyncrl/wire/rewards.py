@@ -11,12 +11,12 @@ class RewardRequest(Message, frozen=True, tag=30):
     worker: Name
     max_samples: Whole
     wait_s: float
-    judge: Name = ""  # samples that this judge has to score; empty: the default one
+    judge: Name = ""  # samples for this judge; empty: the default one
 
 
 class RewardItem(Message, frozen=True):
-    """One sample to score. Its payload holds `prompt` i4 `[P]`, `response` i4 `[T]` and, where some tokens were not
-    sampled by the policy, `mask` u1 `[T]`; `rows` as in `SampleHead`.
+    """One sample to score. Its payload holds `prompt` i4 `[P]`, `response` i4 `[T]` and, if the policy did not sample
+    all tokens, `mask` u1 `[T]`; `rows` as in `SampleHead`.
     """
 
     group: int
@@ -26,7 +26,7 @@ class RewardItem(Message, frozen=True):
     row: str  # JSON
     finish: str
     fields: tuple[Field, ...]
-    judge: str = ""  # by whom it is to be scored
+    judge: str = ""  # judge that scores it
     rows: tuple[tuple[int, int], ...] = ()
 
 
@@ -45,12 +45,12 @@ class Score(Message, frozen=True):
     token: int
     reward: float
     parts: dict[str, float] = {}
-    answer: str = ""  # that the function found in the response, where it says so
-    text: str = ""  # of the response, for samples of an evaluation alone
+    answer: str = ""  # answer that the function found in the response, if it reports one
+    text: str = ""  # text of the response, only for samples of an evaluation
 
 
 class RewardFailure(Message, frozen=True):
-    """A reward that could not be computed. Never a reward of 0: the sample is tried again elsewhere."""
+    """A reward that could not be computed. It never counts as 0: another worker tries the sample again."""
 
     group: int
     index: int
@@ -66,11 +66,11 @@ class Scores(Message, frozen=True, tag=32):
     scores: tuple[Score, ...]
     failures: tuple[RewardFailure, ...] = ()
     reward_version: str = ""
-    judge: Name = ""  # for whom the worker scores: one message is of one judge
+    judge: Name = ""  # judge of the worker: all scores of a message belong to one judge
 
 
 class ScoresReply(Message, frozen=True, tag=33):
-    """How many were taken; refused ones (old token, unknown group) by `group:index` with a reason."""
+    """Number of accepted scores; refused ones (old token, unknown group) by `group:index` with a reason."""
 
     accepted: int
     refused: dict[str, str] = {}

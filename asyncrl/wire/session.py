@@ -15,25 +15,25 @@ class Hello(Message, frozen=True, tag=1):
     run_id: str = ""  # empty: accept any run
     fingerprint: str = ""  # model fingerprint; empty: not checked
     schema: int = SCHEMA
-    evaluation_rows: Whole = 0  # prompts of an evaluation, as this producer reads them; 0: it has not looked
+    evaluation_rows: Whole = 0  # prompts of an evaluation in this producer's data; 0: not read yet
 
 
 class Welcome(Message, frozen=True, tag=2):
-    """The service accepts; `session` is a number of its own for this process."""
+    """The service accepts; `session` is a unique number of this process."""
 
     run_id: str
     service_epoch: int
     session: int
     version: int  # newest committed version the service knows
-    endpoints: dict[str, str] = {}  # address of the run's other services by name
+    endpoints: dict[str, str] = {}  # addresses of the run's other services by name
     segments: str = ""  # folder of the payloads, for a producer on the same host
-    nonce: str = ""  # content of the file `nonce` there: who reads it sees the same folder
+    nonce: str = ""  # content of the file `nonce` there: a process that reads it sees the same folder
     segment_bytes: int = 0  # size of a file that a producer writes there
-    place_bytes: int = 0  # payloads of so many bytes and more are worth it
+    place_bytes: int = 0  # smallest payload that should go by file
 
 
 class Refused(Message, frozen=True, tag=3):
-    """The service did not do it. `code` stands in `asyncrl.errors.CATALOGUE`; nothing was changed."""
+    """The service refused the request and changed nothing. `code` is in `asyncrl.errors.CATALOGUE`."""
 
     code: str
     message: str
@@ -41,7 +41,9 @@ class Refused(Message, frozen=True, tag=3):
 
 
 class Ok(Message, frozen=True, tag=4):
-    """Done. To a producer's heartbeat: `cancelled` are leases (group, token) whose samples nobody wants any more."""
+    """Done. In answers to a producer's heartbeat, `cancelled` are leases (group, token) whose samples are no longer
+    needed.
+    """
 
     detail: str = ""
     cancelled: tuple[tuple[int, int], ...] = ()
@@ -50,17 +52,17 @@ class Ok(Message, frozen=True, tag=4):
 class Heartbeat(Message, frozen=True, tag=5):
     """Sent every few seconds by every worker; renews its leases. `stats`: metrics by catalogue name. Answer: `Ok`.
 
-    A producer names the leases that it works on (`holds`: group, token): others of its name are lost after a while, as
-    their grant never arrived, or its samples were taken by a store that went back.
+    A producer lists the leases that it works on (`holds`: group, token). Its other leases are lost after a while: their
+    grant never arrived, or a store that was restored to an older state forgot their samples.
     """
 
     role: Name
     name: Name
     pid: Whole
     host: Name
-    waiting_for: str  # empty while it works; else what it waits for
+    waiting_for: str  # empty while it works; else the reason why it waits
     stats: dict[str, float] = {}
-    holds: tuple[tuple[int, int], ...] | None = None  # None: not said
+    holds: tuple[tuple[int, int], ...] | None = None  # None: unknown
 
 
 class StatusRequest(Message, frozen=True, tag=6):
@@ -80,9 +82,9 @@ class Stop(Message, frozen=True, tag=8):
 
 
 class Replies(Message, frozen=True, tag=9):
-    """Several answers in one message, to requests of kind 2: (request number, header of the answer), no payloads.
+    """Several answers in one message, to requests of kind 2: (request number, header of the answer), without payloads.
 
-    Bursts of small answers cost a wake-up of both ends each; together they cost one.
+    A burst of small answers then wakes both ends up only once.
     """
 
     answers: tuple[tuple[int, bytes], ...]
@@ -91,7 +93,7 @@ class Replies(Message, frozen=True, tag=9):
 class Tune(Message, frozen=True, tag=10):
     """Change settings of a running system. `changes`: JSON object, key -> value. Answer: `Tuned` or `Refused`.
 
-    With `undo_to` >= 0 `changes` is empty and the settings become those of that number again (0: of the TOML).
+    With `undo_to` >= 0 `changes` is empty and the settings of that number are restored (0: those of the TOML).
     """
 
     changes: str
@@ -104,4 +106,4 @@ class Tuned(Message, frozen=True, tag=11):
 
     number: int
     changed: str
-    note: str = ""  # what is not in force at once, and when it will be
+    note: str = ""  # settings that take effect later, and when

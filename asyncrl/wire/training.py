@@ -19,7 +19,7 @@ class Register(Message, frozen=True, tag=40):
     takeover: bool = False
     fingerprint: str = ""
     digests: dict[Whole, str] = {}
-    once: int = 0  # random: a copy that arrives late is known by it and registers nothing
+    once: int = 0  # random: a late copy with the same number registers nothing
 
 
 class Registered(Message, frozen=True, tag=41):
@@ -29,7 +29,7 @@ class Registered(Message, frozen=True, tag=41):
     run_id: str
     replay_to: int
     segments: str = ""  # folder of the payloads, for a learner on the same host
-    nonce: str = ""  # content of the file `nonce` there: who reads it sees the same folder
+    nonce: str = ""  # content of the file `nonce` there: a process that reads it sees the same folder
 
 
 class Claim(Message, frozen=True, tag=42):
@@ -46,7 +46,7 @@ class Claim(Message, frozen=True, tag=42):
 
 
 class NotYet(Message, frozen=True, tag=43):
-    """The batch is not complete; `diagnosis` names who is waited for."""
+    """The batch is not complete; `diagnosis` names the processes that the run waits for."""
 
     diagnosis: str
     ready: int
@@ -75,21 +75,22 @@ class Batch(Message, frozen=True, tag=44):
     ledger: dict[str, int] = {}
     places: tuple[Place, ...] = ()
     tuning: str = ""  # JSON object: the learner's settings changed by `asyncrl tune`, as recorded with this batch
-    lengths: dict[str, float] = {}  # mean lengths so far, by metric: trained against issued (the bias alarm)
+    lengths: dict[str, float] = {}  # mean lengths so far, by metric: trained and issued (length bias)
 
 
 class Commit(Message, frozen=True, tag=45):
     """The optimizer step is done: the step's groups are TRAINED and the next claim starts from `version`.
 
-    `digest` is that of the weights of `version`. Answer: `Ok`. Idempotent. `groups` are those that the weights hold of
-    the step: where the recorded batch is another one, the service has lost something and says so (`buffer.lost_state`).
+    `digest` is the digest of the weights of `version`. Answer: `Ok`. Idempotent. `groups` are the groups that the
+    weights were trained on in this step. If the recorded batch differs, the service has lost state and refuses
+    (`buffer.lost_state`).
     """
 
     epoch: Whole
     step: Whole
     version: Whole
     digest: str = ""
-    groups: tuple[int, ...] | None = None  # None: not said
+    groups: tuple[int, ...] | None = None  # None: unknown
 
 
 class Quarantine(Message, frozen=True, tag=46):
@@ -131,13 +132,13 @@ class Goodbye(Message, frozen=True, tag=50):
 
 
 class EvaluationsRequest(Message, frozen=True, tag=51):
-    """The learner asks for evaluations that ended after those it knows. Answer: `EvaluationsReply`."""
+    """Ask for evaluations that ended after those that the learner knows. Answer: `EvaluationsReply`."""
 
-    seen: int  # `round` of the last one that it knows, 0 without one: these numbers grow, over any loss of a store
+    seen: int  # `round` of the last known one, 0 without one: rounds grow, even if a store is lost
 
 
 class EvaluationsReply(Message, frozen=True, tag=52):
-    """`ended`: JSON, a line of metrics each; `running`: of which step one runs or waits, in words, else empty."""
+    """`ended`: a JSON line of metrics each; `running`: the step whose evaluation runs or waits, or empty."""
 
     ended: tuple[str, ...]
     running: str = ""

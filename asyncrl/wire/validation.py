@@ -18,10 +18,10 @@ from asyncrl.wire.work import SampleHead, Samples
 def validate_samples(
     head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
 ) -> str:
-    """Why these samples may not be trained on; the empty string where they may (faults.md F21).
+    """Why these samples must not be trained; empty if they are valid (faults.md F21).
 
     Cheap numpy checks: lengths agree, indices in range, log-probs finite and not positive, token ids inside the
-    vocabulary (where `vocab_size` is known), no version newer than `newest_version`, no empty response.
+    vocabulary (if `vocab_size` is known), no version newer than `newest_version`, no empty response.
     """
     return checked_arrays(head, payload, group_size=group_size, vocab_size=vocab_size, newest_version=newest_version)[1]
 
@@ -29,7 +29,7 @@ def validate_samples(
 def checked_arrays(
     head: Samples, payload: Buffer, *, group_size: int, vocab_size: int = 0, newest_version: int | None = None
 ) -> tuple[dict[str, npt.NDArray[Any]], str]:
-    """The arrays of some samples (read-only views), and what `validate_samples` says about them."""
+    """The arrays of some samples (read-only views), and the result of `validate_samples`."""
     try:
         arrays = unpack_arrays(head.fields, payload)
     except WireError as error:
@@ -84,7 +84,7 @@ _WANTED: Final = {"prompt": "i4", "response": "i4", "logprobs": "f4", "mask": "u
 
 
 def _check_mask(head: Samples, mask: npt.NDArray[Any] | None) -> str:
-    """What is wrong with the tokens that the policy did not sample."""
+    """Problems of the mask, which marks the tokens that the policy sampled."""
     if mask is None:
         spread = next((sample for sample in head.samples if sample.rows), None)
         return f"mask: sample {spread.index} has rows with prompts and none" if spread else ""
@@ -117,7 +117,7 @@ def _check_arrays(head: Samples, arrays: Mapping[str, npt.NDArray[Any]], vocab_s
     if wrong:
         return wrong
     logprobs = arrays["logprobs"]
-    # Both pass a NaN on, and a comparison with NaN is False.
+    # NaN propagates through both, and a comparison with NaN is False
     if not (np.minimum.reduce(logprobs) > -math.inf and np.maximum.reduce(logprobs) <= 1e-4):
         return "logprobs: not finite or above 0"
     if vocab_size:

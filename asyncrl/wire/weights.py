@@ -17,7 +17,7 @@ class Tensor(Message, frozen=True):
 
 
 class Manifest(Message, frozen=True):
-    """What a version consists of. `plan` is the digest of the layout; `digest` that of all bytes in bucket order.
+    """Content of a version. `plan` is the digest of the layout; `digest` that of all bytes in bucket order.
 
     `encoding` "full": all weights. "adapter": the tensors of a LoRA adapter on top of weights with the digest `base`;
     `adapter` is its configuration as JSON, and both enter `digest`.
@@ -31,7 +31,7 @@ class Manifest(Message, frozen=True):
     encoding: str = "full"
     base: str = ""
     adapter: str = ""
-    signature: str = ""  # by the key of the run, where it has one: of all the other fields
+    signature: str = ""  # signature of all other fields by the run's key, if it has one
 
 
 class Hop(Message, frozen=True):
@@ -43,7 +43,7 @@ class Hop(Message, frozen=True):
 
 
 class BaseOffer(Message, frozen=True):
-    """The whole weights that an adapter is added to, offered beside it to those who lack them."""
+    """The full weights under an adapter, for members that lack them."""
 
     manifest: Manifest
     offers: dict[str, str]
@@ -59,23 +59,23 @@ class Publish(Message, frozen=True, tag=60):
     offers: dict[str, str]
     tensors: tuple[Tensor, ...] = ()  # sent once per layout
     hops: tuple[Hop, ...] = ()  # oldest first; the last one leads to this version, each one to the base of the next
-    base: BaseOffer | None = None  # of an adapter
+    base: BaseOffer | None = None  # full weights under an adapter
 
 
 class Published(Message, frozen=True, tag=61):
-    """The round that carries it. `needs_tensors`: send again with the layout."""
+    """The round of the version. `needs_tensors`: send again with the layout."""
 
     round: int
     needs_tensors: bool = False
 
 
 class RoundRequest(Message, frozen=True, tag=62):
-    """The publisher asks how a round stands, waits up to `wait_s` for a change. Answer: `RoundReply`."""
+    """The publisher asks for the state of a round, and waits up to `wait_s` for a change. Answer: `RoundReply`."""
 
     epoch: Whole
     round: Whole
     wait_s: float
-    seen: str = ""  # state that the asker already knows
+    seen: str = ""  # state that the publisher already knows
     transport_done: str = ""  # "" | sent | failed:<why>
 
 
@@ -89,13 +89,13 @@ class RoundReply(Message, frozen=True, tag=63):
     ranks: dict[str, int] = {}  # member -> rank in the collective; the publisher is rank 0
     rendezvous: str = ""
     detail: str = ""
-    hops: tuple[Hop, ...] = ()  # the collective carries these instead of the buckets, where there are any
-    hops_wanted: bool = True  # whether a member is there that could take hops: else they need not be encoded
+    hops: tuple[Hop, ...] = ()  # the collective carries these instead of the buckets, if there are any
+    hops_wanted: bool = True  # whether a member could take hops; else they need not be encoded
     digest: str = ""  # of the version that the collective carries; empty: no group is formed
 
 
 class MemberPoll(Message, frozen=True, tag=64):
-    """A generator reports where it stands and asks what to do; doubles as its heartbeat. Answer: `Instruction`."""
+    """A generator reports its state and asks for an instruction; also its heartbeat. Answer: `Instruction`."""
 
     member: Name
     pid: Whole
@@ -110,13 +110,13 @@ class MemberPoll(Message, frozen=True, tag=64):
     has_plan: str = ""
     error: str = ""
     encodings: tuple[str, ...] = ("full",)
-    relay: str = ""  # where it serves the version that it holds to others (transport `stream`)
-    order: int = 0  # grows with every poll on its host (a monotonic clock): an older one is a late copy; 0: not told
-    base: str = ""  # digest of the whole weights that it holds, under an adapter where there is one
+    relay: str = ""  # address where it relays its version to others (transport `stream`)
+    order: int = 0  # grows with every poll on its host (a monotonic clock): an older one is a late copy; 0: unknown
+    base: str = ""  # digest of its full weights, without the adapter
 
 
 class Instruction(Message, frozen=True, tag=65):
-    """What a generator does next: wait | receive | commit | abort | stop."""
+    """The next action of a generator: wait | receive | commit | abort | stop."""
 
     action: str
     round: int = 0
@@ -130,15 +130,16 @@ class Instruction(Message, frozen=True, tag=65):
     deadline_s: float = 0.0
     version: int = -1  # newest committed version
     detail: str = ""
-    hops: tuple[Hop, ...] = ()  # receive: these instead of the buckets, one after the other; empty: the buckets
-    source: str = ""  # who serves it: the publisher, or the member that relays
+    hops: tuple[Hop, ...] = ()  # receive: these in order instead of the buckets; empty: the buckets
+    source: str = ""  # sender of the version: the publisher, or a member that relays
 
 
 class Fetch(Message, frozen=True, tag=66):
-    """A puller asks who holds a version for a piece of it; it may ask again. Answer: `Fetched`, one payload frame.
+    """Ask the holder of a version for a piece of it; may be repeated. Answer: `Fetched`, one payload frame.
 
     `digest` names the version. Blob `blob` is a bucket of it, or with `base` (the digest of the version that the first
-    hop starts from) bucket `blob % buckets` of hop `blob // buckets`. Refused with `sync.failed` where it is gone.
+    hop starts from) bucket `blob % buckets` of hop `blob // buckets`. Refused with `sync.failed` if the version is
+    gone.
     """
 
     digest: str
@@ -149,7 +150,7 @@ class Fetch(Message, frozen=True, tag=66):
 
 
 class Fetched(Message, frozen=True, tag=67):
-    """The bytes from `offset` of a blob of `size` bytes: as many as were asked for, fewer at its end."""
+    """The bytes from `offset` of a blob of `size` bytes: as many as requested, fewer at its end."""
 
     blob: int
     offset: int

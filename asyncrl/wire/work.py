@@ -18,7 +18,7 @@ class LeaseRequest(Message, frozen=True, tag=20):
 class Lease(Message, frozen=True):
     """One group to generate. `token` fences: an answer under an older token of the group is refused.
 
-    `missing` are the sample indices still wanted (all of them at the first attempt).
+    `missing` are the sample indices still needed (all of them at the first attempt).
     """
 
     group: int
@@ -30,8 +30,8 @@ class Lease(Message, frozen=True):
 
 
 class Begun(Message, frozen=True):
-    """The beginning of a sample that another producer could not finish. It has a payload frame of its own with
-    `response` i4 `[length]` and `logprobs` f4 `[length]`; `digests` are of the versions in `runs`.
+    """A partial sample that another producer could not finish. It has its own payload frame with `response` i4
+    `[length]` and `logprobs` f4 `[length]`; `digests` belong to the versions in `runs`.
     """
 
     group: int
@@ -43,9 +43,10 @@ class Begun(Message, frozen=True):
 
 
 class Leases(Message, frozen=True, tag=21):
-    """Granted leases, maybe none; `reason` says what a producer without work waits for, `done` that none will come.
+    """Granted leases, possibly none; `reason` says why a producer without work waits, `done` that no more work will
+    come.
 
-    `begun`: what is there of missing samples, to be continued from there or begun anew.
+    `begun`: partial samples among the missing ones, to continue from or to discard.
     """
 
     leases: tuple[Lease, ...]
@@ -56,15 +57,15 @@ class Leases(Message, frozen=True, tag=21):
 
 
 class SampleHead(Message, frozen=True):
-    """What is known of one sample beside its arrays.
+    """A sample without its arrays.
 
     `length` response tokens; `runs` cover them; `finish` is stop | length | abort.
 
-    `rows`: where the context of a session was not a pure extension of what came before, the tokens of several
-    sequences stand in one sample. A row that starts at token `start` of the response has a prompt of its own instead of
-    the group's: its first `prompt_tokens` tokens, which `mask` leaves out. Without a row that starts at 0 the first
-    sequence goes on from the group's prompt. `turns`: rewards of single turns, each at the turn's last token; the
-    sample's reward contains them.
+    `rows`: if the context of a session was not a pure extension of the previous one, the tokens of several sequences
+    form one sample. A row that starts at token `start` of the response has its own prompt instead of the group's: its
+    first `prompt_tokens` tokens, which `mask` leaves out. Without a row that starts at 0 the first sequence continues
+    the group's prompt. `turns`: rewards of single turns, each at the turn's last token; the sample's reward contains
+    them.
     """
 
     index: int
@@ -78,8 +79,8 @@ class SampleHead(Message, frozen=True):
 class Samples(Message, frozen=True, tag=22):
     """Finished samples of one group. Answer: `SamplesReply`.
 
-    The payload holds `prompt` i4 `[P]`, `response` i4 `[sum T]`, `logprobs` f4 `[sum T]` (of the distribution sampled
-    from) and, where a token was not sampled by the policy, `mask` u1 `[sum T]`.
+    The payload holds `prompt` i4 `[P]`, `response` i4 `[sum T]`, `logprobs` f4 `[sum T]` (of the distribution that was
+    sampled from) and, if the policy did not sample all tokens, `mask` u1 `[sum T]`.
     """
 
     producer: Name
@@ -88,25 +89,26 @@ class Samples(Message, frozen=True, tag=22):
     samples: tuple[SampleHead, ...]
     digests: dict[Whole, str]  # version -> digest of the weights that this engine loaded for it
     fields: tuple[Field, ...]
-    row: str  # JSON of the prompt's row: data_source, ground_truth, extra_info; at the first answer of a lease
+    row: str  # JSON of the prompt's row: data_source, ground_truth, extra_info; in the first answer of a lease
     prompt_tokens: int
     logprobs_of: str = "processed"  # processed: after temperature; raw: temperature 1
-    rewards: dict[int, float] = {}  # from an environment that scores itself: these samples skip the reward workers
-    parts: dict[int, dict[str, float]] = {}  # of these rewards, by name
+    rewards: dict[int, float] = {}  # of an environment that scores itself: these samples skip the reward workers
+    parts: dict[int, dict[str, float]] = {}  # parts of these rewards, by name
 
 
 class SamplesReply(Message, frozen=True, tag=23):
-    """What became of them: `accepted`, `duplicate`, or refused with a reason per sample index."""
+    """Result per sample: `accepted`, `duplicate`, or refused with a reason."""
 
     accepted: tuple[int, ...]
     duplicate: tuple[int, ...] = ()
     refused: dict[int, str] = {}
-    cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token): generate nothing more for them
+    cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token) to stop generating
 
 
 class SamplesAt(Message, frozen=True, tag=25):
-    """Finished samples that a producer on the service's host wrote into a file of its own: header and payload of a
-    `Samples`. Answer: `SamplesReply`; `Refused` with `wire.place` where they are not there: then they are sent.
+    """Finished samples that a producer on the service's host wrote into its own file: header and payload of a
+    `Samples`. Answer: `SamplesReply`; `Refused` with `wire.place` if they are not there: then the producer sends
+    them.
     """
 
     producer: Name
@@ -123,7 +125,7 @@ class Piece(Message, frozen=True):
 
 
 class Pieces(Message, frozen=True, tag=28):
-    """Checkpoints of samples under way, of one group. Answer: `PiecesReply`.
+    """Partial samples of one group. Answer: `PiecesReply`.
 
     The payload holds `response` i4 `[sum count]` and `logprobs` f4 `[sum count]`, in the order of `samples`.
     """
@@ -137,18 +139,19 @@ class Pieces(Message, frozen=True, tag=28):
 
 
 class PiecesReply(Message, frozen=True, tag=29):
-    """`kept`: sample -> tokens of it that the service holds now; the next piece starts there. `refused`: why a sample
-    needs no more of them."""
+    """`kept`: sample -> tokens of it that the service holds now; the next piece starts there. `refused`: sample -> why
+    it needs no more pieces.
+    """
 
     kept: dict[int, int]
     refused: dict[int, str] = {}
-    cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token): generate nothing more for them
+    cancelled: tuple[tuple[int, int], ...] = ()  # leases (group, token) to stop generating
 
 
 class LeaseReturn(Message, frozen=True, tag=24):
-    """A producer gives leases back (it stops, or cannot make them). Answer: `Ok`.
+    """A producer returns leases (it stops, or cannot generate them). Answer: `Ok`.
 
-    With `dead` set the group is not tried again: the prompt itself is at fault (too long, not encodable).
+    With `dead` the group is not tried again: the prompt itself is invalid (too long, not encodable).
     """
 
     producer: Name

@@ -27,7 +27,7 @@ from asyncrl.launcher.launch import Launched, LaunchOptions, absolute, changes, 
 from asyncrl.launcher.progress import Progress, is_loud
 from asyncrl.metrics import JsonTail
 from asyncrl.monitor.status import render, run_status, stop_command
-from asyncrl.process_plan.outcome import Outcome
+from asyncrl.process_plan.plan import Outcome
 from asyncrl.report.data import load_run
 from asyncrl.runtime.launchers import launchers
 from asyncrl.runtime.liveness import Sign

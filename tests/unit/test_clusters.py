@@ -16,7 +16,7 @@ from asyncrl.config.sections.cluster import ClusterConfig
 from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters import render, render_command
 from asyncrl.launcher.clusters.commands import Shell, Site, cluster_config, shell
-from asyncrl.launcher.clusters.yaml import document
+from asyncrl.launcher.clusters.kubernetes import document
 from asyncrl.net.keys import write_keys
 
 yaml = pytest.importorskip("yaml", reason="reading manifests needs PyYAML")

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.config.mode import DATA_PREFIX
-from asyncrl.demo import answers, tasks
+from asyncrl.demo import tasks
 from producers.data.prompts import BadPrompt
 from producers.data.tokenizer import Tokenizer
 from producers.dataset_worker import row_reward
@@ -100,10 +100,10 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
 def test_rows_of_the_demonstration_tasks(task: str) -> None:
     prompts = [row["prompt"] for row in tasks.prompt_rows(task, 50, 3)]
     reward = {"add": tasks.add_reward, "running_sum": tasks.running_sum_reward}[task]
-    right, pairs = answers.answer_rows(task, 50, 3), answers.pair_rows(task, 50, 3)
+    right, pairs = tasks.answer_rows(task, 50, 3), tasks.pair_rows(task, 50, 3)
     assert [row["prompt"] for row in right] == [row["prompt"] for row in pairs] == prompts
     for row, pair in zip(right, pairs, strict=True):
         truth = row["reward_model"]["ground_truth"]
         assert reward(task, row["response"], truth) == reward(task, pair["chosen"], truth) == 1.0
         assert reward(task, pair["rejected"], truth) == 0.0
-    assert pairs == answers.pair_rows(task, 50, 3)
+    assert pairs == tasks.pair_rows(task, 50, 3)

@@ -15,10 +15,10 @@ from asyncrl.errors import StateLost, Unavailable
 from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.metrics.pages import metric_tag
 from asyncrl.monitor.status import render
-from asyncrl.process_plan.outcome import Outcome
+from asyncrl.process_plan.plan import Outcome
 from asyncrl.report import write_report
 from asyncrl.report.data import load_run, summary
-from asyncrl.report.evaluation import section
+from asyncrl.report.learning import evaluations
 from asyncrl.runtime.run_dir import RunDir
 from learners.evaluations import LastEvaluations, numbers, told
 
@@ -42,7 +42,7 @@ def config(*overrides: str) -> Config:
 
 def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    assert section(load_run(run)) == "", "no evaluation, no section"
+    assert evaluations(load_run(run)) == "", "no evaluation, no section"
     again = {**LINE, "round": 9, "val-core/all/reward/mean@4": 0.9}
     lines = [LINE, {**LINE, "step": 40, "round": 8}, again]
     (run.metrics / "evaluation.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
@@ -50,7 +50,7 @@ def test_the_report_has_curves_and_accounts(tmp_path: Path) -> None:
     text = write_report(run).read_text()
     assert "<h3>Evaluation</h3>" in text and "<h3>Evaluations</h3>" in text
     assert "&lt;b&gt;" in text and "<b>&lt;b&gt;" not in text
-    shown = section(load_run(run))
+    shown = evaluations(load_run(run))
     assert "0.900 ± 0.100" in shown and shown.count("<td") == 10 * 6, "2 steps x 3 sources; the last of step 20"
     assert "20 to 22" in shown and "5 of 8 x 4" in shown and "is being generated 2, reward_failed 1" in shown
 

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config import parse
 from asyncrl.launcher.launch import LaunchOptions, _grace, _locks, exit_code, gang_is_done
 from asyncrl.launcher.supervisor import Grace
-from asyncrl.process_plan.outcome import Outcome
+from asyncrl.process_plan.plan import Outcome
 from asyncrl.runtime.launchers import launcher_mark, launchers
 from asyncrl.runtime.run_dir import RunDir
 

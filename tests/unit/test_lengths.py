@@ -12,7 +12,7 @@ from synthetic_run import Event, issue, register, train, write_history, write_ru
 from asyncrl.audit.prove import audit, render
 from asyncrl.metrics.length_bias import ENOUGH, Lengths, LengthWatch, Story, compare, ks_distance
 from asyncrl.report.data import load_run
-from asyncrl.report.length_bias import lengths as section
+from asyncrl.report.learning import lengths as section
 
 
 def stories(drop: float, *, seed: int = 0, groups: int = 200) -> list[Story]:

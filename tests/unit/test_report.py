@@ -9,7 +9,7 @@ from pathlib import Path
 
 from synthetic_run import check_names, write_run
 
-from asyncrl.process_plan.outcome import Outcome
+from asyncrl.process_plan.plan import Outcome
 from asyncrl.report import write_report
 from asyncrl.report.data import ENDS, load_run, summary, surviving
 from asyncrl.report.svg import Line, bar_chart, line_chart, short, stacked_chart, thin, ticks

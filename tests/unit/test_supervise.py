@@ -19,8 +19,7 @@ from asyncrl.launcher.hang_watch import HangWatch
 from asyncrl.launcher.process import Child, effective_exit_code
 from asyncrl.launcher.supervisor import Grace, Supervisor, backoff_s
 from asyncrl.metrics import read_lines
-from asyncrl.process_plan.outcome import Outcome
-from asyncrl.process_plan.plan import TARGETS, Joining, ProcessPlan, plan
+from asyncrl.process_plan.plan import TARGETS, Joining, Outcome, ProcessPlan, plan
 from asyncrl.runtime.host_facts import descendants, is_alive
 from asyncrl.runtime.run_dir import RunDir
 

@@ -12,7 +12,7 @@ from asyncrl import wire
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.run_dir import RunDir
-from asyncrl.trace.dead_letters import load_letters
+from asyncrl.trace.history import load_letters
 from asyncrl.trace.render import story_text
 from asyncrl.trace.story import Story, load_story
 from buffers.payloads.dead_letters import DeadLetters

@@ -12,7 +12,7 @@ from asyncrl.config.sections.tracker import secret_of
 from asyncrl.errors import ConfigErrors
 from asyncrl.metrics import CATALOGUE
 from asyncrl.metrics.pages import LAYOUT, PAGES, metric_page, metric_tag
-from asyncrl.preflight.trackers import check_trackers
+from asyncrl.preflight.machine import check_trackers
 from learners.trackers.tensorboard import layout
 
 LEAST = 'model.path = "m"\ndata.path = "d"\n[[reward]]\nfunction = "a:b"\n[trackers]\n'

@@ -30,7 +30,6 @@ HERE = ("learner", "algorithm")
 
 
 def problems(config: Config) -> Iterator[Conflict]:
-    """Everything about the algorithms of this configuration that cannot work."""
     algorithm = config.learner.algorithm
     if algorithm.minibatches > config.buffer.batch_groups:
         yield "config.conflict", "learner.algorithm.minibatches exceeds buffer.batch_groups", (*HERE, "minibatches")
@@ -49,7 +48,7 @@ def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
     for kind, table in TABLES.items():
         name = effective_name(algorithm, kind)
         if name in table:
-            continue  # without a look at every installed package, which takes milliseconds
+            continue  # avoids a search of the installed packages, which takes milliseconds
         names = known_names(kind)
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -62,7 +61,7 @@ def _unknown_names(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
 
 
 def option_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
-    """Options that the chosen built-in functions do not have, or that have the wrong type."""
+    """Options that the chosen built-in functions do not have, or with the wrong type."""
     for kind in TABLES:
         name = effective_name(algorithm, kind)
         options = option_types().get(kind, {}).get(name)
@@ -116,7 +115,7 @@ def _fits(value: Any, types: list[Any]) -> bool:
 
 
 def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
-    """Choices that contradict each other, whatever the rest of the run."""
+    """Choices that contradict each other, independent of the rest of the run."""
     correction, loss = effective_correction(algorithm), entry("loss", algorithm.loss)
     advantage = entry("advantage", algorithm.advantage)
     bypass = algorithm.proximal == "behaviour"
@@ -177,7 +176,7 @@ def combination_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
 
 
 def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
-    """The same for what the loss has beside the policy's: entropy and KL."""
+    """The same for the other terms of the loss: entropy and KL."""
     if algorithm.entropy_target and algorithm.entropy_coeff > algorithm.entropy_max:
         yield (
             "config.conflict",
@@ -201,7 +200,7 @@ def _term_problems(algorithm: AlgorithmConfig) -> Iterator[Conflict]:
 
 
 def _unmet(config: Config) -> Iterator[Conflict]:
-    """What the chosen estimator needs and the run does not have."""
+    """Requirements of the chosen estimator that the run does not meet."""
     algorithm, sampling = config.learner.algorithm, config.sampling
     found = entry("advantage", algorithm.advantage)
     name = f"learner.algorithm.advantage = {algorithm.advantage!r}"
@@ -252,9 +251,9 @@ def _unmet(config: Config) -> Iterator[Conflict]:
 
 
 def apply_overrides(algorithm: AlgorithmConfig, overrides: Mapping[str, Any]) -> AlgorithmConfig:
-    """The settings with others in their place, by keys below `learner.algorithm.`: `kl.coeff`, `loss_options.beta`.
+    """Replace settings by keys below `learner.algorithm.`: `kl.coeff`, `loss_options.beta`.
 
-    Raises ValueError for a key that does not exist, a value that does not fit, and settings that then contradict.
+    Raises ValueError for an unknown key, an invalid value, and settings that then contradict each other.
 
     >>> apply_overrides(AlgorithmConfig(), {"kl.coeff": 0.01, "advantage_options.epsilon": 1e-4}).kl.coeff
     0.01

@@ -12,7 +12,6 @@ from asyncrl.config.tree import Config
 
 
 def problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     environment = config.environment
     yield from _agent_problems(config)
     if environment.is_single_turn:
@@ -58,7 +57,6 @@ def problems(config: Config) -> Iterator[Conflict]:
 
 
 def _agent_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     agent, path = config.environment.agent, ("environment", "agent")
     if config.environment.name != AGENT:
         if agent.command or agent.function:

@@ -17,7 +17,6 @@ def problems(config: Config) -> Iterator[Conflict]:
 
 
 def _evaluation_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     evaluation = config.evaluation
     if evaluation.path and evaluation.source:
         yield "config.data", "set at most one of evaluation.path and evaluation.source", ("evaluation",)
@@ -50,7 +49,6 @@ KEY = ("learner", "checkpoint_metric")
 
 
 def _checkpoint_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     learner = config.learner
     name = learner.checkpoint_metric
     if not learner.checkpoint_best:

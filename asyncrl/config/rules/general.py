@@ -14,13 +14,12 @@ from asyncrl.config.rules import Conflict
 from asyncrl.config.sections import reward as reward_names
 from asyncrl.config.tree import Config
 
-MOST_PIECES = 256  # of one sample; the buffer takes twice as many
+MOST_PIECES = 256  # of one sample; the buffer accepts twice as many
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DOTTED = re.compile(r"[\w.]+:[\w.]+")
 
 
 def problems(config: Config) -> Iterator[Conflict]:
-    """All of them."""
     yield from _time_problems(config)
     yield from _buffer_problems(config)
     if bool(config.data.path) == bool(config.data.source):

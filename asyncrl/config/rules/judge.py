@@ -26,7 +26,6 @@ def problems(config: Config) -> Iterator[Conflict]:
 
 
 def _name_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     names = [table.name for table in config.judge]
     for index, table in enumerate(config.judge):
         path = ("judge", f"[{index}]", "name")
@@ -56,11 +55,10 @@ def _name_problems(config: Config) -> Iterator[Conflict]:
             )
 
 
-Problem = tuple[str, str]  # key of the table, what is wrong with it
+Problem = tuple[str, str]  # key of the table, problem
 
 
 def _model_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     kinds = {table.name: table for table in config.judge}
     for index, table in enumerate(config.judge):
         for key, message in table_problems(table):
@@ -80,7 +78,7 @@ def _model_problems(config: Config) -> Iterator[Conflict]:
 
 
 def table_problems(table: JudgeConfig) -> Iterator[Problem]:
-    """What contradicts itself in one judge."""
+    """Settings of one judge that contradict each other."""
     if not table.is_model:
         if table.model or table.url or table.prompt:
             yield "kind", f"it is {table.kind!r}: model, url and prompt are for classifier, generative or url"

@@ -21,9 +21,9 @@ from asyncrl.config.tree import Config
 
 HERE = ("learner", "parallel")
 NAMES = ("replicate", "tensor", "sequence", "pipeline", "expert")
-#: What the built-in backends split.
+#: What the built-in backends can split.
 SPLITS = {"fsdp2": ("replicate", "tensor", "sequence", "expert"), "megatron": ("tensor", "pipeline")}
-#: Of these a backend takes one at a time.
+#: Splits of a backend that cannot be combined.
 ALONE = {"fsdp2": ("tensor", "sequence", "expert")}
 
 
@@ -35,7 +35,6 @@ def problems(config: Config) -> Iterator[Conflict]:
 
 
 def _layout_problems(config: Config) -> Iterator[Conflict]:
-    """Layouts that contradict the ranks or the backend."""
     learner = config.learner
     sizes = {name: int(getattr(learner.parallel, name)) for name in NAMES}
     for name in NAMES:
@@ -85,7 +84,7 @@ def _layout_problems(config: Config) -> Iterator[Conflict]:
 
 
 def _optimizer_problems(config: Config) -> Iterator[Conflict]:
-    """What has only been made for weights that FSDP alone shards."""
+    """Features that only support weights sharded by FSDP alone."""
     learner = config.learner
     if learner.backend != "fsdp2":
         return
@@ -107,7 +106,7 @@ def _optimizer_problems(config: Config) -> Iterator[Conflict]:
 
 
 def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:
-    """Layouts that the model of this config.json does not divide into: heads and experts."""
+    """Heads and experts of the model's config.json that the layout does not divide."""
     parallel = config.learner.parallel
     model = model.get("text_config") or model
     yield from _megatron_model_problems(config, model)
@@ -129,7 +128,6 @@ def model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflic
 
 
 def megatron_problems(config: Config) -> Iterator[Conflict]:
-    """What contradicts the backend."""
     learner, code = config.learner, "config.conflict"
     if learner.backend != "megatron":
         return
@@ -158,7 +156,7 @@ def megatron_problems(config: Config) -> Iterator[Conflict]:
 
 
 def _megatron_model_problems(config: Config, model: Mapping[str, Any]) -> Iterator[Conflict]:
-    """What of a model's config.json does not fit the layout, beside its heads."""
+    """Sizes in a model's config.json that do not fit the layout, other than heads and experts."""
     parallel = config.learner.parallel
     if config.learner.backend != "megatron":
         return
@@ -180,7 +178,7 @@ def _megatron_model_problems(config: Config, model: Mapping[str, Any]) -> Iterat
 
 
 def _lora_problems(config: Config) -> Iterator[Conflict]:
-    """What adapters do not go with."""
+    """Settings that cannot be combined with adapters."""
     learner, here, code = config.learner, ("learner", "lora", "rank"), "config.conflict"
     if not learner.lora.rank:
         return
@@ -208,7 +206,6 @@ def _lora_problems(config: Config) -> Iterator[Conflict]:
 
 
 def _profile_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key, of settings that cannot be."""
     profile, here = config.learner.profile, ("learner", "profile")
     try:
         parse_steps(profile.steps)

@@ -10,7 +10,6 @@ from asyncrl.config.tree import Config
 
 
 def problems(config: Config) -> Iterator[Conflict]:
-    """Contradictions between the learner's mode, where samples come from, and the rest."""
     mode, engine = config.learner.mode, config.producers.engine
     if mode == "rl":
         if streams(config):

@@ -22,7 +22,6 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def _evaluation_notes(config: Config) -> Iterator[str]:
-    """What works and may surprise."""
     evaluation = config.evaluation
     if not (evaluation.path or evaluation.source):
         return
@@ -43,7 +42,6 @@ def _parts(text: str) -> set[str]:
 
 
 def _checkpoint_notes(config: Config) -> Iterator[str]:
-    """What works and may surprise."""
     learner, evaluation = config.learner, config.evaluation
     if not learner.checkpoint_best or not learner.checkpoint_metric.startswith(METRICS) or not evaluation.every:
         return
@@ -55,12 +53,11 @@ def _checkpoint_notes(config: Config) -> Iterator[str]:
         )
 
 
-#: Losses that look at the ratio of a whole row.
+#: Losses with one ratio per row.
 ROW_RATIOS = frozenset({"gspo", "luspo", "gmpo", "vespo", "topr"})
 
 
 def _algorithm_notes(config: Config) -> Iterator[str]:
-    """All _algorithm_notes on the algorithm of a configuration."""
     if config.learner.mode == "rl":
         yield from _correction_notes(config)
         yield from _loss_notes(config)

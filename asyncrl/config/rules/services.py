@@ -19,7 +19,6 @@ def problems(config: Config) -> Iterator[Conflict]:
 
 
 def _sandbox_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     sandbox = config.sandbox
     if sandbox.kind not in ("bubblewrap", "none") and not sandbox.kind.startswith(("http://", "https://")):
         yield (
@@ -47,7 +46,6 @@ SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
 def _tracker_problems(config: Config) -> Iterator[Conflict]:
-    """Code, message and path of the key of every contradiction."""
     trackers = config.trackers
     if len(set(trackers.use)) < len(trackers.use):
         yield "config.conflict", f"trackers.use names one twice: {', '.join(trackers.use)}", ("trackers", "use")
@@ -83,11 +81,10 @@ def _secrets(options: Mapping[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}.{key}"
 
 
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # of DNS: services and hosts are called so
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # valid in DNS: names of services and hosts
 
 
 def _cluster_problems(config: Config) -> Iterator[Conflict]:
-    """What no scheduler could take."""
     cluster = config.cluster
     if cluster.name and not NAME.fullmatch(cluster.name):
         yield (

@@ -1,14 +1,10 @@
-"""The algorithms by name, what each needs, and which of them fit together.
+"""The algorithms by name, and what each needs.
 
 Guarantees:
-1. a built-in name has one entry here; its options, with types and defaults, stand in `algorithm_options.json`, which
-   `make docs` writes from the signatures (a test checks that they agree): checking needs no torch;
-2. a plugin (entry-point groups `asyncrl.advantages`, `asyncrl.losses`, `asyncrl.corrections`) is known by name here,
-   and its options are checked where it can be imported: by `asyncrl check` and by the learner;
-3. what does not fit together is an error that says why.
-
-Example: `proximal = "behaviour"` with `correction = "tis"`: the ratio current / behaviour holds the whole correction
-already, a weight on top would count it twice.
+1. a built-in name has one entry here; `algorithm_options.json` holds its options with types and defaults. `make docs`
+   writes that file from the signatures, and a test checks it, so checking needs no torch;
+2. a plugin (entry-point groups `asyncrl.advantages`, `asyncrl.losses`, `asyncrl.corrections`) is known by name here;
+   `asyncrl check` and the learner check its options after importing it.
 """
 
 from __future__ import annotations
@@ -27,16 +23,16 @@ _HOME = "learners.algorithms."
 
 
 class Entry(NamedTuple):
-    """Where a built-in algorithm lives and what is known of it before it is imported."""
+    """Properties of a built-in algorithm that are known before it is imported."""
 
     target: str  # module:function below learners.algorithms
     paper: str = ""
     needs: tuple[str, ...] = ()  # group, critic, greedy, parts, proximal, square_sums, process
-    ratio: str = "proximal"  # losses: the policy whose ratio to the current one they hold; none
-    aggregation: str = ""  # losses that allow one way alone
-    clip: bool = False  # losses whose bounds default to clip_low and clip_high of the section
-    weighted: bool = False  # advantages that hold the importance weight already
-    whole: bool = False  # corrections that look at all rows of the batch
+    ratio: str = "proximal"  # losses: the policy in the denominator of their ratio; none
+    aggregation: str = ""  # losses that need one aggregation
+    clip: bool = False  # losses that use clip_low and clip_high of the section
+    weighted: bool = False  # advantages that already include the importance weight
+    whole: bool = False  # corrections that need all rows of the batch
 
     @property
     def dotted(self) -> str:
@@ -107,7 +103,7 @@ def entry(kind: str, name: str) -> Entry | None:
 
 
 def effective_correction(algorithm: AlgorithmConfig) -> str:
-    """The correction in force: what `auto` stands for.
+    """The correction in force: resolves `auto`.
 
     >>> effective_correction(AlgorithmConfig()), effective_correction(AlgorithmConfig(proximal="behaviour"))
     ('tis', 'none')
@@ -120,7 +116,7 @@ def effective_correction(algorithm: AlgorithmConfig) -> str:
 
 
 def weight_level(algorithm: AlgorithmConfig) -> str:
-    """What the weights of the correction in force belong to: token, sequence, geometric; empty without weights.
+    """Level of the correction's weights: token, sequence, geometric; empty without weights.
 
     >>> weight_level(AlgorithmConfig()), weight_level(AlgorithmConfig(correction="mis"))
     ('token', 'sequence')
@@ -130,7 +126,7 @@ def weight_level(algorithm: AlgorithmConfig) -> str:
 
 
 def effective_options(algorithm: AlgorithmConfig, kind: str) -> dict[str, Any]:
-    """Keyword arguments of the chosen function: its table, on top of the short forms; the word "off" is None.
+    """Keyword arguments of the chosen function: the short forms, overridden by its table; the word "off" is None.
 
     >>> effective_options(AlgorithmConfig(tis_cap="off"), "correction")
     {'upper': None}
@@ -151,7 +147,7 @@ def effective_name(algorithm: AlgorithmConfig, kind: str) -> str:
 
 
 def derive_algorithm(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmConfig:
-    """With what stands for `longest`, the tokens of the longest response, where it is 0.
+    """Fill in settings that default to `longest`, the number of tokens of the longest response.
 
     >>> derive_algorithm(AlgorithmConfig(), longest=100).loss_scale_factor
     100.0
@@ -166,7 +162,7 @@ def derive_algorithm(algorithm: AlgorithmConfig, *, longest: int) -> AlgorithmCo
 
 @functools.cache
 def option_types() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """kind -> name -> option -> its JSON schema and default, as `make docs` wrote them."""
+    """kind -> name -> option -> its JSON schema and default, as written by `make docs`."""
     data = (Path(__file__).parent / "algorithm_options.json").read_bytes()
     found: Mapping[str, Mapping[str, Mapping[str, Any]]] = msgspec.json.decode(data)
     return found

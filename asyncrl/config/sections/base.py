@@ -1,7 +1,4 @@
-"""Base of all sections of the configuration, and the ranges that their fields use.
-
-It holds no setting.
-"""
+"""Base class of all sections of the configuration, and ranges of their fields."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all sections."""
+    """Base class of all sections."""
 
     @classmethod
     def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
-        """Fields that what the user wrote makes necessary, beside those without a default."""
+        """Fields without a default are required; these are required as well because of other settings."""
         return ()

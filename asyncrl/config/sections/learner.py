@@ -1,7 +1,4 @@
-"""`[learner]` and the sections inside of it: the training gang, its optimizers and the models beside the policy.
-
-Part of `asyncrl.config`, which has all names of here as well. It holds settings and no rule.
-"""
+"""`[learner]` and its subsections: the training gang, its optimizers and further models."""
 
 from __future__ import annotations
 
@@ -16,24 +13,24 @@ from asyncrl.config.sections.profile import ProfileConfig
 
 
 class OptimConfig(Section, frozen=True):
-    """`[learner.optim]`."""
+    """`[learner.optim]`: the optimizer."""
 
-    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"  # 8bit: of its moments; muon: for matrices of the layers
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"  # 8bit: 8-bit moments; muon: for matrices of the layers
     lr: Annotated[float, Meta(ge=0)] = 1e-6  # learning rate
-    beta1: Share = 0.9  # of AdamW
-    beta2: Share = 0.999  # of AdamW
-    eps: Annotated[float, Meta(gt=0)] = 1e-8  # of AdamW
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # decoupled
-    momentum: Share = 0.95  # of Muon
-    warmup_steps: Count = 0  # linear from 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up, to 0 at learner.steps
-    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # global gradient norm is clipped to it
+    beta1: Share = 0.9  # AdamW
+    beta2: Share = 0.999  # AdamW
+    eps: Annotated[float, Meta(gt=0)] = 1e-8  # AdamW
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # decoupled weight decay
+    momentum: Share = 0.95  # Muon
+    warmup_steps: Count = 0  # linear warm-up from 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; decays to 0 at learner.steps
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # clip the global gradient norm to this
 
 
 class CompanionConfig(OptimConfig, frozen=True):
-    """A model that trains beside the policy; its optimizer has the settings of `[learner.optim]`."""
+    """A further model that trains with the policy; its optimizer has the settings of `[learner.optim]`."""
 
-    export: bool = True  # at the end of the run, a folder of its own in that of the policy's export
+    export: bool = True  # export it at the end of the run, in a folder inside the policy's export
 
 
 class CriticConfig(CompanionConfig, frozen=True):
@@ -41,11 +38,11 @@ class CriticConfig(CompanionConfig, frozen=True):
 
     lr: Annotated[float, Meta(ge=0)] = 1e-5  # its learning rate
     model: str = ""  # folder of its start weights, such as a trained reward model; empty: model.path
-    critic_warmup: Count = 0  # steps at the start of the run that train the critic alone
-    critic_warmup_until: Share = 0.0  # explained variance that ends them earlier; 0: none does
-    value_clip: Annotated[float, Meta(gt=0)] | Literal["off"] = 0.5  # how far a step moves a value
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # of the value loss
-    bootstrap: bool = False  # responses cut by max_new_tokens end with the value after them instead of 0
+    critic_warmup: Count = 0  # steps at the start of the run that train only the critic
+    critic_warmup_until: Share = 0.0  # end the warm-up early at this explained variance; 0: never
+    value_clip: Annotated[float, Meta(gt=0)] | Literal["off"] = 0.5  # largest change of a value in one step
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"  # weight of the value loss
+    bootstrap: bool = False  # truncated responses bootstrap from the next value instead of 0
 
 
 class ProcessRewardConfig(CompanionConfig, frozen=True):
@@ -53,67 +50,67 @@ class ProcessRewardConfig(CompanionConfig, frozen=True):
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6  # its learning rate
     model: str = ""  # folder of its start weights, a language model; empty: model.path
-    reference: str = ""  # folder of the frozen model that it is compared with; empty: its own start weights
-    beta: Annotated[float, Meta(gt=0)] = 0.05  # what a log-ratio to the reference counts
-    batch_norm: bool = True  # process rewards are divided by the largest sum of later ones in the batch
-    update: Literal["after", "before"] = "after"  # its update after or before it scores the same batch
+    reference: str = ""  # folder of its frozen reference model; empty: its own start weights
+    beta: Annotated[float, Meta(gt=0)] = 0.05  # factor of the log-ratio to the reference
+    batch_norm: bool = True  # divide process rewards by the largest sum of later ones in the batch
+    update: Literal["after", "before"] = "after"  # update it after or before it scores the same batch
 
 
 class PreferenceConfig(Section, frozen=True):
     """`[learner.preference]`: learning from pairs (modes dpo and reward_model)."""
 
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # dpo: of the difference of log-ratios
-    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: how much a log-ratio to the reference counts
-    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs that are labelled wrongly
-    reference_free: bool = False  # dpo: no reference model
-    length_average: bool = False  # dpo with ipo: log-ratios are divided by the length of the answer
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # dpo: loss on the difference of log-ratios
+    beta: Annotated[float, Meta(gt=0)] = 0.1  # dpo: factor of the log-ratio to the reference
+    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs with a wrong label
+    reference_free: bool = False  # dpo: use no reference model
+    length_average: bool = False  # dpo with ipo: divide log-ratios by the length of the answer
     center_coeff: Annotated[float, Meta(ge=0)] = 0.0  # reward_model: weight of (chosen + rejected)^2
-    margin_key: str = ""  # reward_model: column with how much better the chosen answer is at least; empty: 0
+    margin_key: str = ""  # reward_model: column with the smallest margin of the chosen answer; empty: 0
 
 
 class ParallelConfig(Section, frozen=True):
-    """`[learner.parallel]`: how the ranks share a model; what they do not take divides the batch."""
+    """`[learner.parallel]`: how the ranks share a model; the remaining factor splits the batch."""
 
-    replicate: Positive = 1  # groups of ranks that each hold all weights between them (HSDP)
+    replicate: Positive = 1  # groups of ranks with a full copy of the weights each (HSDP)
     tensor: Positive = 1  # ranks that split every matrix
     sequence: Positive = 1  # ranks that split every packed row (Ulysses, arXiv 2309.14509)
-    pipeline: Positive = 1  # stages that the layers are split over (backend megatron)
+    pipeline: Positive = 1  # pipeline stages (backend megatron)
     expert: Positive = 1  # ranks that split the experts of a mixture-of-experts model
 
 
 class MegatronConfig(Section, frozen=True):
-    """`[learner.megatron]`: of the backend megatron."""
+    """`[learner.megatron]`: settings of the backend megatron."""
 
-    sequence_parallel: bool = False  # norms on slices of a row over the tensor places; needs TransformerEngine
+    sequence_parallel: bool = False  # norms on slices of a row over the tensor ranks; needs TransformerEngine
 
 
 class LearnerConfig(Section, frozen=True):
     """`[learner]`: the training gang."""
 
-    mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # by reward; or on rows as they are (docs/supervised.md)
+    mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"  # rl: by reward; else on given rows (docs/supervised.md)
     backend: str = "fsdp2"  # fsdp2, megatron, or a name of the entry-point group asyncrl.backends
     ranks: Positive = 1  # processes of the gang on this host
-    steps: Positive = 100  # optimizer batches of the whole run
-    micro_batch_tokens: Positive = 16384  # token budget of one packed row
-    packing: bool = True  # several samples in one row, without padding; false: padded rows
-    logprob_chunk_tokens: Positive = 1024  # tokens whose logits exist at once
+    steps: Positive = 100  # optimizer steps of the whole run
+    micro_batch_tokens: Positive = 16384  # tokens of one packed row
+    packing: bool = True  # pack several samples into one row; false: padded rows
+    logprob_chunk_tokens: Positive = 1024  # tokens whose logits are in memory at once
     threads: Positive = 1  # torch threads of one rank on a CPU
-    device: str = "auto"  # auto: the accelerator if there is one, else cpu
+    device: str = "auto"  # auto: an accelerator if the host has one, else cpu
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
-    cpu_offload: bool = False  # parameters and optimizer state in host memory
-    reference_offload: bool = False  # the frozen reference model waits in host memory between its passes
-    offload_idle: bool = False  # as that; also models beside the policy, and every optimizer's states between updates
-    load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by the files
-    liger: bool = False  # Liger's fused kernels for norms, rotary embeddings and gated MLPs; needs a CUDA device
-    compile: bool = False  # torch.compile of every decoder layer: minutes at the start, faster steps
-    checkpoint_every: Positive = 20  # steps
-    checkpoint_keep: Positive = 2  # the last so many stay
-    checkpoint_best: Count = 0  # and so many of the best by checkpoint_metric
-    checkpoint_metric: str = "reward_mean"  # of the learner's steps, or a figure of evaluations such as val-core/...
-    checkpoint_goal: Literal["max", "min"] = "max"  # which values of it are better
-    checkpoint_async: bool = False  # written beside the training, from a copy in host memory
-    checkpoint_failures: Positive = 3  # that many in a row (a full disk) end the learner
-    batch_timeout_s: Seconds = 600.0  # waiting for one batch
+    cpu_offload: bool = False  # keep parameters and optimizer state in host memory
+    reference_offload: bool = False  # keep the frozen reference model in host memory between its passes
+    offload_idle: bool = False  # also other models, and the optimizer states between updates
+    load: Literal["auto", "parts", "whole"] = "auto"  # start weights: each rank its part, or all; auto: by files
+    liger: bool = False  # start weights: each rank reads its part, or all; auto: by files
+    compile: bool = False  # torch.compile of every decoder layer: minutes at the start, then faster steps
+    checkpoint_every: Positive = 20  # steps between checkpoints
+    checkpoint_keep: Positive = 2  # newest checkpoints to keep
+    checkpoint_best: Count = 0  # best checkpoints to keep, by checkpoint_metric
+    checkpoint_metric: str = "reward_mean"  # metric of the learner, or an evaluation figure such as val-core/...
+    checkpoint_goal: Literal["max", "min"] = "max"  # whether larger or smaller values are better
+    checkpoint_async: bool = False  # write in the background, from a copy in host memory
+    checkpoint_failures: Positive = 3  # consecutive failures (a full disk) that end the learner
+    batch_timeout_s: Seconds = 600.0  # longest wait for one batch
     restarts: Count = 3  # in 10 minutes, when started by `launch all`
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -11,6 +11,6 @@ class ModelConfig(Section, frozen=True):
     """`[model]`: the policy, a folder in Hugging Face format."""
 
     path: str  # folder with config.json, weights and tokenizer
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of compute and of generation
-    trust_remote_code: bool = False  # run code that comes with the model
-    attn_implementation: str = "auto"  # auto: flash_attention_2 where installed, else sdpa by sequence; varlen: torch's
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # dtype of training compute and of generation
+    trust_remote_code: bool = False  # run code that is part of the model folder
+    attn_implementation: str = "auto"  # auto: flash_attention_2 if installed, else sdpa per sequence; varlen: torch's

@@ -15,17 +15,17 @@ class ProducersConfig(Section, frozen=True):
     count: Positive = 1  # processes on this host
     engine: str = "hf"  # hf, dataset (rows of the data), or a name of the entry-point group asyncrl.engines
     slots: Positive = 64  # samples that one engine decodes at once
-    max_groups_in_flight: Count = 0  # groups one producer holds; 0: by the engine's capacity and what samples cost
-    checkpoint_tokens: Count = 0  # longer samples are sent in pieces of about so many, so that others can go on; 0: off
-    kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples under way when weights change
+    max_groups_in_flight: Count = 0  # groups in one producer; 0: by the engine's capacity and the samples' cost
+    checkpoint_tokens: Count = 0  # send longer samples in pieces of this size, so that others can go on; 0: off
+    kv_at_swap: Literal["keep", "recompute"] = "keep"  # KV cache of samples in progress when weights change
     threads: Positive = 1  # torch threads of one engine on a CPU
-    device: str = "auto"  # auto: the accelerator if there is one, else cpu
+    device: str = "auto"  # auto: an accelerator if the host has one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: model.dtype
     restarts: Count = 5  # in 10 minutes
-    python: str = ""  # interpreter of the engine's environment; empty: this one, or .venv-ENGINE beside it
-    url: tuple[str, ...] = ()  # engines behind HTTP: their servers; the producer with number i has the i-th
-    engine_args: dict[str, Any] = field(default_factory=dict)  # handed to the engine as they are: its own names
+    python: str = ""  # interpreter with the engine; empty: this one, or .venv-ENGINE in the same folder
+    url: tuple[str, ...] = ()  # servers of engines behind HTTP; producer number i uses the i-th
+    engine_args: dict[str, Any] = field(default_factory=dict)  # arguments of the engine, under its own names
 
     def groups_in_flight(self, group_size: int) -> int:
-        """Groups one producer holds: the setting, or `ceil(2 * slots / group_size)` where its K/V holds them."""
+        """Groups in one producer: the setting, or `ceil(2 * slots group_size)` if the KV cache holds them."""
         return self.max_groups_in_flight or max(1, -(-2 * self.slots // group_size))

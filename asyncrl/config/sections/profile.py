@@ -1,6 +1,4 @@
-"""`[learner.profile]`: what is recorded of the learner's own work beyond its metrics.
-
-Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file, `parse_steps` reads the range.
+"""`[learner.profile]`: traces and memory of single steps, and the peak that utilization is measured against.
 
 Example: `steps = "5:8"`, `ranks = [0, 3]`, `memory = true`: traces and memory of ranks 0 and 3 for the steps 5 to 8.
 """
@@ -16,11 +14,11 @@ from asyncrl.config.sections.base import Count, Section
 
 
 class ProfileConfig(Section, frozen=True):
-    """`[learner.profile]`: a trace of some steps, and what the utilisation of the devices is measured by."""
+    """`[learner.profile]`: traces of single steps, and the peak for utilization."""
 
     steps: str = ""  # steps to trace, "5:8" for 5 to 8 (both included) or "5"; empty: none. Files: RUN/profile
-    ranks: tuple[Count, ...] = (0,)  # that write a trace
-    memory: bool = False  # history of the device's memory over these steps, beside the trace
+    ranks: tuple[Count, ...] = (0,)  # ranks that write a trace
+    memory: bool = False  # also record the device's memory over these steps
     peak_flops: Annotated[float, Meta(ge=0)] = 0.0  # of one device, for mfu; 0: by its name (on a CPU: no mfu)
 
 
@@ -31,7 +29,7 @@ def parse_steps(text: str) -> range:
     ([5, 6, 7, 8], [5], [])
 
     Raises:
-        ValueError: it is no range of steps.
+        ValueError: it is not a range of steps.
     """
     if not text:
         return range(0)

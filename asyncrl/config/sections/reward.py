@@ -24,7 +24,7 @@ FORMS = "'module:name', 'path/file.py:name', 'builtin:name' or an http address"
 
 
 def reward_kind(function: str) -> Kind:
-    """Which way it is; empty: none of them."""
+    """Which of the four ways it is; empty: none."""
     if function.startswith(("http://", "https://")):
         return "url" if urlsplit(function).hostname else ""
     if re.fullmatch(r"builtin:\w+", function):
@@ -35,7 +35,7 @@ def reward_kind(function: str) -> Kind:
 
 
 def reward_label(function: str) -> str:
-    """A short name for metrics: what follows the colon; of an address its last part, or its host."""
+    """A short name for metrics: the part after the colon; for an address its last part, or its host."""
     if reward_kind(function) != "url":
         return function.rpartition(":")[2]
     address = urlsplit(function)
@@ -45,16 +45,16 @@ def reward_label(function: str) -> str:
 class RewardFunctionConfig(Section, frozen=True):
     """`[[reward]]`: one reward function; several are summed by weight."""
 
-    function: str = ""  # module:name, path/file.py:name, builtin:name, an address; none where its judge is a model
+    function: str = ""  # module:name, path/file.py:name, builtin:name, an address; empty if its judge is a model
     name: str = ""  # empty: the function's name, or the judge's
     weight: float = 1.0  # factor in the sum
-    data_sources: tuple[str, ...] = ()  # only for rows of these; empty: all
-    judge: str = ""  # name of the [[judge]] whose workers score it; empty: those of reward_workers
+    data_sources: tuple[str, ...] = ()  # score only rows of these; empty: all
+    judge: str = ""  # name of the [[judge]] whose workers score it; empty: reward_workers
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function, class or scorer
 
     @classmethod
     def also_required(cls, tree: Mapping[str, Any]) -> tuple[str, ...]:
-        """Without a judge, which may be a model, there is nothing but a function."""
+        """Without a judge, which may be a model, a function is required."""
         return () if "judge" in tree else ("function",)
 
     @property
@@ -67,10 +67,10 @@ class RewardWorkersConfig(Section, frozen=True):
     """`[reward_workers]`: processes that score."""
 
     count: Positive = 1  # processes on this host
-    timeout_s: Seconds = 30.0  # of one call
-    retries: Count = 2  # on other workers, then the group is dead with its reason
-    batch_samples: Positive = 64  # leased at once
-    memory_bytes: Count = 0  # of one process that runs functions; 0: half of the machine's
-    max_processes: Positive = 512  # that the functions of one worker may start; more is a failure of the sample
-    max_failed_groups: Count = 64  # of the run, by rewards, filters or environments each; then it ends with the reason
+    timeout_s: Seconds = 30.0  # time limit of one call
+    retries: Count = 2  # on other workers; then the group is quarantined with the reason
+    batch_samples: Positive = 64  # samples leased at once
+    memory_bytes: Count = 0  # limit of one process that runs functions; 0: half of the machine's memory
+    max_processes: Positive = 512  # processes that the functions of one worker may start; more fails the sample
+    max_failed_groups: Count = 64  # failed groups of the run, each by rewards, filters or environments; then it ends
     restarts: Count = 5  # in 10 minutes

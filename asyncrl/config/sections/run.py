@@ -9,11 +9,11 @@ class RunConfig(Section, frozen=True):
     """`[run]`: the run itself."""
 
     name: str = "run"  # shown in reports; part of the run's identity
-    dir: str = "runs/run"  # everything the run writes; the same folder again resumes it
-    seed: int = 0  # of the order of prompts and of sampling
-    silent_timeout_s: Seconds = 10.0  # a process without a sign of life for this long is named (nothing is ended)
+    dir: str = "runs/run"  # folder of everything the run writes; a launch in the same folder resumes the run
+    seed: int = 0  # seed of the order of prompts and of sampling
+    silent_timeout_s: Seconds = 10.0  # report a process without a sign of life for this long (nothing is stopped)
     hang_timeout_s: Seconds = 600.0  # no step for this long ends the run with a diagnosis (exit code 70)
-    start_timeout_s: Seconds = 600.0  # from a learner's start to its first step, where that is longer
+    start_timeout_s: Seconds = 600.0  # from a learner's start to its first step, if that is longer
 
 
 class NetworkConfig(Section, frozen=True):
@@ -21,16 +21,16 @@ class NetworkConfig(Section, frozen=True):
 
     buffer: str = "auto"  # auto: ipc in the run folder; else tcp://host:port
     weightsync: str = "auto"  # like buffer
-    key_file: str = ""  # CURVE keys; needed beyond loopback; made if missing
+    key_file: str = ""  # CURVE keys; required beyond loopback; created if missing
     insecure_no_auth: bool = False  # listen beyond loopback without keys
-    max_message_bytes: Positive = 256 << 20  # larger messages are refused
+    max_message_bytes: Positive = 256 << 20  # refuse larger messages
     request_timeout_s: Seconds = 60.0  # a service that does not answer for this long is unreachable
 
 
 class LogConfig(Section, frozen=True):
-    """`[log]`: what is written."""
+    """`[log]`: what the run writes."""
 
-    tensorboard: bool = True  # curves in the run folder
-    samples_per_step: Count = 2  # kept for the report
-    heartbeat_s: Seconds = 1.0  # how often workers report
-    archive: bool = False  # keep the batch of every step, for trace and replay: about 8 bytes per token, never removed
+    tensorboard: bool = True  # TensorBoard files in the run folder
+    samples_per_step: Count = 2  # samples kept for the report
+    heartbeat_s: Seconds = 1.0  # interval of the workers' heartbeats
+    archive: bool = False  # keep the batch of every step for trace and replay: about 8 bytes per token, never removed

@@ -1,7 +1,4 @@
-"""`[sandbox]`: where programs that the model wrote run, for every reward and tool that runs some.
-
-Part of `asyncrl.config`; `problems` lists what contradicts the rest of the file. See docs/sandbox.md.
-"""
+"""`[sandbox]`: where programs that the model wrote run (docs/sandbox.md)."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ class SandboxConfig(Section, frozen=True):
     """`[sandbox]`: where programs that the model wrote run."""
 
     kind: str = "bubblewrap"  # bubblewrap; http(s) address of a SandboxFusion server; none: unprotected
-    timeout_s: Seconds = 10.0  # of one program, where its reward or tool says nothing else
-    memory_bytes: Positive = 536870912  # of one program with all that it starts
+    timeout_s: Seconds = 10.0  # of one program, unless its reward or tool sets another
+    memory_bytes: Positive = 536870912  # of one program with all its processes
     output_bytes: Positive = 1048576  # of each stream; more ends the program
     disk_bytes: Positive = 67108864  # of its folder, in memory
     max_processes: Positive = 32  # of one program
-    paths: tuple[str, ...] = ()  # folders that programs can read and import from, such as a site-packages
+    paths: tuple[str, ...] = ()  # folders that programs can read and import from, such as site-packages

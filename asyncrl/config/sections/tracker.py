@@ -1,12 +1,13 @@
-"""`[trackers]`: where the metrics of a run go beside its JSONL files, which are always written.
+"""`[trackers]`: destinations of a run's metrics in addition to its JSONL files.
 
-Part of `asyncrl.config`. `problems` lists what contradicts the rest of the file. Guarantees:
-1. a secret never stands in the configuration, which is written to the run folder and to every checkpoint: it comes from
-   the tracker's own environment variable or from a file;
-2. online trackers cost the run nothing: each has a process of its own that reads the files (`learners.trackers.main`).
+Guarantees:
+1. the configuration never holds a secret, because it is written to the run folder and to every checkpoint: the secret
+   comes from the tracker's environment variable or from a file;
+2. online trackers do not slow the run down: each runs in a separate process that reads the files
+   (`learners.trackers.main`).
 
-Example: `use = ["wandb"]`, `project = "my-model"`, `key_file = {wandb = "/home/me/.wandb-key"}`,
-`options = {wandb = {entity = "team", tags = ["grpo"]}}`.
+Example: `use = ["wandb"]`, `project = "my-model"`, `key_file = {wandb = "/home/me/.wandb-key"}`, `options = {wandb =
+{entity = "team", tags = ["grpo"]}}`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec import Meta, field
 
 from asyncrl.config.sections.base import Seconds, Section
 
-#: Trackers that ship with the library: name -> their package, and the variable that holds their secret.
+#: Built-in trackers: name -> their package, and the environment variable of their secret.
 ONLINE: dict[str, tuple[str, str]] = {
     "wandb": ("wandb", "WANDB_API_KEY"),
     "mlflow": ("mlflow", "MLFLOW_TRACKING_TOKEN"),
@@ -28,18 +29,18 @@ ONLINE: dict[str, tuple[str, str]] = {
 
 
 class TrackersConfig(Section, frozen=True):
-    """`[trackers]`: metrics beside the JSONL files; TensorBoard is `log.tensorboard`."""
+    """`[trackers]`: destinations of metrics in addition to the JSONL files; TensorBoard is `log.tensorboard`."""
 
     use: tuple[str, ...] = ()  # wandb, mlflow, swanlab, trackio, or names of the entry-point group asyncrl.trackers
-    project: str = "asyncrl"  # project or experiment there; the run is called run.name
-    offline: bool = False  # nothing leaves this machine: what is to be sent lies in RUN/trackers
-    every_s: Seconds = 2.0  # how often the files are looked at
-    key_file: dict[str, str] = field(default_factory=dict)  # tracker -> file with its secret; else its own variable
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # tracker -> its own names, handed on as they are
+    project: str = "asyncrl"  # project or experiment there; the run has the name run.name
+    offline: bool = False  # send nothing: the data to send is in RUN/trackers
+    every_s: Seconds = 2.0  # tracker -> file with its secret; else an environment variable
+    key_file: dict[str, str] = field(default_factory=dict)  # tracker -> file with its secret; else its variable
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # tracker -> arguments of its library
     prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # metrics at http://127.0.0.1:PORT/metrics; 0: off
 
 
 def secret_of(config: TrackersConfig, name: str) -> str:
-    """The secret of `trackers.key_file`, empty without one. Raises OSError where the file cannot be read."""
+    """The secret of `trackers.key_file`; empty without one. Raises OSError if the file cannot be read."""
     path = config.key_file.get(name, "")
     return Path(path).expanduser().read_text(encoding="utf-8").strip() if path else ""

@@ -1,12 +1,12 @@
-"""`asyncrl launch all CONFIG --backend slurm|k8s|ray --render DIR`: the jobs of a run as files that one can read.
+"""`asyncrl launch all CONFIG --backend slurm|k8s|ray --render DIR`: the jobs of a run as readable files.
 
-All backends place the same commands, `asyncrl launch services|producers|rewards|learner`:
-a role that is started anywhere with the address of the buffer and a key joins the run. Guarantees:
+All backends place the same commands, `asyncrl launch services|producers|rewards|learner`: a role that starts anywhere
+with the address of the buffer and a key joins the run. Guarantees:
 1. nothing is started, and nothing outside of DIR is written;
-2. the same configuration gives the same files; a file in DIR that was not rendered is not touched;
-3. no secret stands in any of them: keys travel as files with mode 0600, or as secrets of the cluster;
-4. a stop of the scheduler is a SIGTERM with `cluster.grace_s`: the learner writes a checkpoint; the same jobs again
-   resume the run.
+2. the same configuration gives the same files; other files in DIR are not touched;
+3. the files hold no secrets: keys are files with mode 0600, or secrets of the cluster;
+4. the scheduler stops a job with SIGTERM and `cluster.grace_s`: the learner writes a checkpoint; the same jobs resume
+   the run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asyncrl.errors import ConfigError, ConfigErrors
 from asyncrl.launcher.clusters.commands import Files, Site
 
 CONFIG_NAME = "config.toml"
-#: Mistakes in what lies on the volume of the pods, which need not be mounted where jobs are rendered. Each role looks
-#: again when it starts; a mistake ends its Job at once.
+#: Mistakes about files on the pods' volume, which may not be mounted here. Each role checks again when it
+#: starts; a mistake ends its Job at once.
 OF_THE_VOLUME = frozenset(
     {
         "config.model",
@@ -48,7 +48,7 @@ def _renderer(backend: str) -> Callable[[Config, Site], Files]:
 
 
 def render(config: Config, site: Site, *, backend: str) -> Files:
-    """The files by name; those that end in .sh or .sbatch are programs. Pure."""
+    """The files by name; names that end in .sh or .sbatch are programs. Pure."""
     return {CONFIG_NAME: dump(config), **_renderer(backend)(config, site)}
 
 
@@ -60,10 +60,10 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
     from asyncrl.preflight.files import settle_steps
 
     given = settle_steps(load(paths, overrides))
-    given = given if backend == "k8s" else absolute(given)  # pods begin in a folder of the volume
-    # Ports and stores are those of other hosts: only what can be known here is looked at.
+    given = given if backend == "k8s" else absolute(given)  # pods start in a folder of the volume
+    # ports and stores belong to other hosts: only the rest can be checked here
     checked = checks.check(given, ("producer", "reward", "learner"), joining=True)
-    errors = [error for error in checked.errors if error.where != given.network.key_file]  # keys may not be made yet
+    errors = [error for error in checked.errors if error.where != given.network.key_file]  # keys may be created later
     if backend == "k8s":
         errors = [*(error for error in errors if error.code not in OF_THE_VOLUME), *not_on_volume(given)]
     if errors:
@@ -82,7 +82,7 @@ def render_command(paths: Sequence[Path], overrides: Sequence[str], *, backend: 
 
 
 def not_on_volume(config: Config) -> list[ConfigError]:
-    """Absolute paths of the run, the model and the prompts that no pod has: they have to be below the volume's."""
+    """Absolute paths of the run, the model and the prompts that are not on the pods' volume."""
     volume = config.cluster.claim_path
     paths = {"run.dir": config.run.dir, "model.path": config.model.path}
     rows = {"data.path": config.data.path, "evaluation.path": config.evaluation.path}

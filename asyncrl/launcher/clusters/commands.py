@@ -1,7 +1,7 @@
-"""The commands that a scheduler places, the same for all of them. Pure.
+"""The commands that a scheduler places, the same for all backends. Pure.
 
-Words of a command are data: `shell` quotes each, so that a path with a blank or a quote stays
-one word; a word that a shell is to expand is a `Shell`.
+Words of a command are data: `shell` quotes each of them, so a path with a space or a quote stays one word. `Shell`
+marks a word that the shell must expand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLES = ("services", "producers", "rewards", "learner")
 
 
 class Site(NamedTuple):
-    """Where files lie on all hosts: the rendered folder, where commands run, the folder of the key files."""
+    """Places of files on all hosts: the rendered folder, the working directory, the folder of the key files."""
 
     folder: str
     work: str
@@ -29,7 +29,7 @@ class Site(NamedTuple):
 
 
 class Shell(str):
-    """A word that the shell expands: already quoted as it has to be."""
+    """A word that the shell expands; it is quoted already."""
 
 
 def cluster_config(config: Config, site: Site) -> Config:
@@ -54,7 +54,7 @@ def launch(
     host: str = "",
     more: Sequence[str] = (),
 ) -> list[str]:
-    """`asyncrl launch ROLE`. `host`: the address of the host it runs on, where it sends weights to others."""
+    """`asyncrl launch ROLE`. `host`: the address of its host, from which it sends weights to others."""
     words = ["python", "-m", "asyncrl", "launch", role, config_path, "--plain", "--job"]
     words += ["--connect", connect] if connect else []
     words += ["--key", key] if key else []
@@ -66,7 +66,7 @@ def launch(
 
 
 def shell(words: Sequence[str]) -> str:
-    """One line of shell, broken before its options."""
+    """One shell command, with a line break before each option."""
     texts = [str(word) if isinstance(word, Shell) else shlex.quote(word) for word in words]
     lines = [texts[0]]
     for before, text in itertools.pairwise(texts):
@@ -75,7 +75,7 @@ def shell(words: Sequence[str]) -> str:
 
 
 def setup_lines(lines: Sequence[str]) -> list[str]:
-    """`cluster.setup` in a script with `set -eo pipefail`: what others wrote (module, conda) reads unset variables."""
+    """`cluster.setup` in a script with `set -eo pipefail`: foreign scripts (module, conda) read unset variables."""
     return [*lines, "set -u"]
 
 
@@ -84,7 +84,7 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def summary(config: Config) -> str:
-    """What the jobs are, in one line."""
+    """One line about the jobs."""
     cluster = config.cluster
     workers = f"{cluster.producers} x producers ({config.producers.count} each)"
     return f"services, {workers}, rewards, learner on {cluster.learner_hosts} x {config.learner.ranks} ranks"

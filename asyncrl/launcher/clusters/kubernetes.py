@@ -14,13 +14,59 @@ keep the rules of the Pod Security Standard "restricted", unless `cluster.user` 
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from typing import Any
 
 from asyncrl.config import Config, dump
 from asyncrl.errors import EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE, ConfigError
 from asyncrl.launcher.clusters.commands import Files, Site, environment, launch, summary
-from asyncrl.launcher.clusters.yaml import document
+
+_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+
+def document(value: Any) -> str:
+    """One document.
+
+    >>> print(document({"a": [1, {"b": "x: y"}], "c": {}}), end="")
+    a:
+      - 1
+      - b: "x: y"
+    c: {}
+    """
+    return "\n".join(_lines(value)) + "\n"
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict) and value:
+        found: list[str] = []
+        for key, item in value.items():
+            found += _entry(f"{_scalar(str(key))}:", item)
+        return found
+    if isinstance(value, list) and value:
+        found = []
+        for item in value:
+            first, *rest = _lines(item)
+            found += [f"- {first}", *(f"  {line}" for line in rest)]
+        return found
+    return [_scalar(value)]
+
+
+def _entry(head: str, item: Any) -> list[str]:
+    if isinstance(item, str) and "\n" in item.strip("\n") and item.endswith("\n") and not item.startswith((" ", "\n")):
+        return [f"{head} |", *(f"  {line}".rstrip() for line in item.splitlines())]
+    if isinstance(item, (dict, list)) and item:
+        return [head, *(f"  {line}" for line in _lines(item))]
+    return [f"{head} {_scalar(item)}"]
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _BARE.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value)
+
 
 CONFIG = "/etc/asyncrl/config.toml"
 KEYS = "/etc/asyncrl-keys"
@@ -134,7 +180,7 @@ class _Pods:
         return self._job(role, pod, {"parallelism": count, "backoffLimit": FORGIVEN_WORKERS * count})
 
     def meeting(self) -> dict[str, Any]:
-        """Names of the learner's pods, before they are ready: they meet by them."""
+        """Names of the learner's pods before they are ready, for their rendezvous."""
         spec = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -168,9 +214,11 @@ class _Pods:
         )
 
     def network(self) -> dict[str, Any]:
-        """Ranks, and weights by `collective`, have connections without authentication: for pods of this run alone.
+        """Ranks, and weights by `collective`, have connections without authentication: only pods of this run may
+        connect.
 
-        The services are open: they ask for a key. So is the exporter for Prometheus, which has nothing to hide.
+        The services accept all pods, because they require a key. So does the Prometheus exporter, which serves no
+        secrets.
         """
         others = {"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["services"]}
         run = {"app.kubernetes.io/instance": self.name}
@@ -190,13 +238,13 @@ class _Pods:
         }
 
     def _job(self, role: str, pod: dict[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
-        """Pods that are made anew until they end with 0, but not after a mistake that the next one makes again."""
+        """Pods that restart until they end with 0, except after a mistake that would repeat."""
         final = [EXIT_CONFIG, EXIT_DATA, EXIT_HANDSHAKE]
         rules: list[dict[str, Any]] = [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": final}},
         ]
-        pod = {"restartPolicy": "Never", **pod}  # what podFailurePolicy asks for
+        pod = {"restartPolicy": "Never", **pod}  # required by podFailurePolicy
         spec = {
             **counts,
             "podFailurePolicy": {"rules": rules},
@@ -210,7 +258,7 @@ class _Pods:
             "terminationGracePeriodSeconds": cluster.grace_s,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            # The first process is the pod's own: it takes SIGTERM from the start, and reaps what others left.
+            # The pod's first process: it takes SIGTERM from the start, and reaps orphans.
             "shareProcessNamespace": True,
             "initContainers": [self._key_container(key)],
             "containers": [self._container(role, words, gpus=gpus)],
@@ -224,7 +272,7 @@ class _Pods:
             ],
         }  # fmt: skip
         if cluster.user:
-            # OnRootMismatch: at every start anew, files that are only their owner's would be opened to the group.
+            # OnRootMismatch: at every new start, private files would become readable by the group.
             pod["securityContext"] = {
                 "runAsNonRoot": True,
                 "runAsUser": cluster.user,
@@ -242,7 +290,7 @@ class _Pods:
         limits: dict[str, Any] = {"memory": _quantity(cluster.memory)}
         limits |= {cluster.gpu_resource: gpus} if gpus else {}
         address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-        # A user whom the image does not know has no home and no name; libraries ask for both.
+        # A user that the image does not know has no home and no name; libraries ask for both.
         own = {**environment(self.config), "HOME": "/tmp", "USER": "asyncrl"}
         return {
             "name": role,
@@ -262,7 +310,9 @@ class _Pods:
         }
 
     def _key_container(self, key: str) -> dict[str, Any]:
-        """Copies the key: a mounted Secret belongs to root and a group, and a key file has to be its owner's alone."""
+        """Copies the key: a mounted Secret belongs to root and a group, and a key file must belong to its owner
+        alone.
+        """
         return {
             "name": "key",
             "image": self.cluster.image,
@@ -277,7 +327,7 @@ class _Pods:
 
 
 def _quantity(memory: str) -> str:
-    """Slurm's 16G is Kubernetes' 16Gi, and its 16000 are megabytes."""
+    """Slurm's 16G is Kubernetes' 16Gi; Slurm's 16000 are megabytes."""
     return f"{memory}i" if memory[-1] in "KMGT" else f"{memory}Mi"
 
 
@@ -306,7 +356,7 @@ def _apply(config: Config, site: Site) -> str:
 def _end(config: Config) -> str:
     name, cluster = config.cluster_name, config.cluster
     delete = f"kubectl delete --namespace {cluster.namespace} --ignore-not-found"
-    # In the foreground: until the pods are gone, too.
+    # in the foreground: also wait until the pods are gone
     wait = f"--cascade=foreground --timeout={cluster.grace_s + 60}s"
     lines = [
         "#!/bin/bash", f"# Ends {name} and removes its objects; run folder and keys stay.", "set -euo pipefail",

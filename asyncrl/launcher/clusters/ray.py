@@ -1,7 +1,6 @@
-"""Ray, for users whose cluster is Ray: a driver script that places the same commands.
+"""Ray: a driver script that places the same commands.
 
-Pure; asyncrl never imports ray, the rendered script does. Keys travel as files on storage
-that all hosts share, never through Ray.
+Pure; only the rendered script imports ray. Keys are files on storage that all hosts share and never pass through Ray.
 """
 
 from __future__ import annotations

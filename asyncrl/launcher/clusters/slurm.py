@@ -71,7 +71,7 @@ def _services(config: Config, site: Site) -> str:
 
 
 def _find_services(config: Config, site: Site) -> str:
-    """Wait until the services of this submission have said where they are."""
+    """Wait until the services of this submission have written their address."""
     address = shlex.quote(f"{site.folder}/address")
     return "\n".join(
         [
@@ -113,8 +113,8 @@ def _learner(config: Config, site: Site) -> str:
         )
     )
     lines = [
-        # Before its time is up, to the script itself: a step and a checkpoint fit before the kill. The others have no
-        # such signal, since the services are to outlast the learner.
+        # To the script itself, early enough for a step and a checkpoint before SIGKILL. The other jobs get no such
+        # signal, since the services must outlast the learner.
         _header(
             config,
             site,
