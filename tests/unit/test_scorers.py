@@ -202,7 +202,7 @@ def test_a_schema_that_is_none() -> None:
     pytest.importorskip("jsonschema")
     with pytest.raises(ConfigError, match="not a JSON schema"):
         scored("json_schema", "{}", schema={"type": "objekt"})
-    with pytest.raises(ValueError, match="no object"):
+    with pytest.raises(ValueError, match="not an object"):
         scored("json_schema", "{}", "not a schema")
 
 
