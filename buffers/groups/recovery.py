@@ -234,7 +234,7 @@ class Recovery:
         table.meta.cursor = max(table.meta.cursor, cursor, *(end for _, end in table.retired.ranges()[-1:]))
         if len(table.groups) + len(table.ended) + len(table.retired) == table.meta.cursor:
             return
-        bound = self.live.current.max_staleness
+        bound = self.batches.schedule.bound
         for number in range(table.meta.cursor):
             if number in table.groups or number in table.ended or number in table.retired:
                 continue

@@ -42,6 +42,11 @@ class Schedule:
         return min(self.live.plan.size(step), self.unclaimed)
 
     @property
+    def bound(self) -> int:
+        """The bound of a group that is leased first now: its largest lag."""
+        return self.live.current.max_staleness
+
+    @property
     def training_version(self) -> int:
         """The version that the step in training starts from; between steps the committed one."""
         return max(self.table.meta.version, self.table.frontier - 1)
@@ -81,11 +86,11 @@ class Schedule:
         found = self._next_pending(engine_version, lag)
         if found is not None:
             return found
-        if self.table.indexes.competing >= self.unclaimed or not self.fits(engine_version, settings.max_staleness):
+        if self.table.indexes.competing >= self.unclaimed or not self.fits(engine_version, self.bound):
             return None
         if not self.deep_enough(self.outstanding, lag):
             return None
-        return Group(meta.cursor, bound=settings.max_staleness, max_uses=settings.max_reuse)
+        return Group(meta.cursor, bound=self.bound, max_uses=settings.max_reuse)
 
     def _next_pending(self, engine_version: int, lag: int) -> Group | None:
         """The first group that waits for another attempt and may have it. Groups of which nothing has arrived differ by
@@ -128,7 +133,7 @@ class Schedule:
         """How many groups could be leased to engines at this version; an estimate if bounds differ."""
         settings, v, at = self.live.current, self.training_version, self.table.frontier
         plan, due = self.live.plan, self.table.indexes.due
-        deadline = engine_version + settings.max_staleness
+        deadline = engine_version + self.bound
         resumable = len(self.table.indexes.pending) - self.untouched
         if self.table.meta.emptied or engine_version < 0 or deadline < at:
             return resumable
@@ -154,8 +159,8 @@ class Schedule:
         if self.table.indexes.competing >= self.unclaimed and not waiting:
             return "every prompt of the run is issued"
         if self.table.indexes.competing < self.unclaimed:
-            if not self.fits(engine_version, settings.max_staleness):
-                deadline = engine_version + settings.max_staleness
+            if not self.fits(engine_version, self.bound):
+                deadline = engine_version + self.bound
                 return f"no room before deadline {deadline}: the learner must take a batch"
             if not self.deep_enough(self.outstanding, lag):
                 return f"{self.outstanding} groups are ahead of the learner, pipeline_depth is {settings.depth}"
