@@ -178,7 +178,7 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none() -> None:
         assert told.value.code == "engine.broken"
         await client.close()
         for url in ("", "127.0.0.1:30000", "ftp://host", "http://"):
-            with pytest.raises(ConfigError, match="is no http address"):
+            with pytest.raises(ConfigError, match="is not an http address"):
                 HttpClient(url)
 
     asyncio.run(body())
