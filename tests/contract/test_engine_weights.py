@@ -251,7 +251,7 @@ def test_in_place_stands_still_until_it_is_whole(qwen3: Path) -> None:
     tensors, manifest, buckets = layout(torn)
 
     async def body(engine: HFEngine) -> dict[int, GenDelta]:
-        assert engine.in_place
+        assert engine.capabilities().in_place
         await push(engine, old, 3)
         before = places(engine)
         wanted = request("x", PROMPTS[0], tuple(range(4)), max_new_tokens=64, stop_ids=())

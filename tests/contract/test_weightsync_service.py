@@ -372,7 +372,7 @@ def test_older_learner_is_fenced(local: World) -> None:
     new.publish(3, PLAN, weights(3))
     new.wait_committed(3, members=1, timeout_s=15)
     assert member.holds(3), "a learner that went back to its checkpoint is followed"
-    until(lambda: old._error is not None, "the old learner hears of it")
+    until(lambda: old._offers.error is not None, "the old learner hears of it")
     with pytest.raises(Fenced):
         old.publish(8, PLAN, weights(8))
 

@@ -95,7 +95,7 @@ def test_a_refusal_is_told_from_a_broken_server() -> None:
     async def body(client: HttpClient, app: web.Application) -> None:
         with pytest.raises(Refused, match="words of the server") as refused:
             await client.get("/status", timeout_s=5, params={"is": "404"})
-        assert (refused.value.status, refused.value.said) == (404, "words of the server")
+        assert (refused.value.status, refused.value.text) == (404, "words of the server")
         for status in ("500", "503", "302", "204"):
             with pytest.raises(WorkError, match=f"answered {status}") as told:
                 await client.get("/status", timeout_s=5, params={"is": status})
@@ -178,7 +178,7 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none() -> None:
         assert told.value.code == "engine.broken"
         await client.close()
         for url in ("", "127.0.0.1:30000", "ftp://host", "http://"):
-            with pytest.raises(ConfigError, match="is no http address"):
+            with pytest.raises(ConfigError, match="is not an http address"):
                 HttpClient(url)
 
     asyncio.run(body())

@@ -317,7 +317,7 @@ class World:
         return node
 
     def hear(self, node: Node, name: str, *, spoil: bool = False) -> Node:
-        """What `Receiver._obey` does."""
+        """What `Receiver._execute` does."""
         process = node.processes[name]
         answer = process.answer
         assert answer is not None

@@ -168,7 +168,7 @@ def repaired(frames: list[bytes]) -> list[bytes]:
     for frame in frames[1:]:
         digest.update(frame)
     kind = kind if kind in (wire.REQUEST, wire.REPLY, wire.REQUEST_MANY) else wire.REQUEST
-    head = wire._HEAD.pack(wire.MAGIC, wire.SCHEMA, kind, len(frames) - 2, request, sum(map(len, frames[2:])))
+    head = wire.codec._HEAD.pack(wire.MAGIC, wire.SCHEMA, kind, len(frames) - 2, request, sum(map(len, frames[2:])))
     check = digest.intdigest() ^ xxhash.xxh3_64_intdigest(head)
     return [head + check.to_bytes(8, "little"), *frames[1:]]
 

@@ -64,8 +64,8 @@ def line(tmp_path: Path) -> Iterator[Line]:
     line = Line(tmp_path)
     yield line
     line.chain.close()
+    assert not any(slot.readers for slot in line.staging._slots)
     line.staging.close()
-    assert not any(slot.senders for slot in line.staging._slots)
 
 
 def bases(staged: Staged) -> list[int]:
